@@ -206,6 +206,7 @@ VARIANTS: dict[str, str] = {
     "cuda-graph": "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
     "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
     "deterministic": "--deterministic-mode",
+    "batch-invariant": "--batch-invariant-mode",
     "two-sequences": "--micro-batch-size 2",
     "four-sequences": "--micro-batch-size 4",
     "timers": "--timing-log-level 2",

@@ -305,16 +305,15 @@ class CachedLayout(TokenLayout):
             rope_keys, latents = self._read(layer, new, chunks, count)
             key, value = heads.expand(latents[:, :, 0], rope_keys)
             if self.batch_invariant:
-                places = torch.arange(len(key), device=key.device)
-                return self._batch_invariant(core, query, key[:, 0], value[:, 0], places, mask)
+                return self._batch_invariant(core, query, key[:, 0], value[:, 0], None, mask)
             outputs.append(self._gathered(core, query[rows:], key, value, mask, self.chunks[chunks:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _batch_invariant(
-        self, core: Core, query: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor, mask: Mask
+        self, core: Core, query: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor | None, mask: Mask
     ) -> Tensor:
-        """Attend all rows by the function of the trainer's forward pass, to the entries ``key_rows`` [t] of ``keys``
-        and ``values`` [., g, .]."""
+        """Attend all rows by the function of the trainer's forward pass, to the entries ``key_rows`` [t], or all, of
+        ``keys`` and ``values`` [., g, .]."""
         spans, row, first = [], 0, 0
         for chunk in self.chunks:
             spans.append(Span(row, chunk.num_new, chunk.start, first))

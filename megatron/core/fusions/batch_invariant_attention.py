@@ -5,7 +5,8 @@ training, prefill and decoding, and for contiguous and paged keys.
 
 Each sequence's keys are read in blocks of fixed size that count from position 0, in ascending order, with an online
 softmax; a block without visible keys changes no bit. There is no split over keys: decoding one long sequence uses as
-many programs as there are key/value heads. Queries of a sequence may be any consecutive positions.
+many programs as there are key/value heads. Queries of a sequence may be any consecutive positions. Products and sums
+that a compiler could fuse are written as fused, so that blocks with and without a mask have the same roundings.
 
 Legend: n query rows, m key rows, a query heads, g key/value heads, p query heads per group, d and e head dims of keys
 and values.
@@ -13,7 +14,9 @@ and values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,8 +27,8 @@ from megatron.core.fusions.batch_invariant_product import ROWS, accumulator_dtyp
 from megatron.core.fusions.installed_triton import tl, triton
 
 _UNLIMITED = 2**30
-_QUERY_ROWS, _KEYS = 64, 64
-"""Query rows (tokens x heads of a group) and keys of a GPU tile."""
+_KEYS, _FEW_ROWS, _MANY_ROWS = 64, 64, 128
+"""Keys and query rows (tokens x heads of a group) of a GPU tile. The number of rows changes no bit."""
 
 
 class Span(NamedTuple):
@@ -52,7 +55,7 @@ class Scores(NamedTuple):
 
 
 def attention_plain(
-    query: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor, spans: Sequence[Span], scores: Scores
+    query: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor | None, spans: Sequence[Span], scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return :func:`batch_invariant_attention` in torch operations on blocks of fixed shape."""
     dtype, groups = accumulator_dtype(query.dtype), keys.shape[1]
@@ -61,12 +64,13 @@ def attention_plain(
     per_group = query.shape[1] // groups
     for span in spans:
         rows = slice(span.row, span.row + span.num_tokens)
-        places = key_rows[span.first_key : span.first_key + span.position + span.num_tokens]
+        places = slice(span.first_key, span.first_key + span.position + span.num_tokens)
+        known = places if key_rows is None else key_rows[places]
         grouped = query[rows].to(dtype).unflatten(1, (groups, per_group))
         position = torch.arange(span.position, span.position + span.num_tokens).repeat_interleave(per_group)
         sink = None if scores.sink is None else scores.sink.to(dtype).view(groups, per_group)
         for group in range(groups):
-            key, value = (x[places, group].to(dtype) for x in (keys, values))
+            key, value = (x[known, group].to(dtype) for x in (keys, values))
             start = None if sink is None else sink[group].repeat(span.num_tokens)
             found, total = _sequence(grouped[:, group].flatten(0, 1), key, value, position, start, scores)
             heads = slice(group * per_group, (group + 1) * per_group)
@@ -121,95 +125,142 @@ def _row_block(
 if triton is not None:
 
     @triton.jit
+    def _attend_blocks(
+        q, keys, values, key_rows, first_key, group, position, begin, end, stop, left, scale, cap, unit,
+        key_m, key_g, value_m, value_g, largest, total, out,
+        KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr,
+        MASKED: tl.constexpr, CONSECUTIVE: tl.constexpr,
+    ):  # fmt: skip
+        """Add the blocks of keys [begin, end) to maximum, sum of exponentials and output of the rows. MASKED: some rows
+        do not see all keys."""
+        channel = tl.arange(0, PADDED)
+        for start in range(begin, end, KEYS):
+            place = start + tl.arange(0, KEYS)
+            present = place < stop
+            if CONSECUTIVE:
+                key_row = (first_key + place).to(tl.int64)
+            else:
+                key_row = tl.load(key_rows + first_key + place, mask=present, other=0).to(tl.int64)
+            at_key = keys + key_row[None, :] * key_m + group * key_g + channel[:, None]
+            at_value = values + key_row[:, None] * value_m + group * value_g + channel[None, :]
+            if MASKED or D != PADDED or E != PADDED:
+                k = tl.load(at_key, mask=present[None, :] & (channel < D)[:, None], other=0.0)
+                v = tl.load(at_value, mask=present[:, None] & (channel < E)[None, :], other=0.0)
+            else:
+                k = tl.load(at_key)
+                v = tl.load(at_value)
+            scores = tl.dot(q, k, input_precision="ieee")
+            if CAPPED:
+                scores = cap * (2.0 / (1.0 + tl.exp(-2.0 * (scores * scale) / cap)) - 1.0)
+            if MASKED:
+                distance = position[:, None] - place[None, :]
+                scores = tl.where((distance >= 0) & (distance <= left), scores, float("-inf"))
+            following = tl.maximum(largest, tl.max(scores, 1))
+            shift = tl.maximum(following, -3.0e38) * unit  # no key yet: -inf - -inf would be NaN
+            weights = tl.math.exp2(tl.fma(scores, tl.zeros_like(scores) + unit, tl.zeros_like(scores) - shift[:, None]))
+            shrink = tl.math.exp2(tl.fma(largest, tl.zeros_like(largest) + unit, -shift))
+            out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+            total = tl.fma(total, shrink, tl.sum(weights, 1))
+            largest = following
+        return largest, total, out
+
+    @triton.jit
     def _attention_kernel(
-        query, keys, values, key_rows, blocks, sinks, outs, lses, scale, cap, left,
+        query, keys, values, key_rows, blocks, sinks, outs, lses, scale, cap, unit, natural, left,
         query_n, query_a, key_m, key_g, value_m, value_g, heads,
         HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-        PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr,
+        PADDED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, CONSECUTIVE: tl.constexpr,
     ):  # fmt: skip
         """Attend the HEADS heads of one group, for the tokens of one of ``blocks`` [., 4] (row, count, position, first
-        key), at most ROWS // HEADS of them. Writes outs [n, a, E] and lses [n, a] fp32."""
-        block, group = blocks + tl.program_id(0) * 4, tl.program_id(1)
+        key), at most ROWS // HEADS of them. Writes outs [n, a, E] and lses [n, a] fp32. ``unit`` and ``natural`` times
+        a score are the exponents of 2 and e."""
+        # the last blocks of a sequence have the most keys: they start first
+        block, group = blocks + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4, tl.program_id(1)
         first_row, count = tl.load(block), tl.load(block + 1)
         first, first_key = tl.load(block + 2).to(tl.int32), tl.load(block + 3)
-        lane, d, e = tl.arange(0, ROWS), tl.arange(0, PADDED_D), tl.arange(0, PADDED_E)
+        lane, channel = tl.arange(0, ROWS), tl.arange(0, PADDED)
         token, head = lane // HEADS, group * HEADS + lane % HEADS
         inside = token < count
         position = first + token
         row = first_row + token
-        at_query = query + row[:, None] * query_n + head[:, None] * query_a + d[None, :]
-        q = tl.load(at_query, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        at_query = query + row[:, None] * query_n + head[:, None] * query_a + channel[None, :]
+        q = tl.load(at_query, mask=inside[:, None] & (channel < D)[None, :], other=0.0)
         largest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         if SINK:
-            largest = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32)
+            largest = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) / natural
             total += 1.0
-        out = tl.zeros((ROWS, PADDED_E), tl.float32)
+        out = tl.zeros((ROWS, PADDED), tl.float32)
         stop = first + count.to(tl.int32)
+        # blocks between ``low`` and ``high`` are visible to every row
         begin = tl.maximum(first - left, 0) // KEYS * KEYS
-        for start in range(begin, stop, KEYS):
-            place = start + tl.arange(0, KEYS)
-            present = place < stop
-            key_row = tl.load(key_rows + first_key + place, mask=present, other=0).to(tl.int64)
-            at_key = keys + key_row[:, None] * key_m + group * key_g + d[None, :]
-            k = tl.load(at_key, mask=present[:, None] & (d < D)[None, :], other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if CAPPED:
-                scores = cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / cap)) - 1.0)
-            distance = position[:, None] - place[None, :]
-            scores = tl.where((distance >= 0) & (distance <= left), scores, float("-inf"))
-            following = tl.maximum(largest, tl.max(scores, 1))
-            shift = tl.maximum(following, -3.0e38)  # no key yet: -inf - -inf would be NaN
-            weights = tl.exp(scores - shift[:, None])
-            shrink = tl.exp(largest - shift)
-            at_value = values + key_row[:, None] * value_m + group * value_g + e[None, :]
-            v = tl.load(at_value, mask=present[:, None] & (e < E)[None, :], other=0.0)
-            # a separate product: an accumulating one may round the rescaled sum in another order
-            out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            total = total * shrink + tl.sum(weights, 1)
-            largest = following
-        at_out = outs + (row * heads + head)[:, None] * E + e[None, :]
+        low = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(stop - 1 - left, 0), KEYS) * KEYS, begin), stop)
+        high = tl.maximum((first + 1) // KEYS * KEYS, low)
+        largest, total, out = _attend_blocks(
+            q, keys, values, key_rows, first_key, group, position, begin, low, stop, left, scale, cap, unit,
+            key_m, key_g, value_m, value_g, largest, total, out, KEYS, D, E, PADDED, CAPPED, True, CONSECUTIVE,
+        )  # fmt: skip
+        largest, total, out = _attend_blocks(
+            q, keys, values, key_rows, first_key, group, position, low, high, stop, left, scale, cap, unit,
+            key_m, key_g, value_m, value_g, largest, total, out, KEYS, D, E, PADDED, CAPPED, False, CONSECUTIVE,
+        )  # fmt: skip
+        largest, total, out = _attend_blocks(
+            q, keys, values, key_rows, first_key, group, position, high, stop, stop, left, scale, cap, unit,
+            key_m, key_g, value_m, value_g, largest, total, out, KEYS, D, E, PADDED, CAPPED, True, CONSECUTIVE,
+        )  # fmt: skip
+        at_out = outs + (row * heads + head)[:, None] * E + channel[None, :]
         result = (out / total[:, None]).to(outs.dtype.element_ty)
-        tl.store(at_out, result, mask=inside[:, None] & (e < E)[None, :])
-        tl.store(lses + row * heads + head, largest + tl.log(total), mask=inside)
+        tl.store(at_out, result, mask=inside[:, None] & (channel < E)[None, :])
+        lse = tl.fma(largest, tl.zeros_like(largest) + natural, tl.log(total))
+        tl.store(lses + row * heads + head, lse, mask=inside)
 
 
-def attention_triton(
-    query: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor, spans: Sequence[Span], scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """Return :func:`batch_invariant_attention` by one kernel with fixed tiles."""
-    (num, heads, width), groups, out_width = query.shape, keys.shape[1], values.shape[2]
-    per_group = heads // groups
-    rows = max(_QUERY_ROWS, triton.next_power_of_2(per_group))
-    most, padded = rows // per_group, triton.next_power_of_2(max(width, out_width, 16))
+@lru_cache(maxsize=4)  # the layers of a step have the same
+def _blocks(spans: tuple[Span, ...], most: int, device: torch.device) -> Tensor:
+    """Return the (row, tokens, position, first key) of programs with at most ``most`` tokens, int64 [., 4]."""
     cut = [
         (span.row + done, min(most, span.num_tokens - done), span.position + done, span.first_key)
         for span in spans
         for done in range(0, span.num_tokens, most)
     ]
-    blocks = torch.tensor(cut, dtype=torch.int64).to(query.device, non_blocking=True)
+    return torch.tensor(cut, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def attention_triton(
+    query: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor | None, spans: Sequence[Span], scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Return :func:`batch_invariant_attention` by one kernel with fixed tiles of keys."""
+    (num, heads, width), groups, out_width = query.shape, keys.shape[1], values.shape[2]
+    per_group, padded = heads // groups, triton.next_power_of_2(max(width, out_width, 16))
+    many = max(span.num_tokens for span in spans) * per_group > _FEW_ROWS and padded <= 128
+    wide = many and query.dtype.itemsize == 2
+    rows = max(_MANY_ROWS if wide else _FEW_ROWS, triton.next_power_of_2(per_group))
+    blocks = _blocks(tuple(spans), rows // per_group, query.device)
     query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
     outs = query.new_zeros((num, heads, out_width))
     lses = torch.zeros((num, heads), dtype=torch.float32, device=query.device)
-    _attention_kernel[(len(cut), groups)](
+    capped = scores.soft_cap is not None
+    natural = 1.0 if capped else scores.scale
+    _attention_kernel[(len(blocks), groups)](
         query, keys, values, key_rows, blocks, scores.sink, outs, lses, scores.scale, scores.soft_cap or 1.0,
-        _UNLIMITED if scores.left is None else scores.left,
+        natural / math.log(2), natural, _UNLIMITED if scores.left is None else scores.left,
         *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2], heads,
-        HEADS=per_group, ROWS=rows, KEYS=_KEYS, D=width, E=out_width,
-        PADDED_D=padded, PADDED_E=padded, CAPPED=scores.soft_cap is not None, SINK=scores.sink is not None, num_warps=4,
+        HEADS=per_group, ROWS=rows, KEYS=_KEYS, D=width, E=out_width, PADDED=padded, CAPPED=capped,
+        SINK=scores.sink is not None, CONSECUTIVE=key_rows is None, num_warps=8 if wide else 4, num_stages=3,
     )  # fmt: skip
     return outs, lses
 
 
 def batch_invariant_attention(
-    query: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor, spans: Sequence[Span], scores: Scores
+    query: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor | None, spans: Sequence[Span], scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return the attention [n, a, e] of ``query`` [n, a, d], in its dtype, and the log-sum-exp [n, a] in fp32 (fp64 for
     fp64), both including the sink; zeros for rows outside of all ``spans``. Not differentiable.
 
     Args:
         keys, values: [m, g, d] and [m, g, e].
-        key_rows: row of ``keys`` of each position of each sequence, int64, one sequence after another.
+        key_rows: row of ``keys`` of each position of each sequence, int64, one sequence after another. None: the keys
+            themselves are in this order.
     """
     if not spans:
         return query.new_zeros((*query.shape[:2], values.shape[2])), query.new_zeros(query.shape[:2]).float()

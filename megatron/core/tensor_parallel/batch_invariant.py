@@ -41,16 +41,22 @@ def parts_per_rank(group: Group) -> int:
     return PARTS // group.size
 
 
+_ALIGNED = 16
+"""Widths that are a multiple of it give rows of the same alignment in every layout. A kernel's order of sums depends on
+alignment."""
+
+
 class BatchInvariantGemms(Gemms):
     """GEMMs of one linear layer whose forward product is batch-invariant; the backward products are torch's.
 
-    With ``partial_sums`` K is summed in parts, and the output is the unrounded sum of this rank's parts, for
-    :func:`sum_over_ranks`.
+    With ``partial_sums`` K is summed in parts, and the output of several ranks is the unrounded sum of a rank's parts,
+    for :func:`sum_over_ranks`.
     """
 
     def __init__(self, base: Gemms, group: Group, *, partial_sums: bool = False) -> None:
         super().__init__(base.accumulate)
-        self.partial_sums, self.parts = partial_sums, parts_per_rank(group) if partial_sums else 1
+        self.parts = parts_per_rank(group) if partial_sums else 1
+        self._rounds = not partial_sums or group.size == 1
         self._dtype: torch.dtype | None = None
 
     def pack_gradient(self, grad: Tensor, *, for_input: bool, for_weight: bool) -> Operands:
@@ -60,10 +66,11 @@ class BatchInvariantGemms(Gemms):
     def output(self, x: Operand, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor) and out is None, "chunked losses are rejected with batch_invariant_mode"
         self._dtype = x.dtype
-        total = batch_invariant_product(x.flatten(0, -2), weight, self.parts)
+        dtype = x.dtype if self._rounds and bias is None else None
+        total = batch_invariant_product(x.flatten(0, -2), weight, self.parts, dtype)
         if bias is not None:
             total = total + bias
-        return (total if self.partial_sums else total.to(x.dtype)).view(*x.shape[:-1], len(weight))
+        return (total.to(x.dtype) if self._rounds else total).view(*x.shape[:-1], len(weight))
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -97,7 +104,7 @@ def multiply_experts(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     rows after the last end are zero. Reads ``ends`` on the host."""
     out, start = x.new_zeros((len(x), weight.shape[1])), 0
     for end, weight_oi in zip(ends.tolist(), weight):
-        out[start:end] = batch_invariant_product(x[start:end], weight_oi).to(x.dtype)
+        out[start:end] = batch_invariant_product(x[start:end], weight_oi, dtype=x.dtype)
         start = end
     return out
 
@@ -139,7 +146,8 @@ def vocabulary_statistics(logits: Tensor, label_t: Tensor, num_true: int, group:
 def _slice_statistics(part: Tensor, label_t: Tensor, num_true: int) -> Tensor:
     """Return maxima, sums of exponentials and label logits [3, t] of a slice [t, v]."""
     passes = cross_entropy_passes(part.dtype, part.device)
-    part = part.contiguous()
+    if not part.is_cuda or part.shape[1] % _ALIGNED:
+        part = part.contiguous()
     if part.is_cuda or num_true == 0:
         return passes.statistics(part, label_t, num_true)
     # CPU kernels compute the elements after the last full vector by another function

@@ -273,10 +273,9 @@ class BatchInvariantAttention(AllGatherAttention):
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *, spans: list[Span], left: int | None
     ) -> tuple[Tensor, Tensor]:
         length, batch = query.shape[:2]
-        query, key, value = (x.transpose(0, 1).flatten(0, 1).contiguous() for x in (query, key, value))
-        key_rows = torch.arange(len(key), device=query.device)
+        query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         scores = Scores(self.kernel.scale, left, self.soft_cap, sink)
-        found = batch_invariant_attention(query, key, value, key_rows, spans, scores)
+        found = batch_invariant_attention(query, key, value, None, spans, scores)
         out, lse = (x.unflatten(0, (batch, length)).transpose(0, 1).contiguous() for x in found)
         return out, lse
 

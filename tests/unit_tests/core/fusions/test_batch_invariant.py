@@ -1,5 +1,7 @@
 """Batch-invariant product and attention equal their definitions, and an element's bits do not depend on the shape."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -56,6 +58,44 @@ def test_ranks_that_split_k_add_up_to_the_bits_of_one_rank(kind):
     assert not torch.equal(multiply(x, weight, 1), full), "another order of sums would be found"
 
 
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_large_tiles_have_the_bits_of_small_ones(parts):
+    x, weight = matrices(200, 144, 64 * parts, DEVICE)
+    found = product.product_large(x, weight, parts)
+    assert same("triton", found, product.product_triton(x, weight, parts))
+    rounded = product.product_large(x, weight, parts, torch.bfloat16)
+    assert torch.equal(rounded, found.to(torch.bfloat16)) if DEVICE == "cuda" else rounded.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "columns, width", [(6144, 4096), (28672, 4096), (4096, 14336), (1024, 512), (192, 64), (768, 3072), (8, 2048)]
+)
+def test_cublas_has_the_bits_of_the_kernels_for_any_number_of_rows(columns, width, dtype, caplog):
+    x, weight = torch.randn(8192, width).cuda().to(dtype), torch.randn(columns, width).cuda().to(dtype)
+    expected = product.product_triton(x, weight, 1, dtype)
+    for rows in (65, 100, 129, 256, 384, 1000, 2048, 6000, 8192):
+        assert torch.equal(product.product_cublas(x[:rows], weight, dtype), expected[:rows])
+        unrounded = product.product_cublas(x[:rows], weight, torch.float32)
+        assert torch.equal(unrounded.to(dtype), expected[:rows])
+    assert not caplog.records, "no shape needs the slower kernel"
+
+
+@pytest.mark.gpu
+def test_shapes_that_cublas_adds_in_another_order_use_the_kernel(monkeypatch, caplog):
+    """cuBLAS with split-K."""
+    monkeypatch.setattr(product, "_AGREES", {})
+    monkeypatch.setattr(product, "_cublaslt_without_split_k", contextlib.nullcontext)
+    x, weight = torch.randn(96, 14336).cuda().bfloat16(), torch.randn(4096, 14336).cuda().bfloat16()
+    expected = product.product_triton(x, weight, 1, x.dtype)
+    assert not torch.equal(x @ weight.t(), expected)
+    for _ in range(2):
+        assert torch.equal(product.product_cublas(x, weight, x.dtype), expected)
+    assert len(caplog.records) == 1 and "another order" in caplog.text
+
+
 HEADS, GROUPS, WIDTH, OUT_WIDTH, LENGTH = 6, 2, 24, 16, 150
 SCORES = [Scores(0.3), Scores(0.3, left=5), Scores(0.3, left=70, sink=torch.randn(HEADS)), Scores(0.3, soft_cap=1.5)]
 
@@ -88,10 +128,29 @@ def test_prefill_decoding_and_pages_give_the_same_bits(kind, scores):
     rows = [99, *range(110, 150)]
     found = attend(query[rows], keys[order], values[order], paged_rows, spans, scores)
     assert same(kind, found[0], out[rows]) and same(kind, found[1], lse[rows])
+    # keys in order need no index
+    found = attend(query, keys, values, None, [Span(0, LENGTH, 0, 0)], scores)
+    assert torch.equal(found[0], out) and torch.equal(found[1], lse)
     # one group and some of its heads, as a tensor-parallel rank has them
     local = scores._replace(sink=None if scores.sink is None else scores.sink[3:5])
     found = attend(query[:, 3:5], keys[:, 1:], values[:, 1:], key_rows, [Span(0, LENGTH, 0, 0)], local)
     assert same(kind, found[0], out[:, 3:5]) and same(kind, found[1], lse[:, 3:5])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scores", [Scores(0.1), Scores(0.1, left=200), Scores(0.1, soft_cap=1.5)])
+def test_long_attention_has_the_bits_of_decoding(scores):
+    """Tiles of 128 rows and blocks without a mask against single queries."""
+    length = 1500
+    query, keys, values = (torch.randn(length, n, 128).cuda().bfloat16() for n in (8, 2, 2))
+    key_rows = torch.arange(length).cuda()
+    out, lse = attention.attention_triton(query, keys, values, None, [Span(0, length, 0, 0)], scores)
+    for first, count in ((0, 1), (63, 1), (64, 1), (700, 5), (1000, 130), (1499, 1)):
+        rows = slice(first, first + count)
+        found = attention.attention_triton(query[rows], keys, values, key_rows, [Span(0, count, first, 0)], scores)
+        assert torch.equal(found[0], out[rows])
+        # the backward pass alone reads it, and has no fixed order
+        torch.testing.assert_close(found[1], lse[rows], rtol=1e-6, atol=1e-6)
 
 
 def definition(query, keys, values, scores):

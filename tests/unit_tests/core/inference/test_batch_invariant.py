@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
+from megatron.core.fusions import batch_invariant_product
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.scheduler import Limits
@@ -39,10 +40,11 @@ OPTIONS = ("position_embedding_type", "share_embeddings_and_output_weights")
 ROWS_OF_A_SAMPLE = LENGTH - 1
 
 
-def build(name, dtype, **sizes):
+def build(name, dtype, max_sequence_length=None, **sizes):
     """Return the model of this rank; weights are functions of the seed."""
     fields = {**COMMON, **MODELS[name], **{SIZES[key]: size for key, size in sizes.items()}}
     options = {key: fields.pop(key) for key in OPTIONS if key in fields}
+    options |= {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
     if sizes.get("tp", 1) > 1 and "num_moe_experts" in fields:
         fields["sequence_parallel"] = True
     groups = parallel_state.get_process_groups()
@@ -136,6 +138,30 @@ def test_trainer_equals_generator_on_a_gpu(name):
     expected = trained_rows(model)[:, :ROWS_OF_A_SAMPLE]
     for max_tokens in (5, 11, 64):
         assert torch.equal(generated_rows(model, max_tokens), expected)
+
+
+@pytest.mark.gpu
+def test_layers_with_large_tiles_equal_decoding_on_a_gpu(monkeypatch):
+    """The trainer's products and attention have hundreds of rows, the generator's 1 to 7: other kernels serve them."""
+    monkeypatch.setitem(COMMON, "hidden_size", 1024)
+    monkeypatch.setitem(COMMON, "ffn_hidden_size", 1536)
+    served = []
+    for name in ("product_large", "product_cublas"):
+        kernel = getattr(batch_invariant_product, name)
+        spy = lambda *args, name=name, kernel=kernel: (served.append(name), kernel(*args))[1]  # noqa: E731
+        monkeypatch.setattr(batch_invariant_product, name, spy)
+    model = build("dense", torch.bfloat16, max_sequence_length=300).cuda()
+    rng = random.Random(1)
+    prompt = [rng.randrange(VOCAB) for _ in range(300)]
+    ids = torch.tensor([prompt]).cuda()
+    logits = model.train()(ids, torch.arange(300, device="cuda")[None]).detach()
+    expected = log_softmax(logits[0], VOCAB).double().cpu()
+    assert {"product_large", "product_cublas"} == set(served)
+    for max_tokens in (7, 200):
+        engine = Engine(model, Limits(max_length=300, max_tokens=max_tokens, max_sequences=2))
+        request = Request(prompt=prompt, max_new_tokens=0, prompt_logprobs=True, top_logprobs=VOCAB)
+        for row, score in zip(expected, engine.generate([request])[0].prompt_scores[1:], strict=False):
+            assert all(row[token] == value for token, value in score.top)
 
 
 def test_documents_of_a_packed_row_have_the_bits_of_separate_rows():
