@@ -61,8 +61,9 @@ class Fp8Config(FlagGroup):
 
 
 def notes_amax(config: Fp8Config) -> bool:
-    """Return whether kernels note the largest magnitude of their results: for casts with one scale per matrix."""
-    return config.fp8 is not None and config.fp8_recipe != "blockwise"
+    """Return whether kernels note the largest magnitude of their results, from which casts compute scales. With delayed
+    scaling casts know the scale and find the magnitude themselves."""
+    return config.fp8 is not None and config.fp8_recipe == "tensorwise"
 
 
 def experts_in_fp8(config: ModelSettings) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.activation_kernels import GateTraits
-from megatron.core.fusions.fp8_cast import CastTarget, Copies, Quantized, carry, new_amax
+from megatron.core.fusions.fp8_cast import CastTarget, Copies, Quantized, carry
 from megatron.core.fusions.installed_triton import tl, triton
 
 _TILE_T, _TILE_I, _NUM_WARPS = 64, 64, 8
@@ -42,7 +42,7 @@ if triton is not None:
         packed, factor, data, transposed, amax_bits, height, width, tiles_i, slope, clamp, offset,
         CLAMPS: tl.constexpr, COLUMNS: tl.constexpr, NOTED: tl.constexpr, TILE_T: tl.constexpr, TILE_I: tl.constexpr,
     ):  # fmt: skip
-        """Cast one tile of the activation of ``packed`` [height, 2 width]; NOTED > 0 raises one of as many
+        """Cast one tile of the activation of ``packed`` [height, 2 width]; NOTED > 0 raises one of NOTED
         ``amax_bits`` to the largest magnitude."""
         row = (tl.program_id(0) // tiles_i).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
         column = (tl.program_id(0) % tiles_i) * TILE_I + tl.arange(0, TILE_I)
@@ -91,7 +91,7 @@ def _launch(
     height, width, out = packed.numel() // packed.shape[-1], packed.shape[-1] // 2, shape[-1]
     data = torch.empty((height, out), dtype=target.dtype, device=packed.device)
     transposed = torch.empty((out, height), dtype=target.dtype, device=packed.device) if columns else None
-    amax, tiles_i = new_amax(packed.device) if observes else None, triton.cdiv(width, _TILE_I)
+    amax, tiles_i = target.noted if observes else None, triton.cdiv(width, _TILE_I)
     if height:
         kernel[(triton.cdiv(height, _TILE_T) * tiles_i,)](
             *inputs, target.scale.factor, data, data if transposed is None else transposed,
@@ -99,8 +99,6 @@ def _launch(
             CLAMPS=traits.clamp is not None, COLUMNS=columns, NOTED=0 if amax is None else len(amax), TILE_T=_TILE_T,
             TILE_I=_TILE_I, num_warps=_NUM_WARPS,
         )  # fmt: skip
-    if amax is not None:
-        target.observe(amax.view(torch.float32))
     inverse = target.scale.inverse
     copies = Copies(Quantized(data, inverse), None if transposed is None else Quantized(transposed, inverse))
     return carry(copies, shape, packed.dtype)

@@ -21,9 +21,13 @@ GATES = {
 }  # fmt: skip
 
 
-def target(dtype, factor, seen):
+def target(dtype, factor):
     factor = torch.tensor([factor], device=DEVICE)
-    return CastTarget(dtype, Scale(factor, 1 / factor), lambda amax: seen.append(amax.max().item()))
+    return CastTarget(dtype, Scale(factor, 1 / factor), fp8_cast.new_amax(factor.device))
+
+
+def seen(*targets):
+    return [each.noted.view(torch.float32).max().item() for each in targets]
 
 
 def different_bytes(found, expected):
@@ -43,14 +47,13 @@ def test_copies_have_the_bytes_of_separate_casts(rows, width, traits, monkeypatc
     plain = x.detach().clone().requires_grad_()
     y = gated_triton(plain, traits)
     y.backward(grad)
-    seen = []
-    output, gradient = target(E4M3, 16.0, seen), target(E5M2, 64.0, seen)
+    output, gradient = target(E4M3, 16.0), target(E5M2, 64.0)
     carrier = gated_cast_triton(x, output, gradient, traits=traits)
     arrived = []
     x.register_hook(lambda each: arrived.append(carried(each)))
     carrier.backward(grad)
     assert carrier.shape == y.shape and carrier.isnan().all()
-    assert seen == pytest.approx([y.abs().max().item(), plain.grad.abs().max().item()], rel=1e-2)
+    assert seen(output, gradient) == pytest.approx([y.abs().max().item(), plain.grad.abs().max().item()], rel=1e-2)
     pairs = [(carried(carrier), y, output), (arrived[0], plain.grad, gradient)]
     for copies, values, cast in pairs:
         expected = cast_tensor(values, cast.dtype, cast.scale, columns=True)
@@ -59,13 +62,10 @@ def test_copies_have_the_bytes_of_separate_casts(rows, width, traits, monkeypatc
 
 
 def test_without_gradients_there_is_one_copy_and_no_record():
-    seen = []
+    targets = target(E4M3, 1.0), target(E5M2, 1.0)
     with torch.no_grad():
-        carrier = gated_cast_triton(
-            filled(5, 64, dtype=torch.bfloat16).to(DEVICE), target(E4M3, 1.0, seen), target(E5M2, 1.0, seen),
-            traits=GATES["swiglu"],
-        )  # fmt: skip
-    assert carried(carrier).columns is None and seen == []
+        carrier = gated_cast_triton(filled(5, 64, dtype=torch.bfloat16).to(DEVICE), *targets, traits=GATES["swiglu"])
+    assert carried(carrier).columns is None and seen(*targets) == [0, 0]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -74,11 +74,12 @@ def test_bad_values_are_observed(half, value):
     x = filled(8, 64, dtype=torch.bfloat16)
     x[3, 5 + 32 * half] = value
     x = x.to(DEVICE).requires_grad_()
-    seen = []
-    gated_cast_triton(x, target(E4M3, 1.0, seen), target(E5M2, 1.0, seen), traits=GATES["swiglu"]).backward(
+    targets = target(E4M3, 1.0), target(E5M2, 1.0)
+    gated_cast_triton(x, *targets, traits=GATES["swiglu"]).backward(
         torch.ones(8, 32, dtype=torch.bfloat16, device=DEVICE)
     )
-    assert len(seen) == 2 and not any(torch.isfinite(torch.tensor(seen)))
+    bits = torch.stack([each.noted.max() for each in targets])  # a maximum of numbers would drop NaN
+    assert not any(bits.view(torch.float32).isfinite())
 
 
 def test_targets_exist_once_delayed_scales_are_known():
@@ -96,8 +97,8 @@ def test_targets_exist_once_delayed_scales_are_known():
     history.update(())
     found = gemms.input_target(device)
     assert found.dtype == E4M3 and gemms.gradient_target(device) is None
-    found.observe(torch.tensor([7.0, 3.0]))
-    assert history.state(device)["observed"].tolist() == [7.0, 0.0]
+    found.noted[3] = torch.tensor(7.0).view(torch.int32)
+    assert history.magnitudes().tolist() == [7.0, 0.0]
     gemms.weight_gradients = False
     assert gemms.input_target(device) is None
 
@@ -142,7 +143,7 @@ def feed_forward(x, grad, weights, *, fused, observed):
             activated = gated_cast_triton(intermediate, *targets, traits=traits)
         y = parallel_linear(activated, fc2.leaf, None, fc2.traits)
         y.backward(grad)
-        observed.append(history.state(x.device)["observed"].clone())
+        observed.append(history.magnitudes())
         history.update(())
     return (y.detach(), x.grad, fc1.leaf.grad, fc2.leaf.grad), carried(activated) is not None
 
