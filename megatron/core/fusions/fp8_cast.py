@@ -18,7 +18,7 @@ Legend: t rows (tokens, or output features of a weight), i columns (input featur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -55,6 +55,15 @@ class Quantized(NamedTuple):
     [ceil(m / 128), ceil(k / 128)]."""
 
 
+class LateColumns(NamedTuple):
+    """Transposed copy of an activation that backward makes, in place of a copy that forward saves."""
+
+    source: Tensor
+    """Tensor from which it is computed, to be saved for backward."""
+    make: Callable[[Tensor, Tensor], tuple[Quantized, Tensor]]
+    """(source, gradient of the activation) -> (transposed copy, gradient to pass to the activation's backward)."""
+
+
 class Copies(NamedTuple):
     """Copies of a matrix [t, i]."""
 
@@ -62,6 +71,8 @@ class Copies(NamedTuple):
     """[t, i]."""
     columns: Quantized | None
     """The transpose, [i, t]."""
+    late: LateColumns | None = None
+    """In place of ``columns`` for a backward pass."""
 
 
 class Scale(NamedTuple):
@@ -511,4 +522,5 @@ def cast_groups(
             copy.copy_(made)
         if part is not None:
             part.view(torch.uint8).copy_(F.pad(made.view(torch.uint8).t(), (0, part.shape[1] - len(made))))
-    return Copies(*(None if each is None else Quantized(each, inverse) for each in (data, flat)))
+    copies = (None if each is None else Quantized(each, inverse) for each in (data, flat))
+    return Copies(next(copies), next(copies))
