@@ -30,6 +30,7 @@ from megatron.core.fusions.fp8_cast import (
     carry,
     cast_in_blocks,
     cast_tensor,
+    late_columns,
 )
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
@@ -122,8 +123,8 @@ class Fp8Gemms(Gemms):
         copies = carried(x) or self.cast_input(x, columns=columns, observes=for_backward)
         rows = _present(copies.rows)
         first = rows._replace(data=rows.data.view(x.shape))
-        if columns and copies.late is not None:
-            return LateOperands(first, copies.late)
+        if columns and (late := late_columns(x)) is not None:
+            return LateOperands(first, late)
         if columns and copies.columns is None:
             copies = copies._replace(columns=transposed(_flat(rows)))
         second: Operand = first if copies.columns is None else copies.columns

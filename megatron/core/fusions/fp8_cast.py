@@ -18,6 +18,7 @@ Legend: t rows (tokens, or output features of a weight), i columns (input featur
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -71,8 +72,6 @@ class Copies(NamedTuple):
     """[t, i]."""
     columns: Quantized | None
     """The transpose, [i, t]."""
-    late: LateColumns | None = None
-    """In place of ``columns`` for a backward pass."""
 
 
 class Scale(NamedTuple):
@@ -448,19 +447,31 @@ def transpose_fp8(x: Tensor) -> Tensor:
     return x.view(torch.uint8).t().contiguous().view(x.dtype)
 
 
-def carry(copies: Copies, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor that carries the fp8 ``copies`` of a matrix in place of its values, for :func:`carried`. All its
-    elements are NaN in the memory of one, so that a reader of values is noticed. Views do not carry the copies."""
+@functools.cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # later carriers may need gradients
+        return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
+def carry(copies: Copies, shape: Sequence[int], dtype: torch.dtype, late: LateColumns | None = None) -> Tensor:
+    """Return a tensor that carries the fp8 ``copies`` of a matrix in place of its values, for :func:`carried`, and
+    ``late`` for :func:`late_columns`. All its elements are NaN in the memory of one, so that a reader of values is
+    noticed. Views do not carry the copies."""
     some = copies.rows or copies.columns
     assert some is not None, "at least one copy"
-    x = torch.full((), torch.nan, dtype=dtype, device=some.data.device).expand(tuple(shape))
-    x._fp8_copies = copies  # type: ignore[attr-defined]
+    x = _nan(dtype, some.data.device).expand(tuple(shape))
+    x._fp8_copies, x._fp8_late = copies, late  # type: ignore[attr-defined]
     return x
 
 
 def carried(x: Tensor) -> Copies | None:
     """Return the copies that :func:`carry` attached to ``x``; None for other tensors."""
     return getattr(x, "_fp8_copies", None)
+
+
+def late_columns(x: Tensor) -> LateColumns | None:
+    """Return how backward makes the transposed copy of a carrier; None if ``x`` has it or is no carrier."""
+    return getattr(x, "_fp8_late", None)
 
 
 def cast_in_blocks(
@@ -522,5 +533,4 @@ def cast_groups(
             copy.copy_(made)
         if part is not None:
             part.view(torch.uint8).copy_(F.pad(made.view(torch.uint8).t(), (0, part.shape[1] - len(made))))
-    copies = (None if each is None else Quantized(each, inverse) for each in (data, flat))
-    return Copies(next(copies), next(copies))
+    return Copies(*(None if each is None else Quantized(each, inverse) for each in (data, flat)))

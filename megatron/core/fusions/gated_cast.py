@@ -149,10 +149,8 @@ class _GatedCast(torch.autograd.Function):
         is_late = is_training and ctx.needs_input_grad[0]  # else this backward does not run
         columns = is_training and not is_late
         copies = _launch(_forward, (packed,), traits, output, shape, columns=columns, observes=is_training)
-        if is_late:
-            make = partial(_make_late, traits=traits, output=output, gradient=gradient)
-            copies = copies._replace(late=LateColumns(packed.detach(), make))
-        return carry(copies, shape, packed.dtype)
+        make = partial(_make_late, traits=traits, output=output, gradient=gradient)
+        return carry(copies, shape, packed.dtype, LateColumns(packed.detach(), make) if is_late else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -210,6 +210,8 @@ def test_a_carrier_has_no_values_and_views_do_not_carry_copies():
     carrier = fp8_cast.carry(copies, (3, 1, 4), torch.bfloat16)
     assert fp8_cast.carried(carrier) is copies and carrier.shape == (3, 1, 4) and carrier.isnan().all()
     assert carrier.untyped_storage().nbytes() == 2
+    other = fp8_cast.carry(copies._replace(rows=None, columns=copies.rows), (3, 1, 4), torch.bfloat16)
+    assert fp8_cast.carried(other) is not copies and fp8_cast.carried(carrier) is copies
     assert fp8_cast.carried(carrier.flatten(1)) is None and fp8_cast.carried(torch.ones(2)) is None
 
 
