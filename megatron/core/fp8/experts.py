@@ -60,9 +60,17 @@ class ExpertGemms(PerTensorGemms):
         if history is None:
             return current_amax(x, self.groups)
         row = self._gradient if is_gradient else self._input
+        if history.known[self._input] and history.known[self._gradient]:
+            return history.scale(row, x.device)
         if observes:
             history.observe(row, amax_parts(x))
-        return history.scale(row, x.device) if history.known[self._input] and history.known[self._gradient] else None
+        return None
+
+    def noted(self, scale: Tensor | Scale, *, is_gradient: bool) -> Tensor | None:
+        """Return where a cast with ``scale`` (:meth:`row_scale`) records the magnitude; None: nowhere."""
+        if self.history is None or not isinstance(scale, Scale):
+            return None
+        return self.history.noted(self._gradient if is_gradient else self._input, scale.factor.device)
 
 
 class ExpertProducts(GroupedProducts):
@@ -78,7 +86,8 @@ class ExpertProducts(GroupedProducts):
         if scale is None:
             return Operands(x, x)
         columns = for_backward and casts.weight_gradients
-        copies = cast_groups(x, E4M3, scale, ranges, rows=True, columns=columns)
+        noted = casts.noted(scale, is_gradient=False) if for_backward else None
+        copies = cast_groups(x, E4M3, scale, ranges, rows=True, columns=columns, noted=noted)
         assert copies.rows is not None
         second: Operand = copies.rows if copies.columns is None else copies.columns
         return Operands(copies.rows, second if casts.weight_gradients or not for_backward else x)
@@ -89,7 +98,10 @@ class ExpertProducts(GroupedProducts):
         columns = for_weight and casts.weight_gradients
         if scale is None or not (for_input or columns):
             return Operands(grad, grad)
-        copies = cast_groups(grad, casts.gradient_format, scale, ranges, rows=for_input, columns=columns)
+        noted = casts.noted(scale, is_gradient=True)
+        copies = cast_groups(
+            grad, casts.gradient_format, scale, ranges, rows=for_input, columns=columns, noted=noted
+        )
         first: Operand = grad if copies.rows is None else copies.rows
         return Operands(first, grad if copies.columns is None else copies.columns)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +26,18 @@ from megatron.core.fusions.fp8_cast import (
     CastTarget,
     Copies,
     Quantized,
-    Scale,
-    amax_parts,
     carried,
     carry,
     cast_in_blocks,
     cast_tensor,
+    late_columns,
 )
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather
-from megatron.core.tensor_parallel.gemms import Gemms, Operand, Operands
+from megatron.core.tensor_parallel.gemms import Gemms, LateOperands, Operand, Operands
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.linear import LinearTraits
 
 
 @dataclass
@@ -118,13 +118,15 @@ class Fp8Gemms(Gemms):
 
     # ---- operands
 
-    def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands:
+    def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands | LateOperands:
         columns = for_backward and self.weight_gradients
         copies = carried(x) or self.cast_input(x, columns=columns, observes=for_backward)
         rows = _present(copies.rows)
+        first = rows._replace(data=rows.data.view(x.shape))
+        if columns and (late := late_columns(x)) is not None:
+            return LateOperands(first, late)
         if columns and copies.columns is None:
             copies = copies._replace(columns=transposed(_flat(rows)))
-        first = rows._replace(data=rows.data.view(x.shape))
         second: Operand = first if copies.columns is None else copies.columns
         return Operands(first, second if self.weight_gradients or not for_backward else x)
 
@@ -201,19 +203,18 @@ class PerTensorGemms(Fp8Gemms):
 
     def cast_input(self, x: Tensor, *, columns: bool, observes: bool) -> Copies:
         row = None if self.history is None else self._input
-        return cast_tensor(x, E4M3, self._scale(x, row, observes=observes), columns=columns)
+        return self._cast(x, row, E4M3, rows=True, columns=columns, observes=observes)
 
     def cast_gradient(self, grad: Tensor, *, rows: bool, columns: bool) -> Copies:
         row = None if self.history is None else self._gradient
-        scale = self._scale(grad, row, observes=True)
-        return cast_tensor(grad, self.gradient_format, scale, rows=rows, columns=columns)
+        return self._cast(grad, row, self.gradient_format, rows=rows, columns=columns, observes=True)
 
     def _target(self, row: int, dtype: torch.dtype, device: torch.device) -> CastTarget | None:
         history = self.history
         if history is None or not self.weight_gradients:  # weight gradients in higher precision read the values
             return None
         scale = history.scale(row, device)
-        return None if scale is None else CastTarget(dtype, scale, partial(history.observe, row))
+        return None if scale is None else CastTarget(dtype, scale, history.noted(row, device))
 
     def input_target(self, device: torch.device) -> CastTarget | None:
         """Return the cast of X for its producer; None unless the scale is known before."""
@@ -231,20 +232,19 @@ class PerTensorGemms(Fp8Gemms):
         gathered = begin_gather(shard, group, transposed=False).wait()
         return carry(Copies(gathered, None), gathered.data.shape, grad.dtype)
 
-    def _scale(self, x: Tensor, row: int | None, *, observes: bool) -> Tensor | Scale:
-        """Return the scale of a cast, or the amaxes that determine it. Collective over the groups without a history or
-        until it has a scale."""
-        if self.history is None or row is None:
-            return current_amax(x, self.groups)
-        scale = self.history.scale(row, x.device)
-        if scale is not None:
-            if observes:
-                self.history.observe(row, amax_parts(x))
-            return scale
+    def _cast(
+        self, x: Tensor, row: int | None, dtype: torch.dtype, *, rows: bool, columns: bool, observes: bool
+    ) -> Copies:
+        """Cast the matrix of a ``row`` of the history and record its magnitude if ``observes``, in the same pass.
+        Collective over the groups without a history or until it has a scale."""
+        history = self.history
+        if history is not None and row is not None and (scale := history.scale(row, x.device)) is not None:
+            noted = history.noted(row, x.device) if observes else None
+            return cast_tensor(x, dtype, scale, rows=rows, columns=columns, noted=noted)
         amax = current_amax(x, self.groups)
-        if observes:
-            self.history.observe(row, amax)
-        return amax
+        if history is not None and row is not None and observes:
+            history.observe(row, amax)
+        return cast_tensor(x, dtype, amax, rows=rows, columns=columns)
 
     def cast_weights(self, weights: Sequence[Tensor], *, rows: bool, columns: bool) -> list[Copies]:
         amaxes = [current_amax(each, ()) for each in weights]
@@ -256,12 +256,29 @@ class PerTensorGemms(Fp8Gemms):
 
 def targets_between(first: nn.Module, second: nn.Module, device: torch.device) -> tuple[CastTarget, CastTarget] | None:
     """Return the casts of the input of the layer ``second`` and of the output gradient of ``first``, for the operation
-    between the two; None unless both layers are in fp8 with scales that are known before."""
-    one, other = (getattr(getattr(layer, "traits", None), "gemms", None) for layer in (first, second))
-    if not (isinstance(one, PerTensorGemms) and isinstance(other, PerTensorGemms)):
+    between the two; None unless both layers are in fp8 with scales that are known before, and ``second`` neither
+    gathers its input nor reduces its gradient."""
+    one, other = (getattr(layer, "traits", None) for layer in (first, second))
+    if not (isinstance(one, LinearTraits) and isinstance(other, LinearTraits)):
         return None
-    gradient, output = one.gradient_target(device), other.input_target(device)
+    if not (isinstance(one.gemms, PerTensorGemms) and isinstance(other.gemms, PerTensorGemms)):
+        return None
+    if other.gather_input or other.reduce_input_gradient:
+        return None
+    gradient, output = one.gemms.gradient_target(device), other.gemms.input_target(device)
     return None if output is None or gradient is None else (output, gradient)
+
+
+def target_of_reader(layer: nn.Module, device: torch.device) -> CastTarget | None:
+    """Return the cast of the input of ``layer`` for its producer, if ``layer`` is its only reader. None unless it is a
+    column-parallel layer with one weight, in fp8 with a scale that is known before: then it only casts its input."""
+    if not isinstance(layer, ColumnParallelLinear) or layer.shared_weight is not None:
+        return None
+    gemms = layer.traits.gemms
+    target = gemms.input_target(device) if isinstance(gemms, PerTensorGemms) else None
+    if target is None or (torch.is_grad_enabled() and layer.weight.requires_grad):
+        return target
+    return target._replace(noted=None)  # as a cast by the layer, which records magnitudes for a backward pass only
 
 
 class BlockwiseGemms(Fp8Gemms):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.fusions.fp8_cast import FLOAT_MAX, Scale, amax_parts
+from megatron.core.fusions.fp8_cast import FLOAT_MAX, NOTED, Scale, amax_parts
 from megatron.core.groups.process_groups import Group
 
 _ALIGNED = 4
@@ -72,12 +72,14 @@ class ScaleHistory:
         """Return the state, fp32 on ``device``; allocated by the first call.
 
         ``history`` [n, length], newest first; ``factor`` [n], which multiplies values, 0: no scale yet; ``inverse``
-        [n]; ``observed`` [n], the largest magnitude since the last update. Every inverse is aligned to 16 bytes, as
+        [n]; ``observed`` [n] and ``noted`` int32 [n, NOTED], whose maximum is the largest magnitude since the last
+        update. Every inverse is aligned to 16 bytes, as
         GEMMs require."""
         if not self._state:
             rows = len(self.names)
             self._state = {name: torch.zeros(rows, device=device) for name in ("factor", "observed")}
             self._state["inverse"] = torch.zeros(rows, _ALIGNED, device=device)[:, 0]
+            self._state["noted"] = torch.zeros(rows, NOTED, dtype=torch.int32, device=device)
             self._state["history"] = torch.zeros(rows, self.length, device=device)
         return self._state
 
@@ -94,6 +96,15 @@ class ScaleHistory:
         observed = self.state(amax.device)["observed"][row : row + 1].view(torch.int32)
         torch.maximum(observed, amax.view(torch.int32).max(), out=observed)
 
+    def noted(self, row: int, device: torch.device) -> Tensor:
+        """Return int32 [NOTED], to which kernels raise the bits of magnitudes of a matrix (``fp8_cast.new_amax``)."""
+        return self.state(device)["noted"][row]
+
+    def magnitudes(self) -> Tensor:
+        """Return the largest magnitude of every matrix since the last update, fp32 [n], on this rank."""
+        observed, noted = self._state["observed"].view(torch.int32), self._state["noted"].amax(1)
+        return torch.maximum(observed, noted).view(torch.float32)
+
     @torch.no_grad()
     def update(self, groups: Iterable[Group]) -> None:
         """End a step: raise the observed magnitudes over all ranks of ``groups``, append them to the histories and
@@ -102,7 +113,7 @@ class ScaleHistory:
         if not self._state:
             return
         state = self._state
-        observed = raise_over(state["observed"], groups)
+        observed = raise_over(self.magnitudes(), groups)
         newest = torch.where(observed.isfinite(), observed, 0.0)
         history = state["history"]
         if self.length > 1:
@@ -113,7 +124,8 @@ class ScaleHistory:
         factor = (largest / amax / 2.0**self.margin).clamp(max=FLOAT_MAX)
         state["factor"].copy_(torch.where(amax > 0, factor, state["factor"]))
         state["inverse"].copy_(1.0 / state["factor"])
-        observed.zero_()
+        state["observed"].zero_()
+        state["noted"].zero_()
         if not all(self.known):
             self.notice_scales()
 

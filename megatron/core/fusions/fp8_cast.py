@@ -18,6 +18,7 @@ Legend: t rows (tokens, or output features of a weight), i columns (input featur
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -55,6 +56,15 @@ class Quantized(NamedTuple):
     [ceil(m / 128), ceil(k / 128)]."""
 
 
+class LateColumns(NamedTuple):
+    """Transposed copy of an activation that backward makes, in place of a copy that forward saves."""
+
+    source: Tensor
+    """Tensor from which it is computed, to be saved for backward."""
+    make: Callable[[Tensor, Tensor], tuple[Quantized, Tensor]]
+    """(source, gradient of the activation) -> (transposed copy, gradient to pass to the activation's backward)."""
+
+
 class Copies(NamedTuple):
     """Copies of a matrix [t, i]."""
 
@@ -78,8 +88,9 @@ class CastTarget(NamedTuple):
 
     dtype: torch.dtype
     scale: Scale
-    observe: Callable[[Tensor], None]
-    """Records amaxes fp32 [n] of the matrix."""
+    noted: Tensor | None
+    """int32 [NOTED], see :func:`new_amax`: the producer raises it to the largest magnitude of the matrix; None: the
+    magnitude is not recorded."""
 
 
 def factor_of(amax: Tensor, largest: float) -> Tensor:
@@ -111,6 +122,10 @@ def amax_plain(x: Tensor) -> Tensor:
     return x.detach().float().abs().amax().view(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
 
 
+def _raise_plain(noted: Tensor, x: Tensor) -> None:
+    torch.maximum(noted, amax_plain(x).view(torch.int32), out=noted)
+
+
 def _cast_plain(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale) -> tuple[Tensor, Tensor]:
     """Return ``x`` in fp8 and the inverse scale [1]."""
     if isinstance(scale, Scale):
@@ -121,9 +136,13 @@ def _cast_plain(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale) -> tuple[T
     return to_fp8(x.float(), factor, dtype), inverse
 
 
-def cast_tensor_plain(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, rows: bool, columns: bool) -> Copies:
+def cast_tensor_plain(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, rows: bool, columns: bool, noted: Tensor | None = None
+) -> Copies:
     """See :func:`cast_tensor`."""
     data, inverse = _cast_plain(x, dtype, scale)
+    if noted is not None:
+        _raise_plain(noted, x)
     transposed = data.view(torch.uint8).t().contiguous().view(dtype) if columns else None
     return Copies(
         Quantized(data, inverse) if rows else None, None if transposed is None else Quantized(transposed, inverse)
@@ -194,11 +213,12 @@ if triton is not None:
     @triton.jit
     def _cast_tensor(
         x, amax_bits, factors, data, transposed, inverse, height, pitch, width, tiles_i, count, largest,
-        COUNT: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_T: tl.constexpr,
-        TILE_I: tl.constexpr,
+        COUNT: tl.constexpr, GIVEN: tl.constexpr, NOTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        TILE_T: tl.constexpr, TILE_I: tl.constexpr,
     ):  # fmt: skip
         """Cast one tile of ``x`` [height, width] to ``data`` (ROWS) and to ``transposed`` (COLUMNS), whose rows have
-        ``pitch`` elements, with zeros at the end. GIVEN reads the factor, else it follows from the largest of ``count``
+        ``pitch`` elements, with zeros at the end. GIVEN reads the factor, and NOTED > 0 raises one of NOTED
+        ``amax_bits`` to the largest magnitude of the tile. Else the factor follows from the largest of ``count``
         amaxes, and the first program writes its ``inverse``."""
         program = tl.program_id(0)
         row = (program // tiles_i).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
@@ -218,6 +238,8 @@ if triton is not None:
         if COLUMNS:
             at = transposed + column.to(tl.int64)[:, None] * pitch + row[None, :]
             tl.store(at, tl.trans(quantized), mask=(column < width)[:, None] & (row < pitch)[None, :])
+        if NOTED:
+            raise_amax(amax_bits, value, NOTED)
 
     @triton.jit
     def _transpose(x, out, height, width, tiles_i, TILE_T: tl.constexpr, TILE_I: tl.constexpr):
@@ -284,7 +306,9 @@ def amax_triton(x: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def cast_tensor_triton(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, rows: bool, columns: bool) -> Copies:
+def cast_tensor_triton(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, rows: bool, columns: bool, noted: Tensor | None = None
+) -> Copies:
     """See :func:`cast_tensor`; one launch."""
     x = x.contiguous()
     height, width = x.shape
@@ -292,7 +316,7 @@ def cast_tensor_triton(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, row
         return cast_tensor_plain(x, dtype, scale, rows, columns)
     data = torch.empty((height, width), dtype=dtype, device=x.device) if rows else None
     transposed = torch.empty((width, height), dtype=dtype, device=x.device) if columns else None
-    inverse = _launch_cast(x, scale, data, transposed)
+    inverse = _launch_cast(x, scale, data, transposed, noted)
     return Copies(
         None if data is None else Quantized(data, inverse),
         None if transposed is None else Quantized(transposed, inverse),
@@ -313,22 +337,26 @@ def transpose_triton(x: Tensor) -> Tensor:
     return out
 
 
-def _launch_cast(x: Tensor, scale: Tensor | Scale, data: Tensor | None, transposed: Tensor | None) -> Tensor:
+def _launch_cast(
+    x: Tensor, scale: Tensor | Scale, data: Tensor | None, transposed: Tensor | None, noted: Tensor | None
+) -> Tensor:
     """Cast ``x`` [t, i] to ``data`` [t, i] and ``transposed`` [i, t or more, at most the next multiple of 128], zeros
-    at the end of its rows; at least one of the two. Return the inverse scale [1]."""
+    at the end of its rows; at least one of the two. Return the inverse scale [1]. ``noted`` as of
+    :func:`cast_tensor`."""
     height, width = x.shape
     some = data if data is not None else transposed
     assert some is not None, "at least one copy"
     given = isinstance(scale, Scale)
     inverse = scale.inverse if isinstance(scale, Scale) else torch.empty(1, dtype=torch.float32, device=x.device)
     amax = scale.factor if isinstance(scale, Scale) else scale
+    bits = amax.view(torch.int32) if noted is None else noted
     pitch = height if transposed is None else transposed.shape[1]
     tiles_i = triton.cdiv(width, _TILE_I)
     _cast_tensor[(triton.cdiv(height, _TILE_T) * tiles_i,)](
-        x, amax.view(torch.int32), amax, some if data is None else data, some if transposed is None else transposed,
+        x, bits, amax, some if data is None else data, some if transposed is None else transposed,
         inverse, height, pitch, width, tiles_i, amax.numel(), LARGEST[some.dtype],
-        COUNT=triton.next_power_of_2(amax.numel()), GIVEN=given, ROWS=data is not None, COLUMNS=transposed is not None,
-        TILE_T=_TILE_T, TILE_I=_TILE_I, num_warps=_NUM_WARPS,
+        COUNT=triton.next_power_of_2(amax.numel()), GIVEN=given, NOTED=0 if noted is None else len(noted),
+        ROWS=data is not None, COLUMNS=transposed is not None, TILE_T=_TILE_T, TILE_I=_TILE_I, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return inverse
 
@@ -395,16 +423,21 @@ def new_amax(device: torch.device) -> Tensor:
     return torch.zeros(NOTED, dtype=torch.int32, device=device)
 
 
-def cast_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: bool = True, columns: bool) -> Copies:
+def cast_tensor(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: bool = True, columns: bool,
+    noted: Tensor | None = None,
+) -> Copies:  # fmt: skip
     """Cast ``x`` [..., i], as a matrix [t, i], to fp8 ``dtype`` with one scale. Return the wanted copies, with inverse
     scales [1].
 
     Args:
         scale: a :class:`Scale`, or amaxes fp32 [n], whose maximum gives the scale.
         rows, columns: whether to return the copy and the transposed copy; at least one.
+        noted: int32 [NOTED] (:func:`new_amax`), only with a :class:`Scale`: the same pass over memory raises it to the
+            largest magnitude of ``x``.
     """
     cast = cast_tensor_triton if _casts_on_gpu(x) else cast_tensor_plain
-    return cast(x.detach().reshape(-1, x.shape[-1]), dtype, scale, rows, columns)
+    return cast(x.detach().reshape(-1, x.shape[-1]), dtype, scale, rows, columns, noted)
 
 
 def transpose_fp8(x: Tensor) -> Tensor:
@@ -414,19 +447,31 @@ def transpose_fp8(x: Tensor) -> Tensor:
     return x.view(torch.uint8).t().contiguous().view(x.dtype)
 
 
-def carry(copies: Copies, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor that carries the fp8 ``copies`` of a matrix in place of its values, for :func:`carried`. All its
-    elements are NaN in the memory of one, so that a reader of values is noticed. Views do not carry the copies."""
+@functools.cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # later carriers may need gradients
+        return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
+def carry(copies: Copies, shape: Sequence[int], dtype: torch.dtype, late: LateColumns | None = None) -> Tensor:
+    """Return a tensor that carries the fp8 ``copies`` of a matrix in place of its values, for :func:`carried`, and
+    ``late`` for :func:`late_columns`. All its elements are NaN in the memory of one, so that a reader of values is
+    noticed. Views do not carry the copies."""
     some = copies.rows or copies.columns
     assert some is not None, "at least one copy"
-    x = torch.full((), torch.nan, dtype=dtype, device=some.data.device).expand(tuple(shape))
-    x._fp8_copies = copies  # type: ignore[attr-defined]
+    x = _nan(dtype, some.data.device).expand(tuple(shape))
+    x._fp8_copies, x._fp8_late = copies, late  # type: ignore[attr-defined]
     return x
 
 
 def carried(x: Tensor) -> Copies | None:
     """Return the copies that :func:`carry` attached to ``x``; None for other tensors."""
     return getattr(x, "_fp8_copies", None)
+
+
+def late_columns(x: Tensor) -> LateColumns | None:
+    """Return how backward makes the transposed copy of a carrier; None if ``x`` has it or is no carrier."""
+    return getattr(x, "_fp8_late", None)
 
 
 def cast_in_blocks(
@@ -458,13 +503,14 @@ def columns_of_groups(columns: Tensor, ranges: Sequence[slice]) -> list[Tensor]:
 
 
 def cast_groups(
-    x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, ranges: Sequence[slice], *, rows: bool, columns: bool
-) -> Copies:
+    x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, ranges: Sequence[slice], *, rows: bool, columns: bool,
+    noted: Tensor | None = None,
+) -> Copies:  # fmt: skip
     """Cast the rows of ``x`` [t, i], which consecutive groups share, to fp8 ``dtype`` with one scale, and transpose
     each group separately. Return the wanted copies: ``rows`` [t, i], undefined outside of the groups, and ``columns``
     [padded rows, i], which holds the transpose of each group in the memory of its rows (:func:`columns_of_groups`).
     Groups are padded to multiples of 128 rows by zeros, so that products over the rows of a group read aligned
-    matrices. ``scale`` is as in :func:`cast_tensor`."""
+    matrices. ``scale`` and ``noted`` are as in :func:`cast_tensor`."""
     x, width = x.detach().contiguous(), x.shape[1]
     data = torch.empty(x.shape, dtype=dtype, device=x.device) if rows else None
     flat: Tensor | None = None
@@ -478,9 +524,11 @@ def cast_groups(
             continue
         copy = None if data is None else data[group]
         if _casts_on_gpu(x):
-            inverse = _launch_cast(x[group], scale, copy, part)
+            inverse = _launch_cast(x[group], scale, copy, part, noted)
             continue
         made, inverse = _cast_plain(x[group], dtype, scale)
+        if noted is not None:
+            _raise_plain(noted, x[group])
         if copy is not None:
             copy.copy_(made)
         if part is not None:

@@ -9,6 +9,11 @@
 for weights that are stored minus one (apply_layernorm_1p). Forward saves s, and r (and m) in fp32 per row. Weight
 gradients are summed in two stages (rows of a program, then programs) in a fixed order: same bits every run.
 
+With delayed fp8 scales forward can write the fp8 copy of y in place of y, for the only linear layer that reads it: one
+byte per element instead of two bytes that a cast reads again. Values are rounded to the weight's dtype first, so that
+bytes equal a separate cast. A program has full rows: the layer makes the transposed copy from the fp8 one, which is
+still in the cache.
+
 Legend: t rows (all leading dims), h normalized dim.
 """
 
@@ -21,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_sms
-from megatron.core.fusions.fp8_cast import new_amax, note_amax
+from megatron.core.fusions.fp8_cast import CastTarget, Copies, Quantized, carry, new_amax, note_amax
 from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.rms_norm import rms_norm
 
@@ -71,18 +76,18 @@ def normalize_plain(
 
 
 if triton is not None:
-    from megatron.core.fusions.fp8_cast import magnitude_bits, raise_amax
+    from megatron.core.fusions.fp8_cast import fp8_value, magnitude_bits, raise_amax
 
     @triton.jit
     def _norm_forward(
-        x, branch, weight, bias, stream, out, means, rstds, amax_bits, rows, width, eps, offset,
-        ADDS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, NOTED: tl.constexpr, ROWS: tl.constexpr,
-        BLOCK: tl.constexpr,
+        x, branch, weight, bias, stream, out, means, rstds, amax_bits, factor, rows, width, eps, offset,
+        ADDS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, NOTED: tl.constexpr, CASTS: tl.constexpr,
+        ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Compute ROWS rows: with ADDS write x + branch, rounded, to ``stream``; write the normalized, weighted rows to
         ``out``, and the inverse deviation (with CENTRED also the mean) per row in fp32. Normalizes the rounded sum,
-        which backward reads. BIASED adds ``bias``. NOTED > 0 raises one of as many ``amax_bits`` to the largest
-        magnitude written to ``out``."""
+        which backward reads. BIASED adds ``bias``. NOTED > 0 raises one of NOTED ``amax_bits`` to the largest
+        magnitude of the rows. CASTS writes them to ``out`` in fp8, times ``factor``."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -103,8 +108,12 @@ if triton is not None:
         normed = value * rstd[:, None] * scale[None, :]
         if BIASED:
             normed += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-        rounded_norm = normed.to(out.dtype.element_ty)
-        tl.store(out + at, rounded_norm, mask=inside)
+        rounded_norm = normed.to(weight.dtype.element_ty)
+        if CASTS:
+            copy = fp8_value(rounded_norm.to(tl.float32), tl.load(factor), out.dtype.element_ty)
+            tl.store(out + at, copy, mask=inside)
+        else:
+            tl.store(out + at, rounded_norm, mask=inside)
         if NOTED:
             raise_amax(amax_bits, tl.where(inside, rounded_norm.to(tl.float32), 0.0), NOTED)
 
@@ -183,25 +192,30 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits,
+        target: CastTarget | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return (s, y) of ``x`` [..., h] in one kernel; s has the dtype of ``x`` (and is ``x`` without a branch), y
-        the weight's. Saves s, the weight, and fp32 statistics per row."""
+        the weight's; with a ``target`` y carries its fp8 copy and no values. Saves s, the weight, and fp32 statistics
+        per row."""
         width = x.shape[-1]
         rows = x.numel() // width
         kept = x.contiguous()
         stream = kept if branch is None else torch.empty_like(kept)
-        out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=weight.dtype if target is None else target.dtype, device=x.device)
         rstds = torch.empty(rows, dtype=torch.float32, device=x.device)
         means = torch.empty_like(rstds) if traits.centred else rstds
-        tile, amax = _tile(width), new_amax(x.device) if traits.notes_amax else None
+        tile = _tile(width)
+        amax = target.noted if target is not None else new_amax(x.device) if traits.notes_amax else None
         _norm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
             kept, kept if branch is None else branch.contiguous(), weight, weight if bias is None else bias, stream,
-            out, means, rstds, rstds if amax is None else amax, rows, width, traits.eps, traits.offset,
-            ADDS=branch is not None, CENTRED=traits.centred, BIASED=bias is not None,
-            NOTED=0 if amax is None else len(amax), **tile,
+            out, means, rstds, rstds if amax is None else amax, rstds if target is None else target.scale.factor,
+            rows, width, traits.eps, traits.offset, ADDS=branch is not None, CENTRED=traits.centred,
+            BIASED=bias is not None, NOTED=0 if amax is None else len(amax), CASTS=target is not None, **tile,
         )  # fmt: skip
-        if amax is not None:
+        if target is not None:
+            out = carry(Copies(Quantized(out.view(rows, width), target.scale.inverse), None), x.shape, weight.dtype)
+        elif amax is not None:
             note_amax(out, amax)
         ctx.save_for_backward(stream, weight, means, rstds)
         ctx.traits, ctx.branch_dtype = traits, None if branch is None else branch.dtype
@@ -217,7 +231,7 @@ class _Normalize(torch.autograd.Function):
         None."""
         stream, weight, means, rstds = ctx.saved_tensors
         if grad is None:
-            return skip, _in_dtype(skip, ctx.branch_dtype), None, None, None
+            return skip, _in_dtype(skip, ctx.branch_dtype), None, None, None, None
         width, biased = stream.shape[-1], ctx.bias_dtype is not None
         rows = stream.numel() // width
         tile = _backward_tile(width)
@@ -237,14 +251,17 @@ class _Normalize(torch.autograd.Function):
             note_amax(grad_x, amax)
         grads = sums.sum(1).to(weight.dtype)  # weight and bias gradients in one reduction
         grad_bias = grads[1].to(ctx.bias_dtype) if biased else None
-        return grad_x, _in_dtype(grad_x, ctx.branch_dtype), grads[0], grad_bias, None
+        return grad_x, _in_dtype(grad_x, ctx.branch_dtype), grads[0], grad_bias, None, None
 
 
 def normalize_triton(
-    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
-) -> tuple[Tensor, Tensor]:
-    """Implement :class:`Normalize` with one kernel in forward, and one plus the sum of its partial sums in backward."""
-    return _Normalize.apply(x, branch, weight, bias, traits)
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits,
+    target: CastTarget | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Implement :class:`Normalize` with one kernel in forward, and one plus the sum of its partial sums in backward.
+    With a ``target`` y is a carrier of its fp8 copy (``fp8_cast.carry``): only the linear layer of the target may read
+    it. ``weight`` then has 16 bits."""
+    return _Normalize.apply(x, branch, weight, bias, traits, target)
 
 
 def choose_normalize(dtype: torch.dtype, width: int, wanted: bool = True) -> Normalize:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.fusions.fp8_cast import Quantized
+from megatron.core.fusions.fp8_cast import LateColumns, Quantized
 from megatron.core.fusions.row_product import is_row, row_product
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
@@ -46,6 +46,14 @@ Operand = Tensor | Quantized
 """Matrix as a GEMM reads it."""
 
 
+class LateOperands(NamedTuple):
+    """:class:`Operands` of an X whose second operand is made in backward, after dX. Only for layers that neither gather
+    X nor reduce dX."""
+
+    first: Operand
+    second: LateColumns
+
+
 class Operands(NamedTuple):
     """One matrix as the two GEMMs read it that use it."""
 
@@ -55,8 +63,10 @@ class Operands(NamedTuple):
     """X or dY for dW = dY^T X."""
 
 
-def tensors_of(operand: Operand) -> tuple[Tensor, ...]:
+def tensors_of(operand: Operand | LateColumns) -> tuple[Tensor, ...]:
     """Return the tensors of an operand, to be saved for backward."""
+    if isinstance(operand, LateColumns):
+        return (operand.source,)
     return (operand,) if isinstance(operand, Tensor) else tuple(operand)
 
 
@@ -76,7 +86,7 @@ class Gemms:
     def __init__(self, accumulate: Callable[[Tensor, Tensor, Tensor], None] = accumulate_product) -> None:
         self.accumulate = accumulate
 
-    def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands:
+    def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands | LateOperands:
         """Return X [..., i] as operands; ``second`` is read only if ``for_backward``."""
         return Operands(x, x)
 

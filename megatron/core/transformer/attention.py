@@ -148,7 +148,7 @@ class SelfAttention(Segmented):
 
     @property
     def first_linear(self) -> nn.Module:
-        """First linear layer of the mixer."""
+        """First linear layer of the mixer, the only reader of its input."""
         return self.linear_qkv
 
     @property

@@ -24,14 +24,16 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fp8.gemms import target_of_reader
+from megatron.core.fusions.fp8_cast import CastTarget
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropout
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.norm import StreamNorm, ToDtype
 from megatron.core.transformer.offload import offload_policy
-from megatron.core.transformer.overlap import Segments, mixer_segments, runs_its_segments
-from megatron.core.transformer.recompute import norm_output, recompute_policy
+from megatron.core.transformer.overlap import Segments, input_reader, mixer_segments, runs_its_segments
+from megatron.core.transformer.recompute import keep, norm_output, recompute_policy
 from megatron.core.transformer.spec_utils import BranchSpec, build_module
 
 
@@ -72,6 +74,10 @@ class Branch:
         accepts_context(type(mixer).forward)  # raises for an unsupported signature at construction
         self._keeping, self._run = norm_output(config), recompute_policy(config, spec.name)
         self._offload = offload_policy(config, "mlp_norm" if spec.name == "mlp" else "attn_norm")
+        # a recomputed mixer gets its input as another tensor object, and halves are gathered before the layer: both
+        # would lose the copies
+        delayed = config.fp8 is not None and config.fp8_recipe == "delayed"
+        self._may_cast = delayed and self._run is keep and not config.tp_comm_overlap
         self._multiplier = config.residual_multiplier
         self.normed_is_residual = config.apply_residual_connection_post_layernorm
         """Whether the mixer's output is added to the norm's output instead of its input."""
@@ -96,13 +102,22 @@ class Branch:
     def _norm_adds(self) -> bool:
         return isinstance(self.norm, StreamNorm) and not self.normed_is_residual
 
+    def _cast(self, hidden: Tensor) -> dict[str, CastTarget]:
+        """Return the argument ``target`` of the norm, the fp8 cast of the normalized stream, if the mixer's first layer
+        is its only reader and has a delayed scale. Else no argument: the norm returns values."""
+        if not (self._may_cast and hidden.is_cuda and self._norm_adds and self.norm.casts):
+            return {}
+        reader = input_reader(self.mixer)
+        target = None if reader is None else target_of_reader(reader, hidden.device)
+        return {} if target is None else {"target": target}
+
     def enter(self, hidden: Tensor) -> Stream:
         """Normalize the residual stream ``hidden`` and return both; the residual is ``hidden``, or the normalized
         stream with ``normed_is_residual``."""
         norm = self.norm
         with self._offload(norm):
             if self._norm_adds:  # its backward also accumulates the gradient of the residual stream
-                residual, normed = norm(hidden, None)
+                residual, normed = norm(hidden, None, **self._cast(hidden))
                 return Stream(hidden, residual, normed)
             normed = norm(hidden)
         return Stream(hidden, normed if self.normed_is_residual else hidden, normed)
@@ -112,7 +127,7 @@ class Branch:
         norm. One fused kernel does both if ``before`` has no dropout and the norm is a :class:`StreamNorm`."""
         if self._norm_adds and isinstance(before.dropout, NoDropout):
             with self._offload(self.norm):
-                hidden, normed = self.norm(residual, output)
+                hidden, normed = self.norm(residual, output, **self._cast(residual))
             return Stream(hidden, hidden, normed)
         return self.enter(before.add(residual, output, ctx))
 

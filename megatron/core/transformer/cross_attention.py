@@ -95,7 +95,7 @@ class CrossAttention(nn.Module):
 
     @property
     def first_linear(self) -> nn.Module:
-        """First linear layer of the mixer."""
+        """First linear layer of the mixer, the only reader of its input."""
         return self.linear_q
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:

@@ -77,7 +77,7 @@ class MLP(Segmented):
 
     @property
     def first_linear(self) -> nn.Module:
-        """First linear layer of the mixer."""
+        """First linear layer of the mixer, the only reader of its input."""
         return self.linear_fc1
 
     @property

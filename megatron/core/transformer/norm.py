@@ -20,7 +20,8 @@ from megatron.core.config.fp8 import notes_amax
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.apex import ApexNormalize
 from megatron.core.fusions.dispatch import ByDevice
-from megatron.core.fusions.residual_norm import Normalize, NormTraits, choose_normalize
+from megatron.core.fusions.fp8_cast import CastTarget
+from megatron.core.fusions.residual_norm import Normalize, NormTraits, choose_normalize, normalize_triton
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.moved_parameters import MovableParameters
 from megatron.core.sharding.placement import Ones, Shard, Zeros, parameter
@@ -55,10 +56,18 @@ class StreamNorm(MovableParameters):
             else choose_normalize(config.params_dtype, hidden_size, not config.no_persist_layer_norm)
         )
 
-    def forward(self, x: Tensor, *branch: Tensor | None) -> Any:
+    @property
+    def casts(self) -> bool:
+        """Whether its kernel can write fp8 copies in place of values."""
+        has_kernel = isinstance(self.normalize, ByDevice) and self.weight.element_size() == 2
+        return has_kernel and type(self).forward is StreamNorm.forward
+
+    def forward(self, x: Tensor, *branch: Tensor | None, target: CastTarget | None = None) -> Any:
         """Return the normalized ``x``; with a ``branch`` (or None) the pair (stream, normalized stream) of the class
-        docstring. Normalized values have the weights' dtype, even for an fp32 residual stream with 16-bit weights."""
-        stream, normed = self.normalize(x, branch[0] if branch else None, self.weight, self.bias, self._traits)
+        docstring. Normalized values have the weights' dtype, even for an fp32 residual stream with 16-bit weights. With
+        a ``target`` (only if :attr:`casts`, on GPUs) they are a carrier of fp8 copies (``fp8_cast.carry``)."""
+        inputs = x, branch[0] if branch else None, self.weight, self.bias, self._traits
+        stream, normed = self.normalize(*inputs) if target is None else normalize_triton(*inputs, target)
         return (stream, normed) if branch else normed
 
     def extra_repr(self) -> str:

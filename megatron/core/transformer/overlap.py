@@ -75,6 +75,15 @@ def runs_its_segments(module: object) -> bool:
     return "segments" in next(filter(None, written), ())
 
 
+def input_reader(mixer: nn.Module) -> nn.Module | None:
+    """Return the layer that alone reads the mixer's input, its ``first_linear``. None without one, and for subclasses
+    that replace the computation but not the declaration."""
+    for kind in type(mixer).__mro__:
+        if vars(kind).keys() & {"forward", "segments"}:
+            return mixer.first_linear if "first_linear" in vars(kind) else None  # type: ignore[return-value]
+    return None
+
+
 def mixer_segments(mixer: Any, x: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
     """Return the segments of ``mixer``. A mixer whose linear layers have no collectives runs as one segment, because
     each yield would end the time in which the other half's collectives can overlap.

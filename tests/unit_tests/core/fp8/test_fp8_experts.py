@@ -7,7 +7,7 @@ from megatron.core.fp8.experts import ExpertGemms, ExpertProducts
 from megatron.core.fp8.gemms import Clock
 from megatron.core.fp8.scales import ScaleHistory
 from megatron.core.fusions import fp8_cast
-from megatron.core.fusions.fp8_cast import E4M3, E5M2, Scale, amax_parts, cast_groups, columns_of_groups
+from megatron.core.fusions.fp8_cast import E4M3, E5M2, Scale, amax_parts, cast_groups, columns_of_groups, new_amax
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.gemms import accumulate_product
 from megatron.core.tensor_parallel.grouped_linear import LOOP, _GroupedLinear, row_ranges
@@ -122,7 +122,9 @@ def check_casts(x, counts, dtype):
     given = Scale(*torch.tensor([[2.0], [0.5]], device=x.device))
     for scale in (amax_parts(x[:used]), given):
         factor = scale.factor.double() if isinstance(scale, Scale) else None
-        copies = cast_groups(x, dtype, scale, ranges, rows=True, columns=True)
+        noted = new_amax(x.device) if scale is given else None
+        copies = cast_groups(x, dtype, scale, ranges, rows=True, columns=True, noted=noted)
+        assert noted is None or noted.max() == amax_parts(x[:used]).view(torch.int32).max()
         expected = reference.per_tensor(x[:used].double(), to, factor)
         codes = reference.codes(expected.grid, to).to(x.device)
         assert torch.equal(copies.rows.data[:used].view(torch.uint8), codes)

@@ -86,8 +86,9 @@ def check_per_tensor(x, dtype, to):
     copies = cast_tensor(x, dtype, parts, columns=True)
     assert_same(copies.rows, reference.per_tensor(x.double(), to), dtype)
     assert_same(copies.columns, reference.per_tensor(x.double().T, to), dtype)
-    factor = torch.tensor([3.7], device=x.device)
-    copies = cast_tensor(x, dtype, Scale(factor, 1 / factor), columns=True)
+    factor, noted = torch.tensor([3.7], device=x.device), fp8_cast.new_amax(x.device)
+    copies = cast_tensor(x, dtype, Scale(factor, 1 / factor), columns=True, noted=noted)
+    assert noted.max() == parts.view(torch.int32).max()
     assert_same(copies.rows, reference.per_tensor(x.double(), to, factor.double()), dtype)
     assert_same(copies.columns, reference.per_tensor(x.double().T, to, factor.double()), dtype)
 
@@ -209,6 +210,8 @@ def test_a_carrier_has_no_values_and_views_do_not_carry_copies():
     carrier = fp8_cast.carry(copies, (3, 1, 4), torch.bfloat16)
     assert fp8_cast.carried(carrier) is copies and carrier.shape == (3, 1, 4) and carrier.isnan().all()
     assert carrier.untyped_storage().nbytes() == 2
+    other = fp8_cast.carry(copies._replace(rows=None, columns=copies.rows), (3, 1, 4), torch.bfloat16)
+    assert fp8_cast.carried(other) is not copies and fp8_cast.carried(carrier) is copies
     assert fp8_cast.carried(carrier.flatten(1)) is None and fp8_cast.carried(torch.ones(2)) is None
 
 
@@ -231,6 +234,18 @@ def test_kernels_find_the_largest_magnitude(monkeypatch, values):
     expected = x.abs().max()
     assert len(parts) > 1 or not values
     assert torch.equal(parts.amax().nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@triton_tests
+@pytest.mark.parametrize("height, width", SIZES)
+@pytest.mark.parametrize("rows, columns", [(True, True), (True, False), (False, True)])
+def test_casts_raise_the_recorded_magnitude(monkeypatch, height, width, rows, columns):
+    """Not lower it: micro-batches record to the same elements."""
+    x, one = kernels_of(exact(height, width, E4M3), E4M3, monkeypatch), torch.ones(1, device=DEVICE)
+    noted = fp8_cast.new_amax(x.device)
+    for size, largest in ((1, 1), (4, 4), (2, 4)):
+        cast_tensor(size * x, E4M3, Scale(one, one), rows=rows, columns=columns, noted=noted)
+        assert noted.view(torch.float32).max() == largest * x.abs().max()
 
 
 @triton_tests
