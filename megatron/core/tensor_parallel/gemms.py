@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.fusions.fp8_cast import LateColumns, Quantized
-from megatron.core.fusions.row_product import is_row, row_product
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather
@@ -107,9 +106,7 @@ class Gemms:
     def output(self, x: Operand, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Return ``x`` [..., i] times ``weight`` transposed, [..., o], plus ``bias`` [o] (not with ``out``)."""
         assert isinstance(x, Tensor)
-        if out is not None:
-            return torch.mm(x, weight.t(), out=out)
-        return row_product(x, weight, bias) if is_row(x, weight) else F.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
 
     def input_gradient(self, grad: Operand, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return ``grad`` [..., o] times ``weight``, [..., i]."""
