@@ -66,14 +66,6 @@ def notes_amax(config: Fp8Config) -> bool:
     return config.fp8 is not None and config.fp8_recipe == "tensorwise"
 
 
-def activation_casts(config: ModelSettings) -> bool:
-    """Return whether the kernel of a gated activation writes fp8 copies for the layers around it, in place of values:
-    with delayed scaling, without biases, and without --tp-comm-overlap, which computes parts of the rows."""
-    if config.fp8 is None or config.fp8_recipe != "delayed" or config.add_bias_linear or config.tp_comm_overlap:
-        return False
-    return config.gated_linear_unit and not config.geglu and config.bias_swiglu_fusion
-
-
 def experts_in_fp8(config: ModelSettings) -> bool:
     """Return whether experts compute in fp8: wide ones, with one scale per matrix."""
     if config.fp8 is None or config.num_moe_experts is None:

@@ -30,14 +30,12 @@ from megatron.core.fusions.fp8_cast import (
     carry,
     cast_in_blocks,
     cast_tensor,
-    late_columns,
 )
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather
-from megatron.core.tensor_parallel.gemms import Gemms, LateOperands, Operand, Operands
+from megatron.core.tensor_parallel.gemms import Gemms, Operand, Operands
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.linear import LinearTraits
 
 
 @dataclass
@@ -118,15 +116,13 @@ class Fp8Gemms(Gemms):
 
     # ---- operands
 
-    def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands | LateOperands:
+    def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands:
         columns = for_backward and self.weight_gradients
         copies = carried(x) or self.cast_input(x, columns=columns, observes=for_backward)
         rows = _present(copies.rows)
-        first = rows._replace(data=rows.data.view(x.shape))
-        if columns and (late := late_columns(x)) is not None:
-            return LateOperands(first, late)
         if columns and copies.columns is None:
             copies = copies._replace(columns=transposed(_flat(rows)))
+        first = rows._replace(data=rows.data.view(x.shape))
         second: Operand = first if copies.columns is None else copies.columns
         return Operands(first, second if self.weight_gradients or not for_backward else x)
 
@@ -256,16 +252,11 @@ class PerTensorGemms(Fp8Gemms):
 
 def targets_between(first: nn.Module, second: nn.Module, device: torch.device) -> tuple[CastTarget, CastTarget] | None:
     """Return the casts of the input of the layer ``second`` and of the output gradient of ``first``, for the operation
-    between the two; None unless both layers are in fp8 with scales that are known before, and ``second`` neither
-    gathers its input nor reduces its gradient."""
-    one, other = (getattr(layer, "traits", None) for layer in (first, second))
-    if not (isinstance(one, LinearTraits) and isinstance(other, LinearTraits)):
+    between the two; None unless both layers are in fp8 with scales that are known before."""
+    one, other = (getattr(getattr(layer, "traits", None), "gemms", None) for layer in (first, second))
+    if not (isinstance(one, PerTensorGemms) and isinstance(other, PerTensorGemms)):
         return None
-    if not (isinstance(one.gemms, PerTensorGemms) and isinstance(other.gemms, PerTensorGemms)):
-        return None
-    if other.gather_input or other.reduce_input_gradient:
-        return None
-    gradient, output = one.gemms.gradient_target(device), other.gemms.input_target(device)
+    gradient, output = one.gradient_target(device), other.input_target(device)
     return None if output is None or gradient is None else (output, gradient)
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.fp8 import activation_casts, notes_amax
+from megatron.core.config.fp8 import notes_amax
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions import activation_kernels
 from megatron.core.fusions.batch_invariant_product import in_full_vectors
@@ -62,8 +62,11 @@ def select_weighted_activation(config: TransformerConfig) -> Callable[[Tensor, T
 
 def select_gated_cast(config: TransformerConfig) -> Callable[[Tensor, CastTarget, CastTarget], Tensor] | None:
     """Return the kernel that applies a gated activation and writes fp8 copies for the layers around it; None if they
-    read values (:func:`activation_casts`)."""
-    is_served = activation_casts(config) and config.params_dtype.itemsize == 2
+    read values: without delayed scaling, with biases, or with --tp-comm-overlap, which computes parts of the rows."""
+    reads_values = config.add_bias_linear or config.tp_comm_overlap
+    if config.fp8 is None or config.fp8_recipe != "delayed" or reads_values:
+        return None
+    is_served = config.gated_linear_unit and not config.geglu and config.params_dtype.itemsize == 2
     if not is_served or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
         return None
     return partial(gated_cast_triton, traits=_gate_traits(config))

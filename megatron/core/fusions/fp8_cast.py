@@ -19,7 +19,7 @@ Legend: t rows (tokens, or output features of a weight), i columns (input featur
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -54,15 +54,6 @@ class Quantized(NamedTuple):
     scale: Tensor
     """fp32: [1]; with blocks of 1 x 128 [m, ceil(k / 128)] with the first dim contiguous; with blocks of 128 x 128
     [ceil(m / 128), ceil(k / 128)]."""
-
-
-class LateColumns(NamedTuple):
-    """Transposed copy of an activation that backward makes, in place of a copy that forward saves."""
-
-    source: Tensor
-    """Tensor from which it is computed, to be saved for backward."""
-    make: Callable[[Tensor, Tensor], tuple[Quantized, Tensor]]
-    """(source, gradient of the activation) -> (transposed copy, gradient to pass to the activation's backward)."""
 
 
 class Copies(NamedTuple):
@@ -453,25 +444,19 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full((), torch.nan, dtype=dtype, device=device)
 
 
-def carry(copies: Copies, shape: Sequence[int], dtype: torch.dtype, late: LateColumns | None = None) -> Tensor:
-    """Return a tensor that carries the fp8 ``copies`` of a matrix in place of its values, for :func:`carried`, and
-    ``late`` for :func:`late_columns`. All its elements are NaN in the memory of one, so that a reader of values is
-    noticed. Views do not carry the copies."""
+def carry(copies: Copies, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor that carries the fp8 ``copies`` of a matrix in place of its values, for :func:`carried`. All its
+    elements are NaN in the memory of one, so that a reader of values is noticed. Views do not carry the copies."""
     some = copies.rows or copies.columns
     assert some is not None, "at least one copy"
     x = _nan(dtype, some.data.device).expand(tuple(shape))
-    x._fp8_copies, x._fp8_late = copies, late  # type: ignore[attr-defined]
+    x._fp8_copies = copies  # type: ignore[attr-defined]
     return x
 
 
 def carried(x: Tensor) -> Copies | None:
     """Return the copies that :func:`carry` attached to ``x``; None for other tensors."""
     return getattr(x, "_fp8_copies", None)
-
-
-def late_columns(x: Tensor) -> LateColumns | None:
-    """Return how backward makes the transposed copy of a carrier; None if ``x`` has it or is no carrier."""
-    return getattr(x, "_fp8_late", None)
 
 
 def cast_in_blocks(

@@ -2,26 +2,23 @@
 
     y = a(min(gate, c)) (clip(up, -c, c) + o)        as in ``activation_kernels.py``
 
-Forward writes the fp8 copy of y. Backward writes its transpose, and both copies of the gradient of the packed input:
-the linear layers around the activation read only these copies. Separate casts would write and read the values once more
-(an 8B layer of 8,192 tokens: 1.4 of 3.5 GB). Nothing is saved for the second layer, whose weight gradient reads the
-transpose: its backward runs the activation's backward after its input gradient (``LateColumns``). Values are rounded to
-the dtype of the input first, so that bytes equal separate casts. The returned tensors carry copies and no values
-(``fp8_cast.carry``).
+Forward writes the fp8 copy of y and its transpose, and backward those of the gradient of the packed input: the linear
+layers around the activation read only these copies. Separate casts would write and read the values once more (an 8B
+layer of 8,192 tokens: 1.4 of 3.5 GB). Values are rounded to the dtype of the input first, so that bytes are those of
+the separate casts. The returned tensors carry copies and no values (``fp8_cast.carry``).
 
 Legend: t tokens (all leading dims), f feed-forward width of this rank.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.fusions.activation_kernels import GateTraits
-from megatron.core.fusions.fp8_cast import CastTarget, Copies, LateColumns, Quantized, Scale, carried, carry
+from megatron.core.fusions.fp8_cast import CastTarget, Copies, Quantized, carry
 from megatron.core.fusions.installed_triton import tl, triton
 
 _TILE_T, _TILE_I, _NUM_WARPS = 64, 64, 8
@@ -60,12 +57,10 @@ if triton is not None:
 
     @triton.jit
     def _backward(
-        packed, grad, activated, activated_factor, factor, data, transposed, amax_bits, height, width, tiles_i, slope,
-        clamp, offset, ACTIVATED: tl.constexpr, CLAMPS: tl.constexpr, COLUMNS: tl.constexpr, NOTED: tl.constexpr,
-        TILE_T: tl.constexpr, TILE_I: tl.constexpr,
+        packed, grad, factor, data, transposed, amax_bits, height, width, tiles_i, slope, clamp, offset,
+        CLAMPS: tl.constexpr, COLUMNS: tl.constexpr, NOTED: tl.constexpr, TILE_T: tl.constexpr, TILE_I: tl.constexpr,
     ):  # fmt: skip
-        """Cast one tile of both halves of the gradient of ``packed`` [height, 2 width]; with ACTIVATED also the tile
-        of the activation, to its transpose ``activated`` [width, height]."""
+        """Cast one tile of both halves of the gradient of ``packed`` [height, 2 width]."""
         row = (tl.program_id(0) // tiles_i).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
         column = (tl.program_id(0) % tiles_i) * TILE_I + tl.arange(0, TILE_I)
         inside = (row < height)[:, None] & (column < width)[None, :]
@@ -73,11 +68,6 @@ if triton is not None:
         gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_at + width, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(grad + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        if ACTIVATED:
-            value = gated_value(gate, up, slope, clamp, offset, CLAMPS).to(packed.dtype.element_ty).to(tl.float32)
-            copy = fp8_value(value, tl.load(activated_factor), activated.dtype.element_ty)
-            at = activated + column.to(tl.int64)[:, None] * height + row[None, :]
-            tl.store(at, tl.trans(copy), mask=tl.trans(inside))
         grad_gate, grad_up = gated_gradients(gate, up, upstream, slope, clamp, offset, CLAMPS)
         grad_gate = grad_gate.to(packed.dtype.element_ty).to(tl.float32)
         grad_up = grad_up.to(packed.dtype.element_ty).to(tl.float32)
@@ -93,10 +83,10 @@ if triton is not None:
 
 def _launch(
     kernel: Any, inputs: tuple[Tensor, ...], traits: GateTraits, target: CastTarget, shape: tuple[int, ...], *,
-    columns: bool, observes: bool, **constants: bool,
-) -> Copies:  # fmt: skip
-    """Run ``kernel`` on the contiguous ``inputs``, of which the first is packed [..., 2 f], and return the copies for
-    ``target`` of a result of ``shape``."""
+    columns: bool, observes: bool,
+) -> Tensor:  # fmt: skip
+    """Run ``kernel`` on the contiguous ``inputs``, of which the first is packed [..., 2 f], and return a carrier of
+    ``shape`` with the copies for ``target``."""
     packed = inputs[0]
     height, width, out = packed.numel() // packed.shape[-1], packed.shape[-1] // 2, shape[-1]
     data = torch.empty((height, out), dtype=target.dtype, device=packed.device)
@@ -107,33 +97,11 @@ def _launch(
             *inputs, target.scale.factor, data, data if transposed is None else transposed,
             data if amax is None else amax, height, width, tiles_i, traits.slope, traits.clamp or 0.0, traits.offset,
             CLAMPS=traits.clamp is not None, COLUMNS=columns, NOTED=0 if amax is None else len(amax), TILE_T=_TILE_T,
-            TILE_I=_TILE_I, num_warps=_NUM_WARPS, **constants,
+            TILE_I=_TILE_I, num_warps=_NUM_WARPS,
         )  # fmt: skip
     inverse = target.scale.inverse
-    return Copies(Quantized(data, inverse), None if transposed is None else Quantized(transposed, inverse))
-
-
-def _gradient_copies(
-    packed: Tensor, grad: Tensor, traits: GateTraits, gradient: CastTarget, activated: Tensor | None, scale: Scale
-) -> Copies:
-    """Return the copies of the gradient of ``packed``, and write the transposed copy of the activation with ``scale``
-    to ``activated`` [f, t] unless it is None."""
-    inputs = packed, grad.contiguous(), packed if activated is None else activated, scale.factor
-    return _launch(
-        _backward, inputs, traits, gradient, tuple(packed.shape), columns=True, observes=True,
-        ACTIVATED=activated is not None,
-    )  # fmt: skip
-
-
-def _make_late(
-    packed: Tensor, grad: Tensor, *, traits: GateTraits, output: CastTarget, gradient: CastTarget
-) -> tuple[Quantized, Tensor]:
-    """Return the transposed copy of the activation, and in place of its gradient ``grad`` a carrier of the copies of
-    the gradient of ``packed``, see :class:`LateColumns`."""
-    width = packed.shape[-1]
-    activated = torch.empty((width // 2, packed.numel() // width), dtype=output.dtype, device=packed.device)
-    copies = _gradient_copies(packed, grad, traits, gradient, activated, output.scale)
-    return Quantized(activated, output.scale.inverse), carry(copies, grad.shape, grad.dtype)
+    copies = Copies(Quantized(data, inverse), None if transposed is None else Quantized(transposed, inverse))
+    return carry(copies, shape, packed.dtype)
 
 
 class _GatedCast(torch.autograd.Function):
@@ -144,23 +112,17 @@ class _GatedCast(torch.autograd.Function):
         """Return a carrier [..., f]. Saves contiguous ``x`` [..., 2 f]."""
         packed = x.contiguous()
         ctx.save_for_backward(packed)
-        ctx.traits, ctx.gradient, ctx.scale = traits, gradient, output.scale
+        ctx.traits, ctx.gradient = traits, gradient
         shape = (*x.shape[:-1], x.shape[-1] // 2)
-        is_late = is_training and ctx.needs_input_grad[0]  # else this backward does not run
-        columns = is_training and not is_late
-        copies = _launch(_forward, (packed,), traits, output, shape, columns=columns, observes=is_training)
-        make = partial(_make_late, traits=traits, output=output, gradient=gradient)
-        return carry(copies, shape, packed.dtype, LateColumns(packed.detach(), make) if is_late else None)
+        return _launch(_forward, (packed,), traits, output, shape, columns=is_training, observes=is_training)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return a carrier of the gradient of x, whose copies the layer after the activation has made already, unless
-        its weight needs no gradient."""
+        """Return a carrier of the gradient of x."""
         (packed,) = ctx.saved_tensors
-        copies = carried(grad)
-        if copies is None:
-            copies = _gradient_copies(packed, grad, ctx.traits, ctx.gradient, None, ctx.scale)
-        return carry(copies, packed.shape, packed.dtype), None, None, None, None
+        inputs, shape = (packed, grad.contiguous()), tuple(packed.shape)
+        carrier = _launch(_backward, inputs, ctx.traits, ctx.gradient, shape, columns=True, observes=True)
+        return carrier, None, None, None, None
 
 
 def gated_cast_triton(x: Tensor, output: CastTarget, gradient: CastTarget, *, traits: GateTraits) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.fusions.fp8_cast import LateColumns, Quantized
+from megatron.core.fusions.fp8_cast import Quantized
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather
@@ -45,14 +45,6 @@ Operand = Tensor | Quantized
 """Matrix as a GEMM reads it."""
 
 
-class LateOperands(NamedTuple):
-    """:class:`Operands` of an X whose second operand is made in backward, after dX. Only for layers that neither gather
-    X nor reduce dX."""
-
-    first: Operand
-    second: LateColumns
-
-
 class Operands(NamedTuple):
     """One matrix as the two GEMMs read it that use it."""
 
@@ -62,10 +54,8 @@ class Operands(NamedTuple):
     """X or dY for dW = dY^T X."""
 
 
-def tensors_of(operand: Operand | LateColumns) -> tuple[Tensor, ...]:
+def tensors_of(operand: Operand) -> tuple[Tensor, ...]:
     """Return the tensors of an operand, to be saved for backward."""
-    if isinstance(operand, LateColumns):
-        return (operand.source,)
     return (operand,) if isinstance(operand, Tensor) else tuple(operand)
 
 
@@ -85,7 +75,7 @@ class Gemms:
     def __init__(self, accumulate: Callable[[Tensor, Tensor, Tensor], None] = accumulate_product) -> None:
         self.accumulate = accumulate
 
-    def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands | LateOperands:
+    def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands:
         """Return X [..., i] as operands; ``second`` is read only if ``for_backward``."""
         return Operands(x, x)
 

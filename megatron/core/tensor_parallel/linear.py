@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.fusions.column_sum import ColumnSum, column_sum_plain
-from megatron.core.fusions.fp8_cast import LateColumns
 from megatron.core.groups.async_handle import AsyncHandle, Finished
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_reduce, begin_reduce_scatter
@@ -125,7 +124,6 @@ class _ParallelLinear(torch.autograd.Function):
         packed = traits.gemms.pack_input(x, for_backward=for_backward)
         ctx.save_for_backward(weight, *tensors_of(packed.second))
         ctx.traits, ctx.store = traits, store
-        ctx.make = packed.second.make if isinstance(packed.second, LateColumns) else None
         # keep the parameters: recomputation returns saved tensors as copies without main_grad
         ctx.weight, ctx.bias = weight, bias
         gathered = packed.first
@@ -143,23 +141,17 @@ class _ParallelLinear(torch.autograd.Function):
         x = operand_of(kept)
         traits, store, needs = ctx.traits, ctx.store, ctx.needs_input_grad
         needs_weight, needs_bias = needs[1] or ctx.adds_weight, needs[2] or ctx.adds_bias
-        grad_weight, grad_x = None, None
+        grad_weight = None
         gathering: AsyncHandle = Finished(x)
         summing: AsyncHandle = Finished(None)
         # stream order: all-gather x overlaps the dX GEMM, reduction of dX overlaps the dW GEMM; dW before dX would
         # expose both collectives
         if traits.gather_input and needs_weight and store is None:
             gathering = traits.gemms.begin_gather(x, traits.group, second=True)
-        makes_x = ctx.make is not None and needs_weight  # from dX and a tensor of the producer of X
-        needs_x = needs[0] or makes_x
-        packed = traits.gemms.pack_gradient(grad, for_input=needs_x, for_weight=needs_weight)
+        packed = traits.gemms.pack_gradient(grad, for_input=needs[0], for_weight=needs_weight)
         # the all-reduce writes into this product; no other tensor may share its memory
-        if needs_x:
-            grad_x = traits.gemms.input_gradient(packed.first, weight)
-            summing = start_input_gradient_reduction(grad_x, traits)
-        if makes_x:  # the same kernel computes the producer's backward: dX then carries its result
-            x, grad_x = ctx.make(x, grad_x)
-            gathering, summing = Finished(x), Finished(grad_x)
+        if needs[0]:
+            summing = start_input_gradient_reduction(traits.gemms.input_gradient(packed.first, weight), traits)
         if store is not None:
             # capture no ctx: the closure outlives this pass, and ctx holds the graph with every activation
             parameter, second = ctx.weight, packed.second

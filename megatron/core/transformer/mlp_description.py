@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.core.config.fp8 import activation_casts
 from megatron.core.description.model import Config, LayerPlace, Op, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, input_bytes, linear
 
@@ -36,9 +35,7 @@ def describe_mlp(config: Config, place: LayerPlace, *, width: int | None = None)
     passes = 3 + 5 if gated else 2 + 3
     # ReLU goes backward by its output: of the two only one is kept, whichever is not computed again
     output = narrow // item * input_bytes(config)
-    # the backward of a casting activation makes the copy that fc2's weight gradient reads
-    makes_copy = activation_casts(config) and output < narrow
-    kept = () if config.relu or makes_copy else (Saved("output of the activation", output, ("mlp", "mlp_act")),)
+    kept = () if config.relu else (Saved("output of the activation", output, ("mlp", "mlp_act")),)
     activation = Op("activation", "activation", traffic=passes * narrow, gradients=narrow, saved=kept)
     ops = (fc1_op, activation, gemm(fc2[0], config, place.seq_length))
     return Piece("feed-forward", (*fc1, *fc2), ops, settings=SETTINGS)

@@ -8,7 +8,7 @@ from megatron.core.fp8.gemms import Clock, PerTensorGemms, targets_between
 from megatron.core.fp8.scales import ScaleHistory
 from megatron.core.fusions import activations, fp8_cast
 from megatron.core.fusions.activation_kernels import GateTraits, gated_triton
-from megatron.core.fusions.fp8_cast import E4M3, E5M2, CastTarget, Scale, carried, cast_tensor, late_columns
+from megatron.core.fusions.fp8_cast import E4M3, E5M2, CastTarget, Scale, carried, cast_tensor
 from megatron.core.fusions.gated_cast import gated_cast_triton
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.gemms import accumulate_product
@@ -51,14 +51,10 @@ def test_copies_have_the_bytes_of_separate_casts(rows, width, traits, monkeypatc
     carrier = gated_cast_triton(x, output, gradient, traits=traits)
     arrived = []
     x.register_hook(lambda each: arrived.append(carried(each)))
-    late = late_columns(carrier)
-    columns, made = late.make(late.source, grad)
-    assert made.shape == grad.shape and made.isnan().all() and carried(carrier).columns is None
     carrier.backward(grad)
     assert carrier.shape == y.shape and carrier.isnan().all()
     assert seen(output, gradient) == pytest.approx([y.abs().max().item(), plain.grad.abs().max().item()], rel=1e-2)
-    activated = carried(carrier).rows, columns
-    pairs = [(activated, y, output), (arrived[0], plain.grad, gradient), (carried(made), plain.grad, gradient)]
+    pairs = [(carried(carrier), y, output), (arrived[0], plain.grad, gradient)]
     for copies, values, cast in pairs:
         expected = cast_tensor(values, cast.dtype, cast.scale, columns=True)
         for found, other in zip(copies, expected, strict=True):
@@ -69,7 +65,7 @@ def test_without_gradients_there_is_one_copy_and_no_record():
     targets = target(E4M3, 1.0), target(E5M2, 1.0)
     with torch.no_grad():
         carrier = gated_cast_triton(filled(5, 64, dtype=torch.bfloat16).to(DEVICE), *targets, traits=GATES["swiglu"])
-    assert carried(carrier).columns is late_columns(carrier) is None and seen(*targets) == [0, 0]
+    assert carried(carrier).columns is None and seen(*targets) == [0, 0]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -167,57 +163,3 @@ def test_layers_around_the_activation_read_its_copies(monkeypatch):
         torch.testing.assert_close(one, other, rtol=0, atol=0.02 * largest if DEVICE == "cuda" else 0)
     for one, other in zip(*records, strict=True):
         torch.testing.assert_close(one, other, rtol=0.01 if DEVICE == "cuda" else 0, atol=0)
-
-
-@pytest.mark.parametrize("frozen, reads_x", [
-    ([], True), ([], False), ([0], True), ([0], False), ([1], True), ([1], False), ([0, 1], True),
-])  # fmt: skip
-def test_frozen_weights_and_inputs(frozen, reads_x, monkeypatch):
-    """Gradients are those of separate casts, whichever of them exist."""
-    monkeypatch.setattr(fp8_cast, "_casts_on_gpu", lambda x: True)
-    x, grad = (filled(32, 48, dtype=torch.bfloat16, seed=seed).to(DEVICE) for seed in (0, 1))
-    weights = [filled(*shape, dtype=torch.bfloat16).to(DEVICE) * 0.1 for shape in ((160, 48), (48, 80))]
-    results = []
-    for fused in (False, True):
-        history, layers = ScaleHistory(1, uses_maximum=True, margin=0), []
-        for index, weight in enumerate(weights):
-            layer, leaf = torch.nn.Module(), weight.clone().requires_grad_(index not in frozen)
-            gemms = PerTensorGemms(
-                [leaf], Clock(), E5M2, accumulate_product, groups=(), weight_groups=(), history=history, name=str(index)
-            )
-            layer.traits, layer.leaf = LinearTraits(Group("tp"), gemms=gemms), leaf
-            layers.append(layer)
-        state = history.state(x.device)
-        state["factor"].fill_(32.0)
-        state["inverse"].fill_(1 / 32)
-        history.known = [True] * 4
-        x = x.detach().requires_grad_(reads_x)
-        intermediate = parallel_linear(x, layers[0].leaf, None, layers[0].traits)
-        targets = targets_between(*layers, x.device)
-        activated = gated_triton(intermediate, GATES["swiglu"])
-        if fused:
-            activated = gated_cast_triton(intermediate, *targets, traits=GATES["swiglu"])
-        y = parallel_linear(activated, layers[1].leaf, None, layers[1].traits)
-        y.backward(grad)
-        results.append([y.detach(), x.grad, *(layer.leaf.grad for layer in layers)])
-    for one, other in zip(*results, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            largest = other.abs().max().item()
-            torch.testing.assert_close(one, other, rtol=0, atol=0.02 * largest if DEVICE == "cuda" else 0)
-
-
-def test_nothing_is_saved_for_the_layer_after_the_activation():
-    """Its backward reads the input of the activation, which the activation saves."""
-    saved = []
-    x = filled(32, 160, dtype=torch.bfloat16).to(DEVICE).requires_grad_()
-    weight = filled(48, 80, dtype=torch.bfloat16).to(DEVICE).requires_grad_()
-    history = ScaleHistory(1, uses_maximum=True, margin=0)
-    gemms = PerTensorGemms(
-        [weight], Clock(), E5M2, accumulate_product, groups=(), weight_groups=(), history=history, name="fc2"
-    )
-    history.state(x.device)["factor"].fill_(32.0)
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
-        carrier = gated_cast_triton(x, target(E4M3, 32.0), target(E5M2, 32.0), traits=GATES["swiglu"])
-        parallel_linear(carrier, weight, None, LinearTraits(Group("tp"), gemms=gemms))
-    assert {each.data_ptr() for each in saved} == {x.data_ptr(), weight.data_ptr()}

@@ -355,14 +355,3 @@ def test_the_fullest_rank_is_marked():
     assert [name.strip() for name, _ in rows[1:5]] == [f"pipeline rank {rank}" for rank in range(4)]
     assert ["<- the most" in text for _, text in rows[1:5]] == [True, False, False, False]
     assert rows[5][1] == "19, 17, 15, 13 micro-batches x chunks by pipeline rank"
-
-
-@pytest.mark.parametrize("flags, is_made_in_backward", [
-    ("--fp8-recipe delayed", True), ("--fp8-recipe tensorwise", False), ("--fp8-recipe delayed --no-fp8-wgrad", False),
-    ("--fp8-recipe delayed --no-bias-swiglu-fusion", False),
-])  # fmt: skip
-def test_delayed_fp8_saves_no_output_of_the_activation(flags, is_made_in_backward):
-    cfg = settings(f"{WIDE}{LLAMA} --bf16 --ffn-hidden-size 256 --fp8-format hybrid {flags}")
-    branches = [branch for layer in cfg.describe(512).layers for branch in layer]
-    saved = {each.name for branch in branches for op in branch.ops for each in op.saved}
-    assert ("output of the activation" in saved) != is_made_in_backward
