@@ -42,8 +42,8 @@ FP8_MODELS = {
     "fp8-heads": f"{ONE} {DROPOUT} {E4M3} delayed --kv-channels 16",
     "fp8-latent": f"{ONE} {LLAMA} {LATENT} --ffn-hidden-size 64 {HYBRID} tensorwise",
     "fp8-experts": f"{ONE} {DROPOUT} {EXPERTS} {DELAYED} --mtp-num-layers 1",
-    "fp8-wide-experts": f"{ONE} {DROPOUT} {EXPERTS} --moe-ffn-hidden-size 6144 {HYBRID} tensorwise",
-    "fp8-wide-experts-delayed": f"{ONE} {LLAMA} {EXPERTS} --moe-ffn-hidden-size 6144 --ffn-hidden-size 64 {DELAYED}",
+    "fp8-wide-experts": f"{ONE} {DROPOUT} {EXPERTS} --moe-ffn-hidden-size 96 {HYBRID} tensorwise",
+    "fp8-wide-experts-delayed": f"{ONE} {LLAMA} {EXPERTS} --moe-ffn-hidden-size 96 --ffn-hidden-size 64 {DELAYED}",
     "bert-fp8": f"{ONE} {DROPOUT} {DELAYED}",
     "t5-fp8": f"{ONE} {DROPOUT} {DELAYED} --decoder-num-layers 2 --decoder-seq-length 32",
 }

@@ -36,8 +36,8 @@ def _serve(connection, backend: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()  # else every collection below walks through all of torch: 0.16 s a task
     while True:
+        gc.freeze()  # again for each task: a data loader's workers unfreeze; a collection of all of torch takes 0.2 s
         task = connection.recv()
         if task is None:
             return

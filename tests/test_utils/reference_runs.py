@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.test_utils.layouts import narrow_fp8_experts
+
 VOCAB_SIZE = 61  # not divisible by anything
 BASE = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
@@ -72,7 +74,8 @@ def program(rank, world_size, argv, fp64, folder, save, kind="gpt", vocab_size=V
             return model
 
     argv = [*with_folder(argv, folder), *PROGRAM_ONLY, "--save", save, "--data-cache-path", f"{folder}/cache"]
-    code = run(dataclasses.replace(parse_args(argv, model_family=kind), fp64=fp64), Recording)
+    with narrow_fp8_experts():
+        code = run(dataclasses.replace(parse_args(argv, model_family=kind), fp64=fp64), Recording)
     assert code == 0, f"the run ended with code {code}"
     (checkpoint,) = Path(save).glob("iter_*")
     reader = CheckpointReader(checkpoint)

@@ -269,7 +269,7 @@ PRECISION = {
 }
 HYBRID, E4M3 = "--fp8-format hybrid --fp8-recipe", "--fp8-format e4m3 --fp8-recipe"
 WIDE = "--hidden-size 128 --ffn-hidden-size 128"
-WIDE_EXPERTS = "--moe-ffn-hidden-size 6144"
+WIDE_EXPERTS = "--moe-ffn-hidden-size 96"
 FP8 = {
     "fp8-delayed": f"{HYBRID} delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max --fp8-margin 1"
     f" {DROPOUT} --eval-interval 5 --iterations-to-skip 4",

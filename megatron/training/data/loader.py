@@ -263,6 +263,8 @@ class Loader(DataLoader):
     """Loader of flat batches, which it yields as {name: tensor}."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+        if self.num_workers == 0:
+            return map(FlatBatch.tensors, super().__iter__())
         # forked workers inherit what is frozen: if they collected cycles of this process with CUDA tensors, they would
         # call CUDA and abort
         gc.freeze()

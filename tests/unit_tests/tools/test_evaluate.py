@@ -9,6 +9,7 @@ import torch
 
 from megatron.console import run_tool
 from megatron.core.config.errors import UserError
+from megatron.core.evaluation.harness import find_tasks
 from megatron.core.evaluation.scoring import score
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.scheduler import Limits
@@ -159,7 +160,7 @@ def test_task_scores_equal_those_of_transformers(folder, monkeypatch, capsys):
     from lm_eval.tasks import TaskManager
 
     names = [f"tiny_{name}" for name in TASKS]
-    manager = TaskManager(include_path=str(folder / "tasks"))
+    manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
     expected = simple_evaluate(model=transformers_adapter(folder), tasks=names, task_manager=manager)
     arguments = ["--load", folder, "--tasks", ",".join(names), "--include-path", folder / "tasks"]
     assert run_tool("evaluate", list(map(str, [*arguments, "--output", folder / "out"]))) == 0, capsys.readouterr().err
@@ -210,11 +211,38 @@ def test_the_harness_scores_a_server_as_the_model(folder, tmp_path, monkeypatch)
         found = samples(simple_evaluate(
             model="local-completions", tasks=names, num_fewshot=1, limit=3,
             model_args={"base_url": f"{url}/v1/completions", "model": "tiny", "max_length": LENGTH},
-            task_manager=TaskManager(include_path=str(folder / "tasks")),
+            task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
         ))  # fmt: skip
     assert found["tiny_text"] == expected["tiny_text"]
     for (_, mine), (_, other) in zip(found["tiny_choice"], expected["tiny_choice"], strict=True):
         assert numbers_in(mine) == pytest.approx(numbers_in(other), rel=1e-5)
+
+
+@pytest.mark.parametrize("names, full", [
+    (["tiny_choice", "tiny_text"], False), (["tiny_choice", "lambada"], True), (["local_group"], True),
+    (["local"], True),
+])  # fmt: skip
+def test_the_packages_tasks_are_listed_only_where_a_name_may_need_them(tmp_path, monkeypatch, names, full):
+    """Groups and tags of the folder may contain tasks of the package."""
+    tasks = pytest.importorskip("lm_eval.tasks")
+    listed = []
+
+    def manager(include_path, include_defaults=True):
+        listed.append(include_defaults)
+        paths = [str(tmp_path / "package"), include_path] if include_defaults else include_path
+        return correct(include_path=paths, include_defaults=False)
+
+    correct = tasks.TaskManager
+    monkeypatch.setattr(tasks, "TaskManager", manager)
+    files = {"folder/choice": "task: tiny_choice\ntag: local\n", "folder/text": "task: tiny_text\n",
+             "folder/group": "group: local_group\ntask: [tiny_text, lambada]\n", "package/lambada": "task: lambada\n",
+             "package/tagged": "task: tagged\ntag: local\n"}  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    found = find_tasks("--tasks", names, tmp_path / "folder")
+    assert listed == [False, True][: 1 + full] and set(names) <= set(found.all_tasks)
+    assert ("lambada" in found.all_tasks) == full
 
 
 def test_unknown_tasks_and_wrong_flags_are_named(folder, capsys):

@@ -190,6 +190,14 @@ def test_workers_do_not_free_objects_of_the_process_that_started_them(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == [str(os.getpid())]
 
 
+def test_a_loader_without_workers_leaves_frozen_objects_frozen():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    sampler = TrainSampler(Shard(2, 0, 1), lambda n: 4, sequential, 0, 8)
+    assert len(list(build_loader(Numbers(8), sampler, 0, pin_memory=False))) == 4
+    assert gc.get_freeze_count() > frozen // 2 > 0  # some were freed since
+
+
 def counted_reader(stop=100, ahead=True):
     """A reader of micro-batches 0, 1, ... ``stop``, after which reading fails; and the numbers that were read."""
     seen = []
