@@ -9,8 +9,8 @@ def split_k():
 
     whole = batch_invariant_product.batch_invariant_product
 
-    def split(x, weight, parts=1):
-        return whole(x, weight, 2 if parts == 1 else parts)
+    def split(x, weight, parts=1, dtype=None):
+        return whole(x, weight, 2 if parts == 1 else parts, dtype)
 
     batch_invariant.batch_invariant_product = split
 
