@@ -62,6 +62,18 @@ def test_the_program_of_the_guides_runs_unchanged(tmp_path):
     assert done.stderr.count("starting torch.distributed with gloo, world size 2") == 1
 
 
+def test_what_was_started_for_a_program_ends_with_it(tmp_path):
+    """Threads of gloo that outlived the interpreter aborted every second program of four ranks, after its last line."""
+    (tmp_path / "program.py").write_text("""
+import atexit
+import torch.distributed
+atexit.register(lambda: print(f"runs at exit: {torch.distributed.is_initialized()}\\n", end="", flush=True))
+from megatron.core import parallel_state
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+""")
+    assert torchrun(str(tmp_path / "program.py")).stdout.count("runs at exit: False") == 2
+
+
 def _keywords(rank, world_size, path):
     groups = parallel_state.initialize_model_parallel(
         1, 2, order="tp-cp-ep-pp-dp", nccl_communicator_config_path=path, distributed_timeout_minutes=5,
