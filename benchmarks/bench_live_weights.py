@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 benchmarks/bench_live_weights.py --tensor-model-parallel-size 2
     torchrun --nproc_per_node 2 benchmarks/bench_live_weights.py --smoke --pipeline-model-parallel-size 2
 
-Other flags are those of ``pretrain_gpt.py``. Prints GB, seconds of the fastest of three readings and
+Takes the flags of ``pretrain_gpt.py`` too. Prints GB, seconds of the fastest of three readings and
 peak memory in addition to the weights. ``copy`` also copies each tensor into a buffer, as a generator's update does.
 """
 

@@ -80,7 +80,7 @@ class DataParallel(nn.Module):
         yield
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start the reductions that backward has not started yet; the base class has none. Collective."""
+        """Start the reductions that backward has not started yet. Does nothing in the base class. Collective."""
 
     def finish_grad_sync(self, *unused: Any) -> None:
         """Start all remaining reductions and wait for them (on CUDA: in stream order). Collective. Afterwards

@@ -1,6 +1,6 @@
 """Experts in fp8: the grouped GEMMs of a layer, with one scale for the rows of all experts and one per expert's weight.
 
-The casts are those of ``gemms.py``. Rows that expert-parallel ranks exchange have a common scale, the same on all of
+Casts work as in ``gemms.py``. Rows that expert-parallel ranks exchange have a common scale, the same on all of
 these ranks, so that the fp8 values of a row do not depend on the rank of its expert. With delayed scaling experts
 compute in the dtype of the weights until input and gradient have a scale: in the first step their magnitudes are known
 only to the ranks of one expert-parallel group.

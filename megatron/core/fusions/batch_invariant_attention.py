@@ -172,8 +172,8 @@ if triton is not None:
         PADDED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, CONSECUTIVE: tl.constexpr,
     ):  # fmt: skip
         """Attend the HEADS heads of one group, for the tokens of one of ``blocks`` [., 4] (row, count, position, first
-        key), at most ROWS // HEADS of them. Writes outs [n, a, E] and lses [n, a] fp32. ``unit`` and ``natural`` times
-        a score are the exponents of 2 and e."""
+        key), with a count of at most ROWS // HEADS. Writes outs [n, a, E] and lses [n, a] fp32. ``unit`` and
+        ``natural`` times a score are the exponents of 2 and e."""
         # the last blocks of a sequence have the most keys: they start first
         block, group = blocks + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4, tl.program_id(1)
         first_row, count = tl.load(block), tl.load(block + 1)

@@ -9,7 +9,7 @@ in the same order, so that the choice by the number of rows changes no bit (meas
 
     few rows, other sizes      tiles of 64 x 64, partial sums in registers
     many rows, parts > 1       tiles of 128 x 128 read by the bulk copy engine, partial sums of 2 and 4 parts in memory
-    many rows, parts = 1       cuBLASLt without split-K, for shapes of which it gave the bits of the kernels above
+    many rows, parts = 1       cuBLASLt without split-K, for shapes where its bits equal the kernels above
 
 Legend: t rows, o output features, k summed features.
 """
@@ -226,7 +226,7 @@ def product_cublas(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor, halves: int = 1) -> Tensor:
-    """Return the elementwise ``function`` of ``x`` [..., f], or of ``x`` [..., 2 f] with two ``halves`` that it
+    """Apply the elementwise ``function`` to ``x`` [..., f]; with two ``halves`` to ``x`` [..., 2 f], which it
     combines to [..., f]. Differentiable. On CPUs f is filled up to a multiple of ROWS, so that an element's bits do not
     depend on its place."""
     width = x.shape[-1] // halves

@@ -2,10 +2,10 @@
 
     y = a(min(gate, c)) (clip(up, -c, c) + o)        as in ``activation_kernels.py``
 
-Forward writes the fp8 copy of y and its transpose, and backward those of the gradient of the packed input: the linear
-layers around the activation read only these copies. Separate casts would write and read the values once more (an 8B
-layer of 8,192 tokens: 1.4 of 3.5 GB). Values are rounded to the dtype of the input first, so that bytes are those of
-the separate casts. The returned tensors carry copies and no values (``fp8_cast.carry``).
+Forward writes the fp8 copy of y and its transpose. Backward writes both for the gradient of the packed input. The
+linear layers around the activation read only these copies. Separate casts would write and read the values once more
+(an 8B layer of 8,192 tokens: 1.4 of 3.5 GB). Values are rounded to the dtype of the input first, so that bytes equal
+separate casts. The returned tensors carry copies and no values (``fp8_cast.carry``).
 
 Legend: t tokens (all leading dims), f feed-forward width of this rank.
 """
@@ -85,8 +85,8 @@ def _launch(
     kernel: Any, inputs: tuple[Tensor, ...], traits: GateTraits, target: CastTarget, shape: tuple[int, ...], *,
     columns: bool, observes: bool,
 ) -> Tensor:  # fmt: skip
-    """Run ``kernel`` on the contiguous ``inputs``, of which the first is packed [..., 2 f], and return a carrier of
-    ``shape`` with the copies for ``target``."""
+    """Run ``kernel`` on the contiguous ``inputs``, first the packed [..., 2 f]. Return a carrier of ``shape`` with the
+    copies for ``target``."""
     packed = inputs[0]
     height, width, out = packed.numel() // packed.shape[-1], packed.shape[-1] // 2, shape[-1]
     data = torch.empty((height, out), dtype=target.dtype, device=packed.device)

@@ -1,8 +1,8 @@
 """Linear layers, sums over ranks and log-probabilities in a fixed order of additions (``--batch-invariant-mode``).
 
 The forward pass then gives a token the same bits in every batch, packing and tensor-, pipeline-, context- and
-expert-parallel layout, so that a generator reports exactly the trainer's log-probabilities. Gradients are those of the
-ordinary layers.
+expert-parallel layout, so that a generator reports exactly the trainer's log-probabilities. Gradients are computed
+as in ordinary layers.
 
   column-parallel   one sum over K per element
   row-parallel      K in PARTS equal parts; each rank adds its parts as a subtree, ranks exchange fp32 sums
@@ -118,7 +118,7 @@ class Statistics(NamedTuple):
 
 
 def vocabulary_statistics(logits: Tensor, label_t: Tensor, num_true: int, group: Group) -> Statistics:
-    """Return the statistics of this rank's ``logits`` [t, v], of which ``num_true`` entries are no padding, over the
+    """Return the statistics of this rank's ``logits`` [t, v], whose first ``num_true`` entries are no padding, over the
     vocabulary of all ranks of ``group``. ``label_t`` int64 is relative to this rank's first entry. All-gathers PARTS x
     3 numbers per token. Raises UserError if the slices of the vocabulary are not equal."""
     count = parts_per_rank(group)

@@ -130,7 +130,7 @@ class NormAcrossHeads(nn.Module):
         if num_heads % groups.tp.size:
             raise UserError(
                 f"qk_layernorm_across_heads: {num_heads} key and value heads (num_query_groups) are fewer than "
-                f"{groups.tp.size} tensor-parallel ranks, several of which would share a head; take fewer ranks"
+                f"{groups.tp.size} tensor-parallel ranks: several ranks would share a head; take fewer ranks"
             )
         self.group, self.eps, self.width = groups.tp, config.norm_epsilon, num_heads * config.kv_channels
         self.offset, init = float(config.apply_layernorm_1p), Zeros() if config.apply_layernorm_1p else Ones()

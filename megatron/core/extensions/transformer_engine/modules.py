@@ -149,7 +149,7 @@ def column_parameters(
     if size.is_shared_over(groups.tp.size):
         raise UserError(
             f"--transformer-impl {NAME}: {size.shape[0]} key and value heads (num_query_groups) for "
-            f"{groups.tp.size} tensor-parallel ranks, several of which would share a head; take --transformer-impl "
+            f"{groups.tp.size} tensor-parallel ranks: several ranks would share a head; take --transformer-impl "
             "local, or fewer ranks"
         )
     placed = {"mesh": {"tp": Shard(size.split_dim)}, "groups": groups, "dtype": config.params_dtype}
