@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 benchmarks/bench_copy_engines.py        # on GPUs of one host
 
-Hidden states of LLaMA-3-8B, 8192 tokens over the ranks, bf16. *alone*: a single collective. *beside*: a series of
+Hidden states of LLaMA-3-8B, 8192 tokens over the ranks, bf16. *ms*: a single collective. *overlapped*: a series of
 GEMMs (the second of the feed-forward network, a rank's shard) or attentions, with and without concurrent
 collectives, in ms per operation of the series; the collectives last about as long as the series. Writes
 benchmarks/results/copy_engines.json.
@@ -80,7 +80,7 @@ def largest_differences(starts: dict[str, Start]) -> dict[str, float]:
     return differences
 
 
-def series_beside(piece: Callable[[], object], start: Start | None, repeats: int, count: int) -> float:
+def series_overlapped(piece: Callable[[], object], start: Start | None, repeats: int, count: int) -> float:
     """Return ms per operation of a series, with ``count`` concurrent collectives, at most two in flight."""
 
     def work() -> None:
@@ -122,15 +122,15 @@ def measure(repeats: int, device: torch.device) -> list[dict[str, object]]:
     differences = largest_differences(starts)
     rows: list[dict[str, object]] = []
     alone = {name: milliseconds(partial(_at_once, start), repeats) for name, start in starts.items()}
-    plain = {name: series_beside(piece, None, repeats, 0) for name, piece in pieces.items()}
+    plain = {name: series_overlapped(piece, None, repeats, 0) for name, piece in pieces.items()}
     for name, start in starts.items():
         row: dict[str, object] = {"name": name, "ms": alone[name]}
         row["GB/s"] = (size - 1) / size * whole.nbytes / alone[name] / 1e6
         for kind, piece in pieces.items():
             count = max(1, round(0.8 * SERIES * plain[kind] / alone[name]))
             row[f"{kind} ms"] = plain[kind]
-            row[f"{kind} beside ms"] = series_beside(piece, start, repeats, count)
-            row[f"beside {kind}"] = count
+            row[f"{kind} overlapped ms"] = series_overlapped(piece, start, repeats, count)
+            row[f"collectives during {kind}"] = count
         row["largest difference"] = differences.get(name.split(",")[0])
         rows.append(row)
     return rows

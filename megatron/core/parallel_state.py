@@ -39,7 +39,7 @@ class _State:
     grid: process_groups.RankGrid
     groups: process_groups.ProcessGroups
     virtual_pipeline_size: int | None
-    alone: dist.ProcessGroup | None
+    self_group: dist.ProcessGroup | None
     """Handle of a group of this rank only, of a world of several ranks: to torch.distributed, None means the world."""
     virtual_pipeline_rank: int | None = None
     """The model chunk that is being built; None outside of model building."""
@@ -119,9 +119,9 @@ def initialize_model_parallel(
         _open_lanes(groups, wrap=virtual_pipeline_model_parallel_size is not None)
     if copy_engines and world_size > 1:
         groups = _with_engines(groups)
-    alone = dist.new_group([rank], use_local_synchronization=True) if world_size > 1 else None
+    self_group = dist.new_group([rank], use_local_synchronization=True) if world_size > 1 else None
     steps = process_groups.build_step_groups(grid, groups, rank, new_group) if hybrid_context_parallel else {}
-    _state = _State(grid, groups, virtual_pipeline_model_parallel_size, alone, step_groups=steps)
+    _state = _State(grid, groups, virtual_pipeline_model_parallel_size, self_group, step_groups=steps)
     return groups
 
 
@@ -274,9 +274,9 @@ def _handle(group: process_groups.Group) -> Any:
     ``initialize_model_parallel`` for a group of one."""
     if group.size > 1:
         return group.handle
-    if _current().alone is None and not dist.is_initialized():
+    if _current().self_group is None and not dist.is_initialized():
         _start_single_process_world()
-    return _current().alone or dist.group.WORLD
+    return _current().self_group or dist.group.WORLD
 
 
 def resolve_group(given: process_groups.AnyGroup = None, axis: str = "tp") -> process_groups.Group:

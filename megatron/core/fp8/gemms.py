@@ -251,8 +251,8 @@ class PerTensorGemms(Fp8Gemms):
 
 
 def targets_between(first: nn.Module, second: nn.Module, device: torch.device) -> tuple[CastTarget, CastTarget] | None:
-    """Return the casts of the input of the layer ``second`` and of the output gradient of ``first``, for the operation
-    between the two; None unless both layers are in fp8 with scales that are known before."""
+    """Return two casts for the operation between two layers: the input of ``second``, and the output gradient of
+    ``first``. None unless both layers are in fp8 with scales that are known before."""
     one, other = (getattr(getattr(layer, "traits", None), "gemms", None) for layer in (first, second))
     if not (isinstance(one, PerTensorGemms) and isinstance(other, PerTensorGemms)):
         return None

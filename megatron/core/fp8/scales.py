@@ -73,8 +73,7 @@ class ScaleHistory:
 
         ``history`` [n, length], newest first; ``factor`` [n], which multiplies values, 0: no scale yet; ``inverse``
         [n]; ``observed`` [n] and ``noted`` int32 [n, NOTED], whose maximum is the largest magnitude since the last
-        update. Every inverse is aligned to 16 bytes, as
-        GEMMs require."""
+        update. Every inverse is aligned to 16 bytes, as GEMMs require."""
         if not self._state:
             rows = len(self.names)
             self._state = {name: torch.zeros(rows, device=device) for name in ("factor", "observed")}

@@ -25,8 +25,8 @@ from megatron.core.fusions.fp8_cast import (
     Scale,
     amax_parts,
     block_factors,
+    cast_factor,
     cast_tensor,
-    factor_of,
     to_fp8,
 )
 from megatron.core.fusions.storage import Copy, OwnedRange, Remainder, Storage
@@ -74,7 +74,7 @@ class GatheredCopy:
     def set_scales(self, amax: Tensor) -> None:
         """Set the scales from the largest magnitudes of the full weight, fp32 [num_scales]."""
         largest = LARGEST[E4M3]
-        self.factor = block_factors(amax, largest).view(self._grid()) if self.square else factor_of(amax, largest)
+        self.factor = block_factors(amax, largest).view(self._grid()) if self.square else cast_factor(amax, largest)
         self.inverse = 1.0 / self.factor
         self.version += 1
 

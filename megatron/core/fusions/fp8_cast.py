@@ -84,7 +84,7 @@ class CastTarget(NamedTuple):
     magnitude is not recorded."""
 
 
-def factor_of(amax: Tensor, largest: float) -> Tensor:
+def cast_factor(amax: Tensor, largest: float) -> Tensor:
     """Return the fp32 factor(s) largest / amax of the largest magnitudes ``amax`` fp32; 1 where it is 0, infinite or
     NaN, and the largest fp32 number where the quotient overflows."""
     usable = amax.isfinite() & (amax > 0)
@@ -95,8 +95,8 @@ def factor_of(amax: Tensor, largest: float) -> Tensor:
 
 def block_factors(amax: Tensor, largest: float) -> Tensor:
     """Return the factors of blocks with the largest magnitudes ``amax``: the largest power of two in each
-    :func:`factor_of`."""
-    return (factor_of(amax, largest).view(torch.int32) & 0x7F800000).view(torch.float32)
+    :func:`cast_factor`."""
+    return (cast_factor(amax, largest).view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 # ---- torch
@@ -122,7 +122,7 @@ def _cast_plain(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale) -> tuple[T
     if isinstance(scale, Scale):
         factor, inverse = scale
     else:
-        factor = factor_of(scale.amax().view(1), LARGEST[dtype])
+        factor = cast_factor(scale.amax().view(1), LARGEST[dtype])
         inverse = 1.0 / factor
     return to_fp8(x.float(), factor, dtype), inverse
 
@@ -255,8 +255,8 @@ if triton is not None:
     ):  # fmt: skip
         """Cast one SIDE x SIDE tile of ``x`` to ``data`` with a scale per row of the tile (ROWS) and to ``transposed``
         with a scale per column (COLUMNS), PART rows, then PART columns, at a time; SQUARE: one scale per tile (PART is
-        SIDE). Scales of rows are stored [tiles_i, height], those of columns [tiles_t, width], of tiles [tiles_t,
-        tiles_i] and [tiles_i, tiles_t]."""
+        SIDE). Stored scales: rows [tiles_i, height], columns [tiles_t, width], tiles [tiles_t, tiles_i] and [tiles_i,
+        tiles_t]."""
         tile_t, tile_i = (tl.program_id(0) // tiles_i).to(tl.int64), tl.program_id(0) % tiles_i
         for part in tl.static_range(SIDE // PART if ROWS else 0):
             row = tile_t * SIDE + part * PART + tl.arange(0, PART)

@@ -66,12 +66,12 @@ def normalize_plain(
     the weight's dtype, see the module docstring. Torch operations; statistics in fp32 for 16-bit inputs, else in the
     dtype of ``x``."""
     stream = x if branch is None else x + branch
-    whole = weight + traits.offset if traits.offset else weight
-    whole = whole.to(stream.dtype)  # an fp32 residual stream over 16-bit weights
+    gain = weight + traits.offset if traits.offset else weight
+    gain = gain.to(stream.dtype)  # an fp32 residual stream over 16-bit weights
     if traits.centred:
-        normed = F.layer_norm(stream, whole.shape, whole, None if bias is None else bias.to(stream.dtype), traits.eps)
+        normed = F.layer_norm(stream, gain.shape, gain, None if bias is None else bias.to(stream.dtype), traits.eps)
     else:
-        normed = rms_norm(stream, whole, traits.eps)
+        normed = rms_norm(stream, gain, traits.eps)
     return stream, normed.to(weight.dtype)
 
 

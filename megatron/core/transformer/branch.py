@@ -170,9 +170,9 @@ def accepts_context(forward: Callable[..., Any]) -> bool:
     if _takes(forward, "ctx", inspect.Parameter.VAR_POSITIONAL):
         return True
     facts = ("attention_mask", "rotary_pos_emb", "packed_seq_params")
-    if own := [name for name in facts if name in inspect.signature(forward).parameters]:
+    if taken := [name for name in facts if name in inspect.signature(forward).parameters]:
         raise UserError(
-            f"{forward.__qualname__} takes {', '.join(own)}: make it forward(x, ctx); ctx.{own[0]} is the same "
+            f"{forward.__qualname__} takes {', '.join(taken)}: make it forward(x, ctx); ctx.{taken[0]} is the same "
             "(megatron/core/transformer/context.py)"
         )
     return False

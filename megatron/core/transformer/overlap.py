@@ -76,8 +76,8 @@ def runs_its_segments(module: object) -> bool:
 
 
 def input_reader(mixer: nn.Module) -> nn.Module | None:
-    """Return the layer that alone reads the mixer's input, its ``first_linear``. None without one, and for subclasses
-    that replace the computation but not the declaration."""
+    """Return the only layer that reads the mixer's input, its ``first_linear``. None if the mixer declares none, and
+    for subclasses that replace the computation but not the declaration."""
     for kind in type(mixer).__mro__:
         if vars(kind).keys() & {"forward", "segments"}:
             return mixer.first_linear if "first_linear" in vars(kind) else None  # type: ignore[return-value]
@@ -117,7 +117,7 @@ def run_two_batch_overlap(layers: Sequence[nn.Module], hidden_states: Tensor, ct
     """
     inputs = [half.contiguous() for half in hidden_states.chunk(2, dim=1)]
     contexts = ctx.halves(hidden_states.shape[1])
-    first, second = (_through(layers, half, own) for half, own in zip(inputs, contexts))
+    first, second = (_through(layers, half, context) for half, context in zip(inputs, contexts))
     return torch.cat(alternate(first, second), dim=1)
 
 
