@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/dev/nvidiactl"):  # without a GPU, Triton kernels run in Triton's interpreter
@@ -49,6 +50,16 @@ def used_gpu_memory(request):
         pieces = [512] * 2000 + [1 << 16] * 200 + [4 << 20] * 32 + [1 << 26] * 2
         held = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in pieces]
         del held
+
+
+@pytest.fixture(autouse=True)
+def process_groups_are_discarded():
+    """A test that does not discard its process groups fails, because the next test cannot initialize others."""
+    yield
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is not None and state.model_parallel_is_initialized():
+        state.destroy_model_parallel()
+        pytest.fail("the test did not discard its process groups; call destroy_model_parallel()")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -407,8 +407,8 @@ def fp8_scales_of_the_local_part(rank):
 def fp8_expert_scales_of_the_local_rows(rank):
     """Rows of experts are cast by each rank with the scale of its rows."""
     where = module("megatron.core.fp8.experts")
-    correct = where.current_amax
-    return mock.patch.object(where, "current_amax", lambda x, groups: correct(x, ()))
+    correct = where.raise_over  # also for the weights, with a number per expert
+    return mock.patch.object(where, "raise_over", lambda x, groups: x if len(x) == 1 else correct(x, groups))
 
 
 def fp8_history_of_the_local_rank(rank):

@@ -170,7 +170,7 @@ def fp8_product(
         fast: whether sums stay in the tensor cores' registers, which keep about 14 bits.
     """
     tensors = (total, left, right)
-    if not (total.is_cuda and all(each.is_contiguous() for each in tensors)):
+    if not (total.is_cuda and total.dtype in _TYPES and all(each.is_contiguous() for each in tensors)):
         return False
     (m, n), k = total.shape, left.shape[1]
     operation = _operation(_Form(m, n, k, left.dtype, right.dtype, total.dtype, scales, fast))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.fp8.gemms import PerTensorGemms
 from megatron.core.fp8.products import add_product, multiply
-from megatron.core.fp8.scales import current_amax, raise_over
+from megatron.core.fp8.scales import raise_over
 from megatron.core.fusions.fp8_cast import (
     E4M3,
     Copies,
@@ -48,8 +48,7 @@ class ExpertGemms(PerTensorGemms):
         return [*weight.detach().view(self.num_experts, -1, weight.shape[1])]
 
     def cast_weights(self, weights: Sequence[Tensor], *, rows: bool, columns: bool) -> list[Copies]:
-        amax = torch.cat([amax_parts(each).view(torch.int32).max().view(1) for each in weights]).view(torch.float32)
-        parts = raise_over(amax, self.weight_groups).split(1)
+        parts = raise_over(torch.cat([_amax(each) for each in weights]), self.weight_groups).split(1)
         return [cast_tensor(each, E4M3, part, rows=rows, columns=columns) for each, part in zip(weights, parts)]
 
     def row_scale(self, x: Tensor, ranges: list[slice], *, is_gradient: bool, observes: bool) -> Tensor | Scale | None:
@@ -58,7 +57,7 @@ class ExpertGemms(PerTensorGemms):
         x = x if ranges[-1].stop == len(x) else x[: ranges[-1].stop]  # later rows are undefined
         history = self.history
         if history is None:
-            return current_amax(x, self.groups)
+            return raise_over(_amax(x), self.groups)
         row = self._gradient if is_gradient else self._input
         if history.known[self._input] and history.known[self._gradient]:
             return history.scale(row, x.device)
@@ -71,6 +70,11 @@ class ExpertGemms(PerTensorGemms):
         if self.history is None or not isinstance(scale, Scale):
             return None
         return self.history.noted(self._gradient if is_gradient else self._input, scale.factor.device)
+
+
+def _amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of ``x``, fp32 [1]; one number also where only some ranks have noted it."""
+    return amax_parts(x).view(torch.int32).max().view(1).view(torch.float32)
 
 
 class ExpertProducts(GroupedProducts):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.fusions.fp8_cast import FLOAT_MAX, NOTED, Scale, amax_parts
+from megatron.core.fusions.fp8_cast import FLOAT_MAX, NOTED, Scale, amax_parts, noted_amax
 from megatron.core.groups.process_groups import Group
 
 _ALIGNED = 4
@@ -35,12 +35,13 @@ def raise_over(amax: Tensor, groups: Iterable[Group]) -> Tensor:
 
 
 def current_amax(x: Tensor, groups: Iterable[Group]) -> Tensor:
-    """Return fp32 [n] whose maximum is the largest magnitude of ``x`` on the ranks of ``groups``. Collective."""
+    """Return fp32 [n] whose maximum is the largest magnitude of ``x`` on the ranks of ``groups``. Collective: all ranks
+    pass matrices of the same operation, whose magnitudes are noted on all of them or on none."""
     parts = amax_parts(x)
     groups = [group for group in groups if group.size > 1]
     if not groups:
         return parts
-    return raise_over(parts.view(torch.int32).max().view(1).view(torch.float32), groups)
+    return raise_over(parts if noted_amax(x) is None else parts.clone(), groups)
 
 
 class ScaleHistory:

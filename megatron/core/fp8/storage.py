@@ -26,7 +26,7 @@ from megatron.core.fusions.fp8_cast import (
     amax_parts,
     block_factors,
     cast_factor,
-    cast_tensor,
+    cast_flat,
     to_fp8,
 )
 from megatron.core.fusions.storage import Copy, OwnedRange, Remainder, Storage
@@ -82,10 +82,7 @@ class GatheredCopy:
         """Return the flat ``values`` of the range from element ``start`` in fp8, as uint8 [n]."""
         assert self.factor is not None and self.inverse is not None, "scales come before casts"
         if not self.square:
-            scale = Scale(self.factor, self.inverse)
-            copies = cast_tensor(values.view(1, -1), E4M3, scale, columns=False)
-            assert copies.rows is not None
-            return copies.rows.data.view(torch.uint8).view(-1)
+            return cast_flat(values, E4M3, Scale(self.factor, self.inverse)).view(torch.uint8)
         blocks, first = self._blocks(values, start)
         factor = self.factor[first : first + len(blocks), None, :, None]
         width, skipped = self.shape[1], start - first * BLOCK * self.shape[1]

@@ -143,7 +143,7 @@ def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tenso
     width, weighted, out = packed.shape[-1] // 2, tensors[-2] is not None, tensors[-1]
     block = _gated_block(width)
     tiles = triton.cdiv(width, block)
-    amax = new_amax(packed.device) if traits.notes_amax and packed.numel() else None
+    amax = new_amax(packed.device) if traits.notes_amax else None
     # an absent tensor is passed as another pointer, which the kernel does not read without WEIGHTED
     if packed.numel():
         kernel[(packed.numel() // (2 * width) * tiles,)](

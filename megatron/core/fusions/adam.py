@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.address_table import KERNEL_STORAGES, AddressTables, Table, fits_kernels
+from megatron.core.fusions.address_table import AddressTables, Table, fits_kernels, is_read_by_kernels
 from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.storage import OptimizerEntry, Storage, as_fp32_lists, by_rates
 
@@ -102,11 +102,11 @@ class TritonAdam:
     @torch.no_grad()
     def __call__(self, entries: Sequence[OptimizerEntry], step: AdamStep) -> None:
         """Update masters, model weights and moments of all ``entries`` in place, one launch per (learning rate, weight
-        decay) and format; entries of declared storages by :func:`adam_reference_`, which may scale their gradients.
+        decay) and format; entries of other storages by :func:`adam_reference_`, which may scale their gradients.
         ``step.skip`` 1 writes nothing. No host sync. Keeps address tables per group."""
         scalars = _device_scalars(step)
-        adam_reference_([each for each in entries if type(each.storage) not in KERNEL_STORAGES], step)
-        own = [each for each in entries if type(each.storage) in KERNEL_STORAGES]
+        adam_reference_([each for each in entries if not is_read_by_kernels(each.storage)], step)
+        own = [each for each in entries if is_read_by_kernels(each.storage)]
         for (lr, weight_decay), group in by_rates(own).items():
             for table in self._current(group):
                 gradient, first, second = (TRITON_TYPES[each] for each in table.format.operands)
@@ -129,6 +129,6 @@ def _device_scalars(step: AdamStep) -> Tensor:
 
 
 def choose_adam(storages: Sequence[Storage]) -> AdamUpdate:
-    """Return the update for ``storages``: the Triton kernel if all built-in ones fit (:func:`fits_kernels`), else
-    torch's fused operator."""
+    """Return the update for ``storages``: the Triton kernel if it can read them (:func:`fits_kernels`), else torch's
+    fused operator."""
     return TritonAdam() if fits_kernels(storages) else adam_reference_

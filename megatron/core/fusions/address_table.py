@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.storage import Copy, FSDPStorage, Remainder, Storage
 
-KERNEL_STORAGES = (Storage, FSDPStorage, Copy, Remainder)
-"""Kinds that kernels read and write; exact types, because a subclass may write its weight differently."""
+_KINDS = (Storage, FSDPStorage, Copy, Remainder)
+"""Built-in kinds, which kernels read and write."""
 BLOCK, NUM_WARPS = 4096, 8
 
 if triton is not None:
@@ -177,10 +177,16 @@ def _to_device(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
+def is_read_by_kernels(storage: Storage) -> bool:
+    """Return whether kernels may read and write ``storage``: a built-in kind, or one that inherits its methods."""
+    kind = type(storage)
+    return any(kind.read is each.read and kind.write is each.write for each in _KINDS)
+
+
 def fits_kernels(storages: Sequence[Storage]) -> bool:
-    """Return whether Triton is installed and all weights in built-in storages are contiguous, on a GPU, and either fp32
-    or half precision with an fp32 copy or remainder; False without any."""
-    own = [each for each in storages if type(each) in KERNEL_STORAGES]
+    """Return whether Triton is installed and all weights that kernels may read are contiguous, on a GPU, and either
+    fp32 or half precision with an fp32 copy or remainder; False without any."""
+    own = [each for each in storages if is_read_by_kernels(each)]
     return triton is not None and bool(own) and all(
         each.weight.is_cuda and each.weight.is_contiguous()
         and (each.weight.dtype == torch.float32 or isinstance(each, Copy | Remainder))

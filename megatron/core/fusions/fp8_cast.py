@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.fusions.dispatch import num_sms
 from megatron.core.fusions.installed_triton import tl, triton
 
 BLOCK = 128
@@ -39,7 +38,8 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 NOTED = 64
 """Elements of :func:`new_amax`: few enough to read, many enough that atomics do not wait for each other."""
 
-_AMAX_BLOCK, _AMAX_PROGRAMS_PER_SM = 4096, 8
+_AMAX_BLOCK, _AMAX_PROGRAMS = 4096, 1024
+"""Equal on all GPUs and for all sizes, so that ranks with other sizes can exchange the results; 8 per SM of an H200."""
 _TILE_T, _TILE_I, _NUM_WARPS = 128, 64, 4
 """Tile of a program of the per-tensor cast, the best of 13 on an H200 (3.3 TB/s; a copy reaches 4.3)."""
 _PART, _BLOCK_WARPS = 64, 4
@@ -288,13 +288,12 @@ if triton is not None:
 
 
 def amax_triton(x: Tensor) -> Tensor:
-    """Return largest magnitudes of parts of ``x``, fp32 [n]; compared as integers their bits order NaN above all."""
+    """Return largest magnitudes of parts of ``x``, fp32 [1024]; compared as integers their bits order NaN above all."""
     x = x.contiguous()
-    blocks = max(1, triton.cdiv(x.numel(), _AMAX_BLOCK))
-    steps = triton.cdiv(blocks, _AMAX_PROGRAMS_PER_SM * num_sms(x.device))
-    bits = torch.empty(triton.cdiv(blocks, steps), dtype=torch.int32, device=x.device)
-    _amax[(len(bits),)](x, bits, x.numel(), STEPS=steps, BLOCK=_AMAX_BLOCK, num_warps=8)
-    return bits.view(torch.float32)
+    steps = triton.cdiv(x.numel(), _AMAX_BLOCK * _AMAX_PROGRAMS)
+    parts = torch.empty(_AMAX_PROGRAMS, dtype=torch.float32, device=x.device)
+    _amax[(_AMAX_PROGRAMS,)](x, parts.view(torch.int32), x.numel(), STEPS=steps, BLOCK=_AMAX_BLOCK, num_warps=8)
+    return parts
 
 
 def cast_tensor_triton(
@@ -387,11 +386,18 @@ def _casts_on_gpu(x: Tensor) -> bool:
 
 
 def amax_parts(x: Tensor) -> Tensor:
-    """Return fp32 [n] whose maximum is the largest magnitude of ``x``; NaN if ``x`` contains NaN. No host sync."""
-    note = getattr(x, "_amax_note", None)
-    if note is not None and note.version == x._version:
-        return note.parts
+    """Return fp32 [n] whose maximum is the largest magnitude of ``x``; NaN if ``x`` contains NaN. n does not depend on
+    the shape. No host sync."""
+    noted = noted_amax(x)
+    if noted is not None:
+        return noted
     return amax_triton(x) if _on_gpu(x) else amax_plain(x)
+
+
+def noted_amax(x: Tensor) -> Tensor | None:
+    """Return the parts that :func:`note_amax` attached to ``x``, which must not be changed; None without any."""
+    note = getattr(x, "_amax_note", None)
+    return note.parts if note is not None and note.version == x._version else None
 
 
 class _AmaxNote(NamedTuple):
@@ -412,6 +418,15 @@ def note_amax(x: Tensor, bits: Tensor) -> None:
 def new_amax(device: torch.device) -> Tensor:
     """Return zeros, int32 [NOTED], to which kernels raise bits of magnitudes, each program one element."""
     return torch.zeros(NOTED, dtype=torch.int32, device=device)
+
+
+def cast_flat(x: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:
+    """Return the flat ``x`` [n] in fp8 ``dtype``, [n]. As a matrix of one row, most threads of each tile would idle."""
+    whole = x.numel() - x.numel() % _TILE_I
+    parts = [part for part in (x[:whole].view(-1, _TILE_I), x[whole:].view(1, -1)) if part.numel()]
+    copies = [cast_tensor(part, dtype, scale, columns=False).rows for part in parts]
+    flat = [copy.data.view(-1) for copy in copies if copy is not None]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def cast_tensor(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.address_table import KERNEL_STORAGES, AddressTables, fits_kernels
+from megatron.core.fusions.address_table import AddressTables, fits_kernels, is_read_by_kernels
 from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.storage import OptimizerEntry, Storage
 
@@ -101,19 +101,19 @@ if triton is not None:
 
 
 class TritonMuonUpdate(MuonUpdate):
-    """Both parts by kernels, one launch per format and numbers; entries of declared storages in torch operations."""
+    """Both parts by kernels, one launch per format and numbers; entries of other storages in torch operations."""
 
     def __init__(self) -> None:
         self._before, self._after = AddressTables(), AddressTables()
 
     def advance(self, entries: Sequence[OptimizerEntry], step: MuonStep) -> list[Tensor]:
         directions = [
-            torch.empty_like(each.moments[0]) if type(each.storage) in KERNEL_STORAGES else self._advance(each, step)
+            torch.empty_like(each.moments[0]) if is_read_by_kernels(each.storage) else self._advance(each, step)
             for each in entries
         ]
         groups: dict[float, list[tuple[Storage, tuple[Tensor, ...]]]] = {}
         for each, direction in zip(entries, directions):
-            if type(each.storage) in KERNEL_STORAGES:
+            if is_read_by_kernels(each.storage):
                 decay = 0.0 if step.decoupled else each.weight_decay
                 groups.setdefault(decay, []).append((each.storage, (each.gradient, each.moments[0], direction)))
         scalars = _device_scalars(step)
@@ -131,7 +131,7 @@ class TritonMuonUpdate(MuonUpdate):
     ) -> None:
         groups: dict[tuple[float, float], list[tuple[Storage, tuple[Tensor, ...]]]] = {}
         for each, factor, scale in zip(entries, factors, scales):
-            if type(each.storage) in KERNEL_STORAGES:
+            if is_read_by_kernels(each.storage):
                 decay = each.lr * each.weight_decay if step.decoupled else 0.0
                 groups.setdefault((each.lr * scale, decay), []).append((each.storage, (factor,)))
             else:
@@ -152,6 +152,6 @@ def _device_scalars(step: MuonStep) -> Tensor:
 
 
 def choose_muon_update(storages: Sequence[Storage]) -> MuonUpdate:
-    """Return the update for ``storages``: Triton kernels if all built-in ones fit (:func:`fits_kernels`), else torch
+    """Return the update for ``storages``: Triton kernels if they can read them (:func:`fits_kernels`), else torch
     operations."""
     return TritonMuonUpdate() if fits_kernels(storages) else MuonUpdate()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.address_table import BLOCK, KERNEL_STORAGES, NUM_WARPS, fits_kernels
+from megatron.core.fusions.address_table import BLOCK, NUM_WARPS, fits_kernels, is_read_by_kernels
 from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.storage import Storage
 
@@ -37,7 +37,7 @@ def scale_rows(storage: Storage, factors: Tensor, columns: int, first: int) -> N
     storage holds elements from number ``first`` of these rows."""
     if not factors.is_cuda and bool((factors == 1.0).all()):
         return
-    if type(storage) in KERNEL_STORAGES and fits_kernels([storage]):
+    if is_read_by_kernels(storage) and fits_kernels([storage]):
         scale_rows_triton(storage, factors, columns, first)
         return
     master = storage.read()

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.fp8.gemms import Clock, PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory, current_amax, raise_over
-from megatron.core.fusions.fp8_cast import E5M2, FLOAT_MAX, amax_parts
+from megatron.core.fusions.fp8_cast import E5M2, FLOAT_MAX, amax_parts, new_amax, note_amax
 from megatron.core.tensor_parallel.gemms import accumulate_product
 from tests.reference import fp8 as reference
 from tests.test_utils.kernels import filled
@@ -193,15 +193,20 @@ def maxima(rank, world_size, amaxes):
 
     group = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size).tp
     one = raise_over(torch.tensor([amaxes[rank], 1.0]), (group,))
-    return one.tolist(), current_amax(torch.tensor([[-amaxes[rank], 0.5]]), (group,)).amax().item()
+    x = torch.tensor([[-amaxes[rank], 0.5]])
+    current = current_amax(x, (group,)).amax().item()
+    note_amax(x, new_amax(x.device) + amax_parts(x).view(torch.int32))
+    noted = current_amax(x, (group,)).amax().item()
+    assert str(amax_parts(x).amax().item()) == str(abs(amaxes[rank])), "the note of this rank has changed"
+    return one.tolist(), current, noted
 
 
 @pytest.mark.parametrize(
     "amaxes, expected", [((2.0, 3.0), 3.0), ((INF, 3.0), INF), ((2.0, NAN), NAN), ((NAN, INF), NAN)]
 )
 def test_magnitudes_are_maxima_over_ranks_with_nan_as_the_largest(gloo_pool, amaxes, expected):
-    for (raised, one), current in gloo_pool.run(maxima, 2, amaxes):
-        assert one == 1 and str(raised) == str(current) == str(expected)
+    for (raised, one), current, noted in gloo_pool.run(maxima, 2, amaxes):
+        assert one == 1 and str(raised) == str(current) == str(noted) == str(expected)
 
 
 def test_parts_of_an_amax_give_the_scale_of_their_maximum():

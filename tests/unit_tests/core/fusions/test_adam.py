@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.core.fp8.storage import Fp8Gathered
 from megatron.core.fusions import adam
 from megatron.core.fusions.adam import AdamStep, adam_reference_, choose_adam
+from megatron.core.fusions.address_table import is_read_by_kernels
 from megatron.core.fusions.storage import (
     Copy,
     FSDPStorage,
@@ -112,6 +114,13 @@ def test_declared_storages_are_updated_without_the_kernel():
     assert torch.equal(ours[0].storage.weight, theirs[0].storage.weight)
     assert torch.equal(ours[0].storage.weight, -ours[0].storage.read().bfloat16())
     check(ours[1], theirs[1], updated(100, *formats["built in"]), False)
+
+
+def test_kernels_read_storages_that_inherit_reading_and_writing():
+    weight = torch.zeros(4, dtype=torch.bfloat16)
+    inheriting = [Fp8Gathered.build(weight, split=split) for split in (True, False)]
+    assert all(is_read_by_kernels(each) for each in (*inheriting, Copy(weight)))
+    assert not is_read_by_kernels(Declared(weight))
 
 
 @pytest.mark.gpu

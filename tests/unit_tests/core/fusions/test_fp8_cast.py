@@ -164,7 +164,8 @@ def exact(height, width, dtype, *, seed=0):
 def kernels_of(x, dtype, monkeypatch):
     """Casts of ``x`` by the Triton kernels: interpreted on a CPU."""
     monkeypatch.setattr(fp8_cast, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(fp8_cast, "num_sms", lambda device: 2)
+    if DEVICE == "cpu":  # 1,024 interpreted programs are slow
+        monkeypatch.setattr(fp8_cast, "_AMAX_PROGRAMS", 4)
     return x.to(DEVICE)
 
 
@@ -295,6 +296,23 @@ def test_compiled_kernels_have_the_bytes_and_scales_of_the_reference(name, input
     for x in matrices:
         check_per_tensor(x.to(input_dtype), dtype, to)
         check_blocks(x.to(input_dtype), dtype, to)
+
+
+@triton_tests
+@pytest.mark.parametrize("count", [1, 63, 64, 8192 + 65])
+def test_flat_values_are_cast_as_a_matrix(count):
+    values = (torch.arange(count, device=DEVICE) % 15 - 7).bfloat16()
+    factor = torch.tensor([2.0], device=DEVICE)
+    flat = fp8_cast.cast_flat(values, E4M3, Scale(factor, 1 / factor))
+    assert flat.dtype == E4M3 and torch.equal(flat.bfloat16(), 2 * values)
+
+
+@triton_tests
+def test_parts_of_an_amax_do_not_depend_on_the_shape(monkeypatch):
+    """Ranks with other numbers of rows exchange them."""
+    matrices = [torch.ones(*shape, dtype=torch.bfloat16) for shape in [(0, 8), (3, 5), (30, 2048)]]
+    parts = [fp8_cast.amax_triton(kernels_of(x, E4M3, monkeypatch)) for x in matrices]
+    assert len({len(each) for each in parts}) == 1 and [each.max() for each in parts] == [0, 1, 1]
 
 
 # ---- noted magnitudes

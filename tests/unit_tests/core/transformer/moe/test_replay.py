@@ -161,6 +161,13 @@ def test_the_trainer_replays_the_routes_of_generated_texts(gloo_pool):
                 assert not torch.allclose(z.log_probabilities, y.log_probabilities, atol=1e-3)
 
 
+@pytest.fixture
+def discards_groups():
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.usefixtures("discards_groups")
 def test_replayed_experts_are_those_of_the_generator_although_the_router_changed():
     model = rank_model({})
     engine = Engine(model, Limits(max_length=16), num_pages=8, page_size=4)
@@ -187,8 +194,8 @@ def test_routes_are_packed_at_the_places_of_their_sequences():
     ([{1: torch.zeros(2, 2)}, {2: torch.zeros(2, 2)}], r"sequence 1 has layers \[2\], sequence 0 \[1\]"),
     ([{1: torch.zeros(2, 2)}, {1: torch.zeros(4, 2)}], "sequence 1 has 3 tokens, and routes of 4"),
 ])  # fmt: skip
+@pytest.mark.usefixtures("discards_groups")
 def test_routes_of_other_sequences_are_rejected(routes, problem):
-    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
     with pytest.raises(UserError, match=problem):
         token_statistics([make_model(**FIELDS)], [[1, 2, 3]] * 2, row_length=ROW, routes=routes)
