@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.stage_model import unwrapped
 from megatron.core.sharding.rectangles import Rectangle, coverage_problem
@@ -118,6 +119,8 @@ def _catalog(model: Sequence[nn.Module], shapes: dict[str, tuple[int, ...]], gro
     """Exchange the rectangles of all ranks. Raises UserError if they are not the tensors of ``shapes``."""
     local: list[ShardedTensor] = []
     for chunk in model:
+        if isinstance(chunk, DataParallel):
+            chunk.gather_exact_weights()
         found = module_tensors(unwrapped(chunk), groups=groups, prefix="model.", rounded=True)
         local += [each for each in found.values() if each.name in shapes]
     mine = [(each.name, tuple(each.rectangle), DTYPE_NAMES[each.local.dtype], each.global_shape) for each in local]

@@ -84,14 +84,20 @@ def wired(rank, world_size, gathers):
     with mock.patch.object(buffers, "all_gather", counting):
         optimizer.step()
     name = "layers.0.mlp.linear_fc1.weight"
+    weight = block.get_parameter(name)
+    kept = [weight.untyped_storage().nbytes(), weight.isnan().all().item()]
     shown = ddp.state_dict()[name].detach().clone()
     ddp.gather_exact_weights()
-    return sum(sizes), shown.float(), ddp.state_dict()[name].detach().float(), tuple(block.fp8.clock.__dict__)
+    exact = ddp.state_dict()[name].detach().clone()
+    optimizer.reload_model_params()
+    kept += [weight.untyped_storage().nbytes(), weight.isnan().all().item()]
+    return sum(sizes), shown.float(), exact.float(), kept
 
 
 def test_half_of_the_bytes_are_sent_and_weights_are_complete_on_demand(gloo_pool):
-    (plain, _, exact, _), _ = gloo_pool.run(wired, 2, False)
-    (halved, shown, gathered, _), (_, of_other, also, _) = gloo_pool.run(wired, 2, True)
+    (plain, _, exact, kept), _ = gloo_pool.run(wired, 2, False)
+    (halved, shown, gathered, of_copies), (_, of_other, also, _) = gloo_pool.run(wired, 2, True)
+    assert kept[0] > exact.nbytes and not kept[1] and of_copies == [2, True, 2, True]
     matrices = 64 * 64 * 4 + 2 * 4 * 64 * 64
     assert plain - halved == matrices  # norms are gathered in bf16 in both
     assert torch.equal(gathered, exact) and torch.equal(also, exact)

@@ -71,7 +71,7 @@ class DistributedDataParallel(DataParallel):
         self._hooks += [self._on_token(parameter) for parameter in trained]
         if ddp_config.use_distributed_optimizer:
             # wait before state_dict: otherwise a checkpoint would contain stale weights outside this rank's shard
-            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self._complete_weights()))
+            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync()))
             self._hooks += self._gather_hooks() if ddp_config.overlap_param_gather else []
 
     def _layout(
@@ -229,7 +229,8 @@ class DistributedDataParallel(DataParallel):
 
     @property
     def buffers(self) -> BufferList:  # type: ignore[override]
-        """Gradient buffers of dense parameters, with ``grad_data`` and ``param_data`` as in Megatron-LM. Calling the
+        """Gradient buffers of dense parameters, with ``grad_data`` and ``param_data`` as in Megatron-LM (None for
+        weights in fp8). Calling the
         result, ``ddp.buffers()``, yields the module's buffers as in torch."""
         return BufferList(self, [buffer for buffer in self.grad_buffers if not self._is_of_experts(buffer)])
 
@@ -259,10 +260,14 @@ class DistributedDataParallel(DataParallel):
         """Wait for all weight all-gathers. The pre-hooks stay enabled; ``param_sync`` is ignored."""
         self.finish_param_sync()
 
+    @torch.no_grad()
     def finish_param_sync(self) -> None:
-        """Wait for all updates of weights and all weight all-gathers in flight (on CUDA: in stream order)."""
+        """Wait for all updates of weights and all weight all-gathers in flight (on CUDA: in stream order), and write
+        the values that GEMMs read to weights that were not gathered."""
         self.finish_updates()
         self._finish_gathers()
+        for bucket in self._buckets():
+            bucket.install_copies()
 
     def _finish_gathers(self) -> None:
         for bucket in self._buckets():
@@ -272,14 +277,6 @@ class DistributedDataParallel(DataParallel):
         self.finish_updates()
         for bucket in self._buckets():
             bucket.gather_exactly()
-
-    @torch.no_grad()
-    def _complete_weights(self) -> None:
-        """Wait for all weight all-gathers, and write the values that GEMMs read to weights that were not gathered."""
-        self.finish_param_sync()
-        for buffer in self.grad_buffers:
-            for bucket in buffer.buckets:
-                bucket.install_copies()
 
 
 class BufferList(list[ParamAndGradBuffer]):

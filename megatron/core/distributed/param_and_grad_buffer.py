@@ -8,8 +8,9 @@ a view into it. ``parameter.grad_ready`` is a 0-d leaf tensor: operators that ac
 With sharded optimizer state (ZeRO-1, Rajbhandari et al. 2020) each rank owns one contiguous range of every bucket.
 Gradients are reduced into this range only. The weights live in a second flat tensor with the same layout, so that one
 all-gather per bucket distributes the updated weights, or the payloads of their declared storage
-(``fusions/storage.py``). Parameters whose update rule owns matrices have separate buffers, whose shards consist of full
-parameters.
+(``fusions/storage.py``). If GEMMs read the payloads themselves, each rank keeps only its range of the weights; the rest
+is made for state dicts, checkpoints and generation, and freed after the next all-gather. Parameters whose update rule
+owns matrices have separate buffers, whose shards consist of full parameters.
 
 The bucket layout depends only on the parameters, the bucket size and the number of shards. The order of summation, and
 so the result, is therefore the same with and without overlap.
@@ -74,22 +75,24 @@ class Bucket:
 
     Args:
         grads: flat view of the gradients.
-        weights: flat view of the weights with the same layout if the optimizer state is sharded; else None.
-        parameters: parameters of this bucket.
+        weights: flat tensor for the weights with the same layout if the optimizer state is sharded; else None.
+            Parameters become views of it.
+        places: elements of each parameter in the bucket.
         layout: reduction groups and collective, storage.
     """
 
     def __init__(
-        self, grads: Tensor, weights: Tensor | None, parameters: Sequence[nn.Parameter], layout: BufferLayout
+        self, grads: Tensor, weights: Tensor | None, places: dict[nn.Parameter, slice], layout: BufferLayout
     ) -> None:
-        self.grads, self.weights, self.layout = grads, weights, layout
-        self.parameters = list(parameters)
+        self.grads, self.layout = grads, layout
+        self.parameters, self._places = list(places), places
+        self.weights: Tensor | None = None
+        """Flat weights of all ranks; None without sharding, and while only this rank's shards are kept."""
         self.shards: list[ParameterShard] = []
-        """This rank's shards, set by the buffer."""
-        self.storage, storage = None, layout.storage
-        if storage is not None and storage.payload_bytes is not None and weights is not None and self.gathers:
-            self.storage, blocks = storage, weights.numel() // storage.block
-            self.payloads = torch.zeros((blocks, storage.payload_bytes), dtype=torch.uint8, device=weights.device)
+        """This rank's shards."""
+        self.storage: type[Storage] | None = None
+        if weights is not None:
+            self._adopt(weights)
         self.is_exact = self.storage is None or not self.storage.gathers_copies
         """Whether weights outside of this rank's shards are up to date once gathers have finished."""
         self.pending = len(self.parameters)
@@ -115,7 +118,76 @@ class Bucket:
     @property
     def gathers(self) -> bool:
         """Whether updated weights are all-gathered."""
-        return self.weights is not None and self.layout.group.size > 1
+        return self.layout.sharded and self.layout.group.size > 1
+
+    @torch.no_grad()
+    def _adopt(self, weights: Tensor) -> None:
+        """Move the parameters to ``weights``, and make the shards and the memory of the payloads."""
+        for parameter, place in self._places.items():
+            weights[place].view(parameter.shape).copy_(parameter)
+        self.shards = list(self._own_shards(local_shard(weights, self.layout.group)))
+        self._show(weights)
+        kind = self.layout.storage
+        if kind is None or kind.payload_bytes is None or not self.gathers:
+            return
+        shape = weights.numel() // kind.block, kind.payload_bytes
+        self.storage, self.payloads = kind, torch.zeros(shape, dtype=torch.uint8, device=weights.device)
+        for parameter, place in self._places.items():
+            kind.adopt(parameter, self.payloads[place.start // kind.block : -(-place.stop // kind.block)])
+
+    def _own_shards(self, own: Tensor) -> Iterable[ParameterShard]:
+        """Yield this rank's non-empty shard of each parameter, in memory order, with weights in ``own`` and gradients
+        in the buffer. Padding belongs to no shard."""
+        low = self.layout.group.rank * own.numel()
+        for parameter, place in self._places.items():
+            start, stop = max(low, place.start), min(low + own.numel(), place.stop)
+            if start < stop:
+                yield self._shard(parameter, slice(start, stop), own[start - low : stop - low])
+
+    def _shard(self, parameter: nn.Parameter, part: slice, values: Tensor) -> ParameterShard:
+        """Return the shard of the elements ``part`` of the bucket, with weights ``values``."""
+        grad, first = self.grads[part], self._places[parameter].start
+        return ParameterShard(parameter, part.start - first, part.stop - first, values, lambda: grad, parameter.dtype)
+
+    def _show(self, weights: Tensor | None) -> None:
+        """Make the parameters views of ``weights``, which all-gathers write: no copy of gathered weights. None: NaN in
+        the memory of one element, so that a reader of weights that are not kept is noticed."""
+        self.weights = weights
+        for parameter, place in self._places.items():
+            if weights is None:
+                parameter.data = parameter.new_full((1,), torch.nan).expand(parameter.shape)
+            else:
+                parameter.data = weights[place].view(parameter.shape)
+
+    def _keep(self, own: Tensor) -> None:
+        """Make the weights of the shards views of ``own``."""
+        low = self.layout.group.rank * own.numel()
+        for shard in self.shards:
+            first = self._places[shard.parameter].start + shard.start - low
+            shard.values = own[first : first + shard.stop - shard.start]
+            if shard.storage is not None:
+                shard.storage.weight = shard.values.detach()
+
+    @torch.no_grad()
+    def _free_weights(self) -> None:
+        """Keep only this rank's shards of the weights."""
+        if self.weights is not None:
+            self._own = local_shard(self.weights, self.layout.group).clone()
+            self._keep(self._own)
+            self._show(None)
+
+    @torch.no_grad()
+    def _all_weights(self) -> Tensor:
+        """Return the memory of all weights, in which at least this rank's shards are up to date."""
+        if self.weights is None:
+            weights = torch.zeros(self.grads.numel(), dtype=self._own.dtype, device=self._own.device)
+            own = local_shard(weights, self.layout.group)
+            own.copy_(self._own)
+            self._keep(own)
+            self._show(weights)
+            del self._own
+            return weights
+        return self.weights
 
     def start_sum(self) -> None:
         """Start the reduction of the bucket over ``layout.group`` in place; for one rank only mark it as started. Until
@@ -145,9 +217,9 @@ class Bucket:
         # wait first: if nothing waited for the previous all-gather, two collectives would write the same buffer
         self.finish_gather()
         group = self.layout.group
-        if self.weights is None or not self.gathers:
+        if not self.gathers:
             return
-        sent = self.weights if self.storage is None else self._own_payloads(self.storage).view(-1)
+        sent = self._all_weights() if self.storage is None else self._own_payloads(self.storage).view(-1)
         # in place: the input is a view of the output at this rank's offset; NCCL and gloo then skip the local copy
         self._gather = all_gather(sent, local_shard(sent, group), group=group.handle, async_op=True)
 
@@ -155,38 +227,40 @@ class Bucket:
         """Write the payloads of this rank's shards to their blocks of ``payloads`` and return all of it, uint8 [blocks,
         bytes]; blocks of other ranks keep old values. Asserts that the optimizer has built the storages."""
         kind.prepare(self.parameters, self.shards, self.layout.group)
-        origin = self.weights.storage_offset() if self.weights is not None else 0
         for shard in self.shards:
             assert shard.storage is not None, "payloads are gathered after the optimizer has built the storages"
             payload = shard.storage.payload()
-            first = (int(shard.values.storage_offset()) - int(origin)) // kind.block
+            first = (self._places[shard.parameter].start + shard.start) // kind.block
             self.payloads[first : first + len(payload)].copy_(payload)
         return self.payloads
 
     def finish_gather(self) -> None:
         """Wait for the all-gather in flight, if any (on CUDA: in stream order); with a declared storage then write the
-        weights from the gathered payloads. Afterwards all weights of the bucket are up to date."""
+        weights from the gathered payloads, or free them if GEMMs read the payloads. Afterwards what GEMMs read is up to
+        date."""
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
-            if self.storage is not None and self.weights is not None:
-                self.is_exact = not self.storage.gathers_copies
-                if self.is_exact:
-                    self.storage.install(self.payloads, self.weights)
+            if self.storage is not None and self.storage.gathers_copies:
+                self.is_exact = False
+                self._free_weights()
+            elif self.storage is not None:
+                self.storage.install(self.payloads, self._all_weights())
 
     def gather_exactly(self) -> None:
         """All-gather the weights themselves if GEMMs read gathered copies and the weights are not up to date. Waits for
         gathers in flight. Collective over ``layout.group`` then."""
         self.finish_gather()
-        if not self.is_exact and self.weights is not None:
-            own = local_shard(self.weights, self.layout.group)
-            all_gather(self.weights, own, group=self.layout.group.handle, async_op=True).wait()
+        if not self.is_exact:
+            weights = self._all_weights()
+            own = local_shard(weights, self.layout.group)
+            all_gather(weights, own, group=self.layout.group.handle, async_op=True).wait()
             self.is_exact = True
 
     def install_copies(self) -> None:
         """Write rounded values to weights outside of this rank's shards that are not up to date; no collective."""
-        if not self.is_exact and self.weights is not None and self.storage is not None:
-            own = local_shard(self.weights, self.layout.group)
+        if not self.is_exact and self.storage is not None:
+            own = local_shard(self._all_weights(), self.layout.group)
             exact = own.clone()
             for parameter in self.parameters:
                 self.storage.install_copy(parameter)
@@ -196,7 +270,7 @@ class Bucket:
 class ParamAndGradBuffer:
     """Flat storage of the gradients, and with sharded optimizer state of the weights, of parameters of one dtype. The
     constructor sets ``main_grad``, ``grad_added_to_main_grad`` and ``grad_ready`` on every parameter. With sharded
-    optimizer state it also moves ``parameter.data`` into the flat weight buffer.
+    optimizer state it also moves ``parameter.data`` into flat weight buffers.
 
     Args:
         parameters: parameters of one kind and one reduction group, in creation order.
@@ -216,68 +290,39 @@ class ParamAndGradBuffer:
         like = self.parameters[0]
         self.starts = dict(zip(self.parameters, cut.starts))
         self.grad_data = torch.zeros(cut.total, dtype=kind.grad_dtype, device=like.device)
-        self.param_data = torch.zeros(cut.total, dtype=like.dtype, device=like.device) if layout.sharded else None
+        # what is freed between all-gathers cannot be part of one tensor
+        is_one = layout.sharded and (kind.storage is None or not kind.storage.gathers_copies)
+        weights = torch.zeros(cut.total, dtype=like.dtype, device=like.device) if is_one else None
+        self.param_data = weights
+        """Flat weights of all buckets; None without sharding, and if each bucket has a tensor of its own."""
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         first = 0
         for last, begin, end in cut.buckets:
-            weights = None if self.param_data is None else self.param_data[begin:end]
-            self.buckets.append(Bucket(self.grad_data[begin:end], weights, self.parameters[first:last], layout))
+            part = None if weights is None else weights[begin:end]
+            if layout.sharded and part is None:
+                part = torch.zeros(end - begin, dtype=like.dtype, device=like.device)
+            starts = {each: self.starts[each] - begin for each in self.parameters[first:last]}
+            places = {each: slice(start, start + each.numel()) for each, start in starts.items()}
+            self.buckets.append(Bucket(self.grad_data[begin:end], part, places, layout))
             first = last
         for bucket in self.buckets:
             self.bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
         for parameter, start in self.starts.items():
-            self._adopt(parameter, slice(start, start + parameter.numel()))
-        for bucket in self.buckets if layout.sharded else ():
-            bucket.shards = list(self._shards(bucket))
-            if bucket.storage is not None:
-                self._show_payloads(bucket, bucket.storage)
+            self._attach_gradient(parameter, slice(start, start + parameter.numel()))
 
     @property
     def params(self) -> list[nn.Parameter]:
         """Parameters of the buffer, in memory order (Megatron-LM's name)."""
         return self.parameters
 
-    @torch.no_grad()
-    def _adopt(self, parameter: nn.Parameter, place: slice) -> None:
+    def _attach_gradient(self, parameter: nn.Parameter, place: slice) -> None:
         """Make ``parameter.main_grad`` a view of the elements ``place`` of the gradient buffer, and create
-        ``grad_ready``, an fp32 scalar leaf, and ``grad_added_to_main_grad``. With a weight buffer, also copy the weight
-        into it and make ``parameter.data`` a view of it."""
+        ``grad_ready``, an fp32 scalar leaf, and ``grad_added_to_main_grad``."""
         parameter.main_grad = self.grad_data[place].view(parameter.shape)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         ready = torch.zeros((), dtype=torch.float32, device=parameter.device, requires_grad=True)
         parameter.grad_ready = ready  # type: ignore[attr-defined]
-        if self.param_data is not None:
-            view = self.param_data[place].view(parameter.shape)
-            view.copy_(parameter)
-            # the model computes with the memory that the all-gather writes: no copy of gathered weights
-            parameter.data = view
-
-    def _show_payloads(self, bucket: Bucket, kind: type[Storage]) -> None:
-        """Pass each parameter of ``bucket`` its blocks of the gathered payload."""
-        offset = int(bucket.grads.storage_offset())
-        for parameter in bucket.parameters:
-            first = (self.starts[parameter] - offset) // kind.block
-            kind.adopt(parameter, bucket.payloads[first : first - (-parameter.numel() // kind.block)])
-
-    def _shards(self, bucket: Bucket) -> Iterable[ParameterShard]:
-        """Yield this rank's non-empty shard of each parameter of ``bucket``, in memory order; its weights and gradient
-        are views of the buffers. Padding belongs to no shard."""
-        offset, length = int(bucket.grads.storage_offset()), bucket.owned.numel()
-        low = offset + self.layout.group.rank * length
-        for parameter in bucket.parameters:
-            begin = self.starts[parameter]
-            start, stop = max(low - begin, 0), min(low + length - begin, parameter.numel())
-            if start < stop:
-                yield self._shard(parameter, start, stop)
-
-    def _shard(self, parameter: nn.Parameter, start: int, stop: int) -> ParameterShard:
-        """Return the shard of elements ``start`` to ``stop`` of ``parameter``, with views of weight and gradient
-        buffers."""
-        assert self.param_data is not None
-        place = slice(self.starts[parameter] + start, self.starts[parameter] + stop)
-        grad = self.grad_data[place]
-        return ParameterShard(parameter, start, stop, self.param_data[place], lambda: grad, parameter.dtype)
 
     def zero(self) -> None:
         """Zero all gradients."""

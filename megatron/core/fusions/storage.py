@@ -90,7 +90,7 @@ class Storage:
     """Whether a checkpoint holds the exact value next to the weight, which is rounded."""
     gathers_copies: ClassVar[bool] = False
     """Whether GEMMs read the gathered payload itself, so that :meth:`install` does not run; weights outside of this
-    rank's shards are then old, and :meth:`install_copy` writes them on demand."""
+    rank's shards are then not kept, and :meth:`install_copy` writes them on demand."""
     block: ClassVar[int] = 1
     """Elements per block of the payload."""
     payload_bytes: ClassVar[int | None] = None

@@ -32,7 +32,7 @@ def test_instances_sum_only_the_shard_of_this_rank(calls):
     def reduce(tensor, group):
         return buffers.all_reduce(tensor, group)
 
-    bucket = Bucket(torch.zeros(256), None, [], BufferLayout(RANKS, reduce, sharded=True, replicas=REPLICAS))
+    bucket = Bucket(torch.zeros(256), None, {}, BufferLayout(RANKS, reduce, sharded=True, replicas=REPLICAS))
     bucket.start_sum()
     bucket.sum_replicas()
     bucket.wait()
@@ -43,7 +43,7 @@ def test_instances_sum_only_the_shard_of_this_rank(calls):
 def test_a_gather_waits_for_the_one_before_and_is_finished_once(calls, monkeypatch, storage, sent):
     installed = []
     monkeypatch.setattr(Blocks, "install", classmethod(lambda cls, payload, weight: installed.append(weight.numel())))
-    bucket = Bucket(torch.zeros(256), torch.zeros(256), [], BufferLayout(RANKS, sharded=True, storage=storage))
+    bucket = Bucket(torch.zeros(256), torch.zeros(256), {}, BufferLayout(RANKS, sharded=True, storage=storage))
     bucket.start_gather()
     bucket.start_gather()
     for _ in range(2):
@@ -54,9 +54,10 @@ def test_a_gather_waits_for_the_one_before_and_is_finished_once(calls, monkeypat
 
 def test_one_parameter_with_several_gradients_defers_its_bucket():
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    assert not Bucket(torch.zeros(64), None, parameters, BufferLayout(RANKS)).is_last
+    places = dict(zip(parameters, (slice(0, 2), slice(2, 4))))
+    assert not Bucket(torch.zeros(64), None, places, BufferLayout(RANKS)).is_last
     parameters[1].has_several_gradients = True
-    assert Bucket(torch.zeros(64), None, parameters, BufferLayout(RANKS)).is_last
+    assert Bucket(torch.zeros(64), None, places, BufferLayout(RANKS)).is_last
 
 
 @pytest.mark.parametrize("rank", [0, 1])
