@@ -104,11 +104,16 @@ class Bucket:
         self.started = False
         self._sum: AsyncHandle | None = None
         self._gather: AsyncHandle | None = None
+        self._has_copies = False
+        """Whether GEMMs have gathered copies to read."""
 
     def reset(self) -> None:
-        """Mark all gradients as not ready and the reduction as not started."""
+        """Mark all gradients as not ready and the reduction as not started, before an iteration. Weights that GEMMs do
+        not read are freed again if something else has read them."""
         self.pending = len(self.parameters)
         self._sum, self.started = None, False
+        if self._has_copies and self._gather is None:  # else the end of the all-gather frees them, after the update
+            self._free_weights()
 
     @property
     def owned(self) -> Tensor:
@@ -171,6 +176,7 @@ class Bucket:
     @torch.no_grad()
     def _free_weights(self) -> None:
         """Keep only this rank's shards of the weights."""
+        self.is_exact = False
         if self.weights is not None:
             self._own = local_shard(self.weights, self.layout.group).clone()
             self._keep(self._own)
@@ -242,7 +248,7 @@ class Bucket:
             self._gather.wait()
             self._gather = None
             if self.storage is not None and self.storage.gathers_copies:
-                self.is_exact = False
+                self._has_copies = True
                 self._free_weights()
             elif self.storage is not None:
                 self.storage.install(self.payloads, self._all_weights())

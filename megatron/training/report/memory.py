@@ -131,21 +131,24 @@ def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageConte
     copies. Working memory, gathered weights plus unreduced gradients of one unit, is nonzero only under FSDP."""
     weights, gradients, optimizer, working = _sharded_state(cfg, model, stage)
     if cfg.model.fp8 is not None and not cfg.distributed.use_torch_fsdp2:
-        weights += _fp8_copies(cfg, model, stage)
+        dense, of_experts = _fp8_copies(cfg, model, stage)
+        shards = _sum_ranks(cfg) // cfg.distributed.num_distributed_optimizer_instances
+        # the two copies of weights are as large as their bf16 values, of which a rank keeps only its shard
+        weights += of_experts + (dense // shards if cfg.model.fp8_param_gather else dense)
     return weights, gradients, optimizer, working
 
 
-def _fp8_copies(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> int:
-    """Return the bytes of the two fp8 copies of every weight of a stage's layers; in branches with experts, of these
-    if they compute in fp8."""
+def _fp8_copies(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int]:
+    """Return the bytes of the two fp8 copies of every weight of a stage's layers, dense layers and experts; in branches
+    with experts, of these if they compute in fp8."""
     branches = [branch for layer in layers_held(model, stage) for branch in layer]
     experts = [branch for branch in branches if any(param.is_expert for param in branch.params)]
     dense = [branch for branch in branches if branch not in experts]
     copies = 2 * sum(out * into for branch in dense for op in branch.ops if op.gemm for out, into in [op.gemm])
-    if experts_in_fp8(cfg.model):
-        stored = stored_parameters(cfg, experts)
-        copies += 2 * sum(each.elements for each in stored if each.param.is_expert and each.param.ndim == 2)
-    return copies
+    if not experts_in_fp8(cfg.model):
+        return copies, 0
+    stored = stored_parameters(cfg, experts)
+    return copies, 2 * sum(each.elements for each in stored if each.param.is_expert and each.param.ndim == 2)
 
 
 def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:

@@ -105,6 +105,29 @@ def test_what_is_allocated_at_the_start_is_known_to_the_byte(gloo_pool, text, wo
         assert tuple(map(max, zip(*own))) == (estimate.weights, estimate.gradients, estimate.optimizer)
 
 
+def weight_bytes(rank, world_size, text):
+    """Bytes of the weights of a rank in the model's dtype."""
+    from megatron.training.initialize import initialize_megatron
+    from megatron.training.run import build_components
+    from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.verify.layout_trace import with_synthetic_data
+
+    cfg = settings(text, world_size)
+    parts = build_components(cfg, with_synthetic_data(GPTTask, VOCAB_SIZE)(cfg), initialize_megatron(cfg))
+    parts.model[0].zero_grad_buffer()
+    shards = [each.weight for each in parts.optimizer.storage.values()]
+    return memory_of([*parts.model[0].parameters(), *shards])
+
+
+def test_weights_that_are_gathered_in_fp8_are_counted_once(gloo_pool):
+    text = f"{LLAMA} --bf16 --ffn-hidden-size 256 {ZERO} --num-distributed-optimizer-instances 2 --fp8-format hybrid"
+    plain, gathered = (
+        (gloo_pool.run(weight_bytes, 4, each)[0], estimate_memory(settings(each, 4), VOCAB_SIZE)[0].weights)
+        for each in (text, f"{text} --fp8-param-gather")
+    )
+    assert 0 < plain[0] - gathered[0] == pytest.approx(plain[1] - gathered[1], rel=0.01)
+
+
 @pytest.mark.parametrize("text", ["--bf16", f"--bf16 {ZERO} --optimizer muon --pipeline-model-parallel-size 2"])
 def test_offloaded_state_is_counted_on_the_host(text):
     wide = f"{text} --hidden-size 1024 --num-layers 16"
