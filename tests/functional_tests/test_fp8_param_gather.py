@@ -57,6 +57,7 @@ def wired(rank, world_size, gathers):
     from megatron.core.config.transformer_config import TransformerConfig
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed import param_and_grad_buffer as buffers
+    from megatron.core.fp8.storage import Fp8Gathered
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.transformer_block import TransformerBlock
@@ -81,8 +82,10 @@ def wired(rank, world_size, gathers):
         sizes.append(output.numel() * output.element_size())
         return gather(output, *arguments, **settings)
 
-    with mock.patch.object(buffers, "all_gather", counting):
+    installed = mock.Mock(wraps=Fp8Gathered.install_copy)
+    with mock.patch.object(buffers, "all_gather", counting), mock.patch.object(Fp8Gathered, "install_copy", installed):
         optimizer.step()
+    assert not installed.called, "no step writes rounded values"
     name = "layers.0.mlp.linear_fc1.weight"
     weight = block.get_parameter(name)
     kept = [weight.untyped_storage().nbytes(), weight.isnan().all().item()]

@@ -107,6 +107,11 @@ class DataParallel(nn.Module):
         """Complete the weight all-gathers, so that the weights may be read or written. Forward passes and
         ``state_dict`` wait automatically."""
 
+    def finish_gathers(self) -> None:
+        """Wait for the weight all-gathers in flight; unlike :meth:`finish_param_sync`, weights that forward passes do
+        not read may be missing."""
+        self.finish_param_sync()
+
     def gather_exact_weights(self) -> None:
         """Complete the weight all-gathers, also of weights that were gathered as rounded copies only. Collective."""
         self.finish_param_sync()

@@ -260,12 +260,15 @@ class DistributedDataParallel(DataParallel):
         """Wait for all weight all-gathers. The pre-hooks stay enabled; ``param_sync`` is ignored."""
         self.finish_param_sync()
 
-    @torch.no_grad()
-    def finish_param_sync(self) -> None:
-        """Wait for all updates of weights and all weight all-gathers in flight (on CUDA: in stream order), and write
-        the values that GEMMs read to weights that were not gathered."""
+    def finish_gathers(self) -> None:
+        """Wait for all updates of weights and all weight all-gathers in flight (on CUDA: in stream order)."""
         self.finish_updates()
         self._finish_gathers()
+
+    @torch.no_grad()
+    def finish_param_sync(self) -> None:
+        """Call :meth:`finish_gathers`, then write the values that GEMMs read to weights that were not gathered."""
+        self.finish_gathers()
         for bucket in self._buckets():
             bucket.install_copies()
 

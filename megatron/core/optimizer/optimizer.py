@@ -271,7 +271,7 @@ class MegatronOptimizer(MegatronNames):
             skip_update: bool device tensor; True skips the step like a NaN in the gradients.
         """
         for chunk in self._parallel_chunks():
-            chunk.finish_param_sync()  # the last step's all-gather may still write the weights that are updated here
+            chunk.finish_gathers()  # the last step's all-gather may still write the weights that are updated here
         grads = self.local_gradients()
         unscale = None if self.grad_scaler is None else 1.0 / self.grad_scaler.scale
         norm = self._norm(grads)

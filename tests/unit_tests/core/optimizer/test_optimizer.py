@@ -333,7 +333,7 @@ def test_skipped_steps_do_not_clip_by_a_norm_that_is_not_finite():
 def test_update_waits_for_weights_before_and_gathers_them_after():
     optimizer = get_megatron_optimizer(settings(), [ddp := wrapped(network())])
     calls, rule = [], optimizer.parts[0].rule
-    ddp.finish_param_sync, ddp.start_param_sync = (lambda: calls.append("wait")), (lambda: calls.append("gather"))
+    ddp.finish_gathers, ddp.start_param_sync = (lambda: calls.append("wait")), (lambda: calls.append("gather"))
     update, rule.update = rule.update, lambda *args: calls.append("update") or update(*args)
     optimizer.update()
     assert calls == ["wait", "update", "gather"]
