@@ -87,7 +87,8 @@ class Bucket:
         self.grads, self.layout = grads, layout
         self.parameters, self._places = list(places), places
         self.weights: Tensor | None = None
-        """Flat weights of all ranks; None without sharding, and while only this rank's shards are kept."""
+        """Flat weights of all ranks; None without sharding, and while only this rank's shards are kept (``_local``)."""
+        self._local: Tensor
         self.shards: list[ParameterShard] = []
         """This rank's shards."""
         self.storage: type[Storage] | None = None
@@ -130,7 +131,7 @@ class Bucket:
         """Move the parameters to ``weights``, and make the shards and the memory of the payloads."""
         for parameter, place in self._places.items():
             weights[place].view(parameter.shape).copy_(parameter)
-        self.shards = list(self._own_shards(local_shard(weights, self.layout.group)))
+        self.shards = list(self._make_shards(local_shard(weights, self.layout.group)))
         self._show(weights)
         kind = self.layout.storage
         if kind is None or kind.payload_bytes is None or not self.gathers:
@@ -140,14 +141,14 @@ class Bucket:
         for parameter, place in self._places.items():
             kind.adopt(parameter, self.payloads[place.start // kind.block : -(-place.stop // kind.block)])
 
-    def _own_shards(self, own: Tensor) -> Iterable[ParameterShard]:
-        """Yield this rank's non-empty shard of each parameter, in memory order, with weights in ``own`` and gradients
+    def _make_shards(self, local: Tensor) -> Iterable[ParameterShard]:
+        """Yield this rank's non-empty shard of each parameter, in memory order, with weights in ``local`` and gradients
         in the buffer. Padding belongs to no shard."""
-        low = self.layout.group.rank * own.numel()
+        low = self.layout.group.rank * local.numel()
         for parameter, place in self._places.items():
-            start, stop = max(low, place.start), min(low + own.numel(), place.stop)
+            start, stop = max(low, place.start), min(low + local.numel(), place.stop)
             if start < stop:
-                yield self._shard(parameter, slice(start, stop), own[start - low : stop - low])
+                yield self._shard(parameter, slice(start, stop), local[start - low : stop - low])
 
     def _shard(self, parameter: nn.Parameter, part: slice, values: Tensor) -> ParameterShard:
         """Return the shard of the elements ``part`` of the bucket, with weights ``values``."""
@@ -164,12 +165,12 @@ class Bucket:
             else:
                 parameter.data = weights[place].view(parameter.shape)
 
-    def _keep(self, own: Tensor) -> None:
-        """Make the weights of the shards views of ``own``."""
-        low = self.layout.group.rank * own.numel()
+    def _keep(self, local: Tensor) -> None:
+        """Make the weights of the shards views of ``local``."""
+        low = self.layout.group.rank * local.numel()
         for shard in self.shards:
             first = self._places[shard.parameter].start + shard.start - low
-            shard.values = own[first : first + shard.stop - shard.start]
+            shard.values = local[first : first + shard.stop - shard.start]
             if shard.storage is not None:
                 shard.storage.weight = shard.values.detach()
 
@@ -178,20 +179,20 @@ class Bucket:
         """Keep only this rank's shards of the weights."""
         self.is_exact = False
         if self.weights is not None:
-            self._own = local_shard(self.weights, self.layout.group).clone()
-            self._keep(self._own)
+            self._local = local_shard(self.weights, self.layout.group).clone()
+            self._keep(self._local)
             self._show(None)
 
     @torch.no_grad()
     def _all_weights(self) -> Tensor:
         """Return the memory of all weights, in which at least this rank's shards are up to date."""
         if self.weights is None:
-            weights = torch.zeros(self.grads.numel(), dtype=self._own.dtype, device=self._own.device)
-            own = local_shard(weights, self.layout.group)
-            own.copy_(self._own)
-            self._keep(own)
+            weights = torch.zeros(self.grads.numel(), dtype=self._local.dtype, device=self._local.device)
+            local = local_shard(weights, self.layout.group)
+            local.copy_(self._local)
+            self._keep(local)
             self._show(weights)
-            del self._own
+            del self._local
             return weights
         return self.weights
 
@@ -225,11 +226,11 @@ class Bucket:
         group = self.layout.group
         if not self.gathers:
             return
-        sent = self._all_weights() if self.storage is None else self._own_payloads(self.storage).view(-1)
+        sent = self._all_weights() if self.storage is None else self._write_payloads(self.storage).view(-1)
         # in place: the input is a view of the output at this rank's offset; NCCL and gloo then skip the local copy
         self._gather = all_gather(sent, local_shard(sent, group), group=group.handle, async_op=True)
 
-    def _own_payloads(self, kind: type[Storage]) -> Tensor:
+    def _write_payloads(self, kind: type[Storage]) -> Tensor:
         """Write the payloads of this rank's shards to their blocks of ``payloads`` and return all of it, uint8 [blocks,
         bytes]; blocks of other ranks keep old values. Asserts that the optimizer has built the storages."""
         kind.prepare(self.parameters, self.shards, self.layout.group)
@@ -259,18 +260,18 @@ class Bucket:
         self.finish_gather()
         if not self.is_exact:
             weights = self._all_weights()
-            own = local_shard(weights, self.layout.group)
-            all_gather(weights, own, group=self.layout.group.handle, async_op=True).wait()
+            local = local_shard(weights, self.layout.group)
+            all_gather(weights, local, group=self.layout.group.handle, async_op=True).wait()
             self.is_exact = True
 
     def install_copies(self) -> None:
         """Write rounded values to weights outside of this rank's shards that are not up to date; no collective."""
         if not self.is_exact and self.storage is not None:
-            own = local_shard(self._all_weights(), self.layout.group)
-            exact = own.clone()
+            local = local_shard(self._all_weights(), self.layout.group)
+            exact = local.clone()
             for parameter in self.parameters:
                 self.storage.install_copy(parameter)
-            own.copy_(exact)
+            local.copy_(exact)
 
 
 class ParamAndGradBuffer:
@@ -300,7 +301,7 @@ class ParamAndGradBuffer:
         is_one = layout.sharded and (kind.storage is None or not kind.storage.gathers_copies)
         weights = torch.zeros(cut.total, dtype=like.dtype, device=like.device) if is_one else None
         self.param_data = weights
-        """Flat weights of all buckets; None without sharding, and if each bucket has a tensor of its own."""
+        """Flat weights of all buckets; None without sharding, and if each bucket has a separate tensor."""
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         first = 0
