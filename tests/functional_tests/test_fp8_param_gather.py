@@ -74,6 +74,8 @@ def wired(rank, world_size, gathers):
         torch.nn.init.normal_(parameter, std=0.1)
     ddp = DistributedDataParallel(None, DistributedDataParallelConfig(use_distributed_optimizer=True), block)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, bf16=True, clip_grad=0.0), [ddp])
+    ddp.gather_exact_weights()
+    start = {name: value.clone() for name, value in ddp.state_dict().items() if torch.is_tensor(value)}
     ddp(torch.ones(16, 1, 64, dtype=torch.bfloat16)).sum().backward()
     ddp.finish_grad_sync()
     sizes, gather = [], buffers.all_gather
@@ -98,6 +100,13 @@ def wired(rank, world_size, gathers):
     assert torch.equal(ddp.state_dict()[name], exact)
     optimizer.reload_model_params()
     kept += [weight.untyped_storage().nbytes(), weight.isnan().all().item()]
+    ddp.broadcast_params()
+    assert torch.equal(ddp.state_dict()[name], exact)
+    ddp.zero_grad_buffer()
+    ddp.load_state_dict(start, strict=False)
+    optimizer.reload_model_params()
+    ddp.gather_exact_weights()
+    assert all(torch.equal(value, start[name]) for name, value in ddp.state_dict().items() if name in start)
     return sum(sizes), shown.float(), exact.float(), kept
 
 

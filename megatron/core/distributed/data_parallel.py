@@ -104,8 +104,8 @@ class DataParallel(nn.Module):
         raise NotImplementedError
 
     def finish_param_sync(self) -> None:
-        """Complete the weight all-gathers, so that the weights may be read or written. Forward passes and
-        ``state_dict`` wait automatically."""
+        """Complete the weight all-gathers, so that the weights may be read or written. Forward passes,
+        ``state_dict`` and ``load_state_dict`` wait automatically."""
 
     def finish_gathers(self) -> None:
         """Wait for the weight all-gathers in flight; unlike :meth:`finish_param_sync`, weights that forward passes do
@@ -121,9 +121,9 @@ class DataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the wrapped module; names have no ``module.`` prefix. Does not wait for weight all-gathers, which
-        would overwrite loaded weights: call :meth:`finish_param_sync` before it. The optimizer's masters keep the old
-        values until ``MegatronOptimizer.reload_model_params``."""
+        """Load into the wrapped module, after :meth:`finish_param_sync`; names have no ``module.`` prefix. The
+        optimizer's masters keep the old values until ``MegatronOptimizer.reload_model_params``."""
+        self.finish_param_sync()
         return self.module.load_state_dict(*args, **kwargs)
 
 

@@ -230,8 +230,7 @@ class DistributedDataParallel(DataParallel):
     @property
     def buffers(self) -> BufferList:  # type: ignore[override]
         """Gradient buffers of dense parameters, with ``grad_data`` and ``param_data`` as in Megatron-LM (None for
-        weights in fp8). Calling the
-        result, ``ddp.buffers()``, yields the module's buffers as in torch."""
+        weights that are gathered in fp8). Calling the result, ``ddp.buffers()``, yields the module's buffers."""
         return BufferList(self, [buffer for buffer in self.grad_buffers if not self._is_of_experts(buffer)])
 
     @property
@@ -248,6 +247,7 @@ class DistributedDataParallel(DataParallel):
         """Broadcast all parameters in place, each from the first rank of the group over which its gradient is summed
         (dense or expert). Collective, one broadcast each, and none over a group of one. Masters of an optimizer that
         exists already keep the old values until ``reload_model_params``."""
+        self.gather_exact_weights()
         for parameter in self.module.parameters():
             group = data_parallel_groups(spec_or_replicated(parameter), self.groups).reduce
             if group.size > 1:

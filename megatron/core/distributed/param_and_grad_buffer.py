@@ -94,7 +94,7 @@ class Bucket:
         self.storage: type[Storage] | None = None
         if weights is not None:
             self._adopt(weights)
-        self.is_exact = self.storage is None or not self.storage.gathers_copies
+        self.is_exact = True
         """Whether weights outside of this rank's shards are up to date once gathers have finished."""
         self.pending = len(self.parameters)
         """Number of gradients of the last micro-batch that are not ready."""
