@@ -1,5 +1,5 @@
-"""--fp8-param-gather: data-parallel ranks gather one byte per weight, and train to the same bits; checkpoints hold the
-exact weights, also after a resume on other ranks."""
+"""--fp8-param-gather: data-parallel ranks gather one byte per weight, and train to the same bits, with sharded
+optimizer state and fully sharded; checkpoints hold the exact weights, also after a resume on other ranks."""
 
 import hashlib
 from unittest import mock
@@ -18,12 +18,13 @@ RECIPES = {
                   "--ffn-hidden-size", "256", "--seq-length", "64", "--max-position-embeddings", "64"],
 }  # fmt: skip
 # clipping reads the gradient norm, whose rounding depends on where the buffers are cut
-COMMON = ["--bf16", "--use-distributed-optimizer", "--clip-grad", "0", "--swiglu", "--disable-bias-linear"]
+COMMON = ["--bf16", "--clip-grad", "0", "--swiglu", "--disable-bias-linear"]
+ZERO, FULLY = ("--use-distributed-optimizer",), ("--use-torch-fsdp2",)
 
 
-def run(pool, dataset, save, *flags, ranks=2):
+def run(pool, dataset, save, *flags, ranks=2, sharding=ZERO):
     argv = ["--data-path", str(dataset), "--split", "80,10,10", "--save-interval", "4", "--save", str(save)]
-    assert set(pool.run(train, ranks, [*argv, *COMMON, *map(str, flags)])) == {0}
+    assert set(pool.run(train, ranks, [*argv, *COMMON, *sharding, *map(str, flags)])) == {0}
     return save
 
 
@@ -121,3 +122,87 @@ def test_half_of_the_bytes_are_sent_and_weights_are_complete_on_demand(gloo_pool
     assert not torch.equal(shown, exact) and not torch.equal(of_other, exact)
     torch.testing.assert_close(shown, exact, rtol=0.07, atol=1e-3)
     assert torch.equal(torch.where(shown == exact, shown, of_other), exact)
+
+
+# ---- fully sharded
+
+UNEVEN = ["--global-batch-size", 6]
+"""Three ranks, which do not divide the rows."""
+FULLY_SHARDED = {
+    "tensorwise": (RECIPES["tensorwise"], 2),
+    "delayed": ([*RECIPES["delayed"], "--recompute-granularity", "full", "--recompute-method", "uniform",
+                 "--recompute-num-layers", 1], 2),
+    "tensorwise, three ranks": ([*RECIPES["tensorwise"], *UNEVEN], 3),
+    "blockwise, three ranks": ([*RECIPES["blockwise"], *UNEVEN], 3),
+    "tp2, sp": ([*RECIPES["tensorwise"], "--tensor-model-parallel-size", 2, "--sequence-parallel"], 4),
+    "two instances": ([*RECIPES["tensorwise"], "--num-distributed-optimizer-instances", 2], 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FULLY_SHARDED)
+def test_a_fully_sharded_run_that_gathers_fp8_equals_one_that_does_not(gloo_pool, dataset, tmp_path, name):
+    flags, ranks = FULLY_SHARDED[name]
+    plain = run(gloo_pool, dataset, tmp_path / "plain", *flags, ranks=ranks, sharding=FULLY)
+    gathers = run(gloo_pool, dataset, tmp_path / "gathers", *flags, "--fp8-param-gather", ranks=ranks, sharding=FULLY)
+    assert losses(gathers) == losses(plain) and losses(plain)[-1] < losses(plain)[0]
+    assert digests(gathers / "iter_0000008") == digests(plain / "iter_0000008")
+    if name == "tensorwise":
+        parts = tmp_path / "parts"
+        for more in (["--exit-interval", 4], ["--load", parts]):
+            run(gloo_pool, dataset, parts, *flags, "--fp8-param-gather", *more, ranks=ranks, sharding=FULLY)
+        assert digests(parts / "iter_0000008") == digests(gathers / "iter_0000008")
+
+
+def fully_sharded(rank, world_size, gathers):
+    """Bytes of the all-gathers of a forward and backward pass, the output, and whether the weight can be read."""
+    import torch.distributed as dist
+
+    from megatron.core import parallel_state
+    from megatron.core.config.transformer_config import TransformerConfig
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    groups = parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, bf16=True, add_bias_linear=False, fp8="hybrid",
+        fp8_recipe="tensorwise", fp8_param=gathers, hidden_dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    block = TransformerBlock(config, get_gpt_layer_local_spec(), groups=groups)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model = TorchFullyShardedDataParallel(DistributedDataParallelConfig(), block, block.layers, groups)
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of fully_shard
+    sizes, errors, gather = [], [], getattr(dist, name)
+
+    def counting(*arguments, **settings):
+        output = settings.get("output_tensor", arguments[0] if arguments else None)
+        sizes.append(output.numel() * output.element_size())
+        return gather(*arguments, **settings)
+
+    def read(module, *unused):
+        try:
+            module.weight.sum()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    block.layers[0].mlp.linear_fc1.register_forward_hook(read)
+    with mock.patch.object(dist, name, counting):
+        out = model(torch.ones(16, 1, 64, dtype=torch.bfloat16))
+        out.sum().backward()
+    first = out.detach().float()
+    for parameter in model.parameters():
+        parameter.detach().to_local().mul_(2)
+    model.finish_param_sync()
+    return sum(sizes), first, model(torch.ones(16, 1, 64, dtype=torch.bfloat16)).detach().float(), errors
+
+
+def test_fully_sharded_weights_are_sent_in_fp8_and_read_by_fp8_layers_only(gloo_pool):
+    (plain, expected, doubled, errors), _ = gloo_pool.run(fully_sharded, 2, False)
+    (halved, out, after, refused), _ = gloo_pool.run(fully_sharded, 2, True)
+    matrices = 64 * 64 * 4 + 2 * 4 * 64 * 64
+    assert plain - halved == 2 * matrices, "in forward and in backward"
+    assert torch.equal(out, expected) and torch.equal(after, doubled) and not torch.equal(out, after)
+    assert not errors and all("only fp8 layers can read it" in each for each in refused) and refused

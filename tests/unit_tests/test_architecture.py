@@ -29,8 +29,8 @@ CORE = {
     ),
     "evaluation": "attention config extensions inference tokenizers",
     "rl": (
-        "attention config distributed groups host_memory optimizer parallel_state pipeline_parallel tensor_parallel "
-        "transformer"
+        "attention config distributed groups host_memory optimizer parallel_state pipeline_parallel sharding "
+        "tensor_parallel transformer"
     ),
     "extensions": "config fusions",
     "sharding": "config fusions groups random",

@@ -48,7 +48,7 @@ class Fp8Config(FlagGroup):
 
     fp8_param_gather: bool = False
     """All-gather fp8 copies of updated weights over data-parallel ranks: half of the bytes, the same results. Requires
-    --use-distributed-optimizer."""
+    --use-distributed-optimizer or --use-torch-fsdp2."""
 
     first_last_layers_bf16: bool = False
     """Keep the first and last layers in the model's dtype."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron.core.config.errors import UserError, listed
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.fp8.fully_sharded import ScalesOfShards, shard_in_fp8
 from megatron.core.fp8.recipe import fp8_gemms
+from megatron.core.fp8.storage import fp8_copy
 from megatron.core.fusions.storage import HALF
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.flat_pieces import flat_range
@@ -58,6 +61,8 @@ class TorchFullyShardedDataParallel(DataParallel):
         self.ddp_config = ddp_config
         self.shards_optimizer = True
         specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
+        copies = {name: copy for name, p in module.named_parameters() if (copy := fp8_copy(p)) is not None}
+        specs |= {name: replace(spec, storage=None) for name in copies if (spec := specs[name]) is not None}
         declared = [name for name, spec in specs.items() if spec is not None and spec.storage is not None]
         if declared:
             raise UserError(
@@ -70,6 +75,7 @@ class TorchFullyShardedDataParallel(DataParallel):
             for parameter in module.parameters():
                 if parameter.dtype in HALF:
                     parameter.data = parameter.data.float()
+        in_fp8 = shard_in_fp8(module, groups.dense.shard.size)
         for gemms in fp8_gemms(module):
             gemms.keeps_weights, gemms.weights = False, ()  # weights exist only while a unit is gathered
         device = next(module.parameters()).device
@@ -92,6 +98,12 @@ class TorchFullyShardedDataParallel(DataParallel):
             parameter.compute_dtype = compute_dtype  # type: ignore[attr-defined]
             if specs[name] is not None:
                 parameter.spec = specs[name]  # type: ignore[attr-defined]
+        self._scales: ScalesOfShards | None = None
+        if in_fp8:
+            weights = [(copies[name], self._parameters_by_name[name]) for name in in_fp8]
+            self._scales = scales = ScalesOfShards(weights, compute_dtype, groups.dense.shard)
+            # registered after the hooks of fully_shard, so that it runs before them
+            module.register_forward_pre_hook(lambda *_: scales.refresh(), prepend=True)
 
     @property
     def _trained(self) -> list[nn.Parameter]:
@@ -150,9 +162,16 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     def finish_param_sync(self) -> None:
         """Free all gathered weights, so that the optimizer or a checkpoint loader may write the shards. No collective;
-        the next forward gathers again."""
+        the next forward gathers again. Call it on all ranks."""
         for unit in self._units:
             unit.reshard()
+        self.start_param_sync()
+
+    def start_param_sync(self) -> None:
+        """Let the next forward pass compute the scales of fp8 weights again, after the shards have changed. No
+        collective; call it on all ranks."""
+        if self._scales is not None:
+            self._scales.are_old = True
 
 
 def _main_grad_getter(parameter: nn.Parameter) -> Any:

@@ -93,6 +93,9 @@ class Fp8Gemms(Gemms):
 
     def weight_copies(self, weight: Tensor, *, columns: bool) -> Quantized:
         """Return the copy of ``weight``, or with ``columns`` its transposed copy."""
+        if not self.keeps_weights and (gathered := fp8_copy(weight)) is not None:
+            rows = _present(gathered.quantized)
+            return transposed(rows) if columns else rows
         if not self.keeps_weights:
             (copies,) = self.cast_weights([weight], rows=not columns, columns=columns)
             return _present(copies.columns if columns else copies.rows)

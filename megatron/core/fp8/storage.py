@@ -62,12 +62,15 @@ class GatheredCopy:
     def num_scales(self) -> int:
         return -(-self.shape[0] // BLOCK) * -(-self.shape[1] // BLOCK) if self.square else 1
 
-    def amax(self, shard: OwnedRange) -> Tensor:
-        """Return the largest magnitudes of a range, fp32 [num_scales], 0 for blocks outside of it."""
+    def amax(self, values: Tensor, start: int) -> Tensor:
+        """Return the largest magnitudes of the flat ``values`` of the range from element ``start``, fp32 [num_scales],
+        0 for blocks outside of it."""
+        if not values.numel():
+            return torch.zeros(self.num_scales, device=values.device)
         if not self.square:
-            return amax_parts(shard.values).amax().view(1)
-        blocks, first = self._blocks(shard.values, shard.start)
-        found = torch.zeros(self._grid(), device=shard.values.device)
+            return amax_parts(values).amax().view(1)
+        blocks, first = self._blocks(values, start)
+        found = torch.zeros(self._grid(), device=values.device)
         found[first : first + len(blocks)] = blocks.abs().amax((1, 3))
         return found.view(-1)
 
@@ -108,6 +111,14 @@ def fp8_copy(parameter: Tensor) -> GatheredCopy | None:
     return getattr(parameter, "fp8_copy", None)
 
 
+def exchange_scales(copies: Sequence[GatheredCopy], parts: Sequence[Tensor], group: Group) -> None:
+    """Set the scales of ``copies`` from the largest magnitudes ``parts`` of each on this rank. Collective over
+    ``group``, which holds other ranges, and the tensor-parallel ranks."""
+    amax = raise_over(torch.cat([*parts]), (group, *copies[0].groups))
+    for copy, part in zip(copies, amax.split([copy.num_scales for copy in copies])):
+        copy.set_scales(part.clone())
+
+
 class Fp8Gathered(Storage):
     """Storage whose payload is the fp8 copy; declared for weights, and built as :class:`Fp8Remainder` or
     :class:`Fp8Copy`."""
@@ -135,14 +146,12 @@ class Fp8Gathered(Storage):
         copies = [copy for parameter in parameters if (copy := fp8_copy(parameter)) is not None]
         by_parameter = {id(shard.parameter): shard for shard in shards}
         parts = [
-            copy.amax(by_parameter[id(parameter)])
-            if id(parameter) in by_parameter
+            copy.amax(shard.values, shard.start)
+            if (shard := by_parameter.get(id(parameter))) is not None
             else torch.zeros(copy.num_scales, device=parameter.device)
             for parameter, copy in zip(parameters, copies)
         ]
-        amax = raise_over(torch.cat(parts), (group, *copies[0].groups))
-        for copy, part in zip(copies, amax.split([copy.num_scales for copy in copies])):
-            copy.set_scales(part.clone())
+        exchange_scales(copies, parts, group)
         for shard in shards:
             storage = getattr(shard, "storage", None)
             if isinstance(storage, Fp8Gathered):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.sharding.flat_pieces import flat_range
 
 
 class HostCopy:
@@ -91,8 +92,7 @@ def _storages(tensors: Iterable[Tensor | None], seen: set[int]) -> Iterator[torc
     for tensor in tensors:
         if tensor is None:
             continue
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        storage = local.untyped_storage()
+        storage = flat_range(tensor)[0].untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             yield storage

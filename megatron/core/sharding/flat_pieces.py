@@ -73,6 +73,7 @@ def flat_range(tensor: Tensor) -> tuple[Tensor, int, int]:
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0, tensor.numel()
     local = tensor.to_local().detach()
+    local = getattr(local, "plain", local)  # of a weight that is gathered in fp8
     start = 0
     for axis, placement in enumerate(tensor.placements):
         if placement.is_shard():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.sharding.flat_pieces import flat_range
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.report.advice import LIBRARIES_GIB, NONE_FITS, memory_advice
 from megatron.training.report.memory import RankMemory, estimate_memory
@@ -83,8 +84,7 @@ def _bytes(tensors: Iterable[Tensor | None], seen: set[int]) -> int:
     for tensor in tensors:
         if tensor is None:
             continue
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        storage = local.untyped_storage()
+        storage = flat_range(tensor)[0].untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()

@@ -74,10 +74,9 @@ def fp8_param_gather(cfg: PretrainConfig) -> Problems:
         return
     if model.fp8 is None:
         yield problem(cfg, field, "gathers weights of fp8 layers, but there are none", "add --fp8-format hybrid")
-    if cfg.distributed.use_torch_fsdp2:
-        yield problem(cfg, field, "is not supported with --use-torch-fsdp2", "remove it")
-    elif not cfg.distributed.use_distributed_optimizer:
-        yield problem(cfg, field, "requires sharded optimizer state", "add --use-distributed-optimizer")
+    if not (cfg.distributed.use_torch_fsdp2 or cfg.distributed.use_distributed_optimizer):
+        fix = "add --use-distributed-optimizer or --use-torch-fsdp2"
+        yield problem(cfg, field, "requires sharded optimizer state", fix)
     if not (model.bf16 or model.fp16):
         yield problem(cfg, field, "requires half precision", "add --bf16")
     groups, tp = model.num_query_groups, model.tensor_model_parallel_size

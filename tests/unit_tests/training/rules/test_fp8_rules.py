@@ -90,7 +90,6 @@ def test_consistent_settings_pass(text, ranks):
     # gathers of fp8 weights
     ("--fp8-param-gather --bf16 --use-distributed-optimizer", 2, "--fp8-param-gather: gathers weights of fp8 layers,"),
     (f"{FP8} --fp8-param-gather --bf16", 2, "--fp8-param-gather: requires sharded optimizer state; add"),
-    (f"{FP8} --fp8-param-gather --bf16 --use-torch-fsdp2", 2, "--fp8-param-gather: is not supported with --use-torch"),
     (f"{FP8} --fp8-param-gather --use-distributed-optimizer", 2, "--fp8-param-gather: requires half precision; add"),
 ])  # fmt: skip
 def test_contradictions_name_flag_value_and_fix(text, ranks, expected):
