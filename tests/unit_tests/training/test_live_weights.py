@@ -15,12 +15,15 @@ BASE = (
     " --group-query-attention --num-query-groups 2 --make-vocab-size-divisible-by 8 --bf16"
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --untie-embeddings-and-output-weights"
+FP8_GATHERS = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 CASES = {
     "experts, tp2 pp2 ep2": (f"{EXPERTS} {TP2} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
                              " --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall", 4, 3000),
     "tied, tp2 pp2": (f"{TP2} --pipeline-model-parallel-size 2", 4, 3000),
     "fsdp 2": ("--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights", 2, 1 << 20),
+    "fp8 gathers": (f"{FP8_GATHERS} --use-distributed-optimizer", 2, 3000),
+    "fp8 gathers, fsdp 2": (f"{FP8_GATHERS} --use-torch-fsdp2", 2, 3000),
     "one rank": (EXPERTS, 1, 1),
 }  # fmt: skip
 
@@ -42,6 +45,8 @@ def export(rank, world_size, flags, bucket_bytes, folder):
     assert parts.checkpointer.save(parts.state)
     if rank == 0:
         convert_to_hf(f"{folder}/run/iter_0000001", f"{folder}/hf")
+    for chunk in parts.model:
+        chunk.zero_grad_buffer()  # as in training: gathered weights that only the save needed are freed
     sizes, reduce = [], torch.distributed.all_reduce
 
     def noting(tensor, **options):
