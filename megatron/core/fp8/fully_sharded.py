@@ -66,7 +66,7 @@ class ShardedWeight(torch.Tensor):
         policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], None]:  # fmt: skip
         """Return this rank's rows in fp8, uint8."""
-        values = self.plain.view(-1) if policy.param_dtype is None else self.plain.view(-1).to(policy.param_dtype)
+        values = self.plain.view(-1).to(policy.param_dtype or self.dtype)
         return (self.fp8_copy.cast(values, mesh.get_local_rank() * values.numel()).view(self.shape),), None
 
     def fsdp_post_all_gather(
