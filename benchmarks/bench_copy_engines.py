@@ -57,12 +57,12 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
     return median.item()
 
 
-def collectives(groups: dict[str, Group], x: Tensor, whole: Tensor) -> dict[str, Start]:
+def collectives(groups: dict[str, Group], x: Tensor, full: Tensor) -> dict[str, Start]:
     """By name, of every kind of group."""
     starts: dict[str, Start] = {}
     for kind, group in groups.items():
         starts[f"all-gather, {kind}"] = partial(_begin, begin_all_gather, x, group)
-        starts[f"reduce-scatter, {kind}"] = partial(_begin, begin_reduce_scatter, whole, group)
+        starts[f"reduce-scatter, {kind}"] = partial(_begin, begin_reduce_scatter, full, group)
     return starts
 
 
@@ -109,7 +109,7 @@ def measure(repeats: int, device: torch.device) -> list[dict[str, object]]:
     if (engines := start_copy_engines("world", dist.group.WORLD, range(size), rank)) is not None:
         groups["copy engines"] = replace(groups["NCCL"], engines=engines)
     x = torch.randn(TOKENS // size, 1, HIDDEN, device=device, dtype=torch.bfloat16)
-    whole = torch.randn(TOKENS, 1, HIDDEN, device=device, dtype=torch.bfloat16)
+    full = torch.randn(TOKENS, 1, HIDDEN, device=device, dtype=torch.bfloat16)
     wide = torch.randn(TOKENS, WIDTH // size, device=device, dtype=torch.bfloat16)
     weight = torch.randn(HIDDEN, WIDTH // size, device=device, dtype=torch.bfloat16)
     query = torch.randn(1, HEADS // size, TOKENS, CHANNELS, device=device, dtype=torch.bfloat16)
@@ -118,16 +118,16 @@ def measure(repeats: int, device: torch.device) -> list[dict[str, object]]:
         "GEMM": lambda: F.linear(wide, weight),
         "attention": lambda: F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True),
     }
-    starts = collectives(groups, x, whole)
+    starts = collectives(groups, x, full)
     differences = largest_differences(starts)
     rows: list[dict[str, object]] = []
-    alone = {name: milliseconds(partial(_at_once, start), repeats) for name, start in starts.items()}
+    separate = {name: milliseconds(partial(_at_once, start), repeats) for name, start in starts.items()}
     plain = {name: series_overlapped(piece, None, repeats, 0) for name, piece in pieces.items()}
     for name, start in starts.items():
-        row: dict[str, object] = {"name": name, "ms": alone[name]}
-        row["GB/s"] = (size - 1) / size * whole.nbytes / alone[name] / 1e6
+        row: dict[str, object] = {"name": name, "ms": separate[name]}
+        row["GB/s"] = (size - 1) / size * full.nbytes / separate[name] / 1e6
         for kind, piece in pieces.items():
-            count = max(1, round(0.8 * SERIES * plain[kind] / alone[name]))
+            count = max(1, round(0.8 * SERIES * plain[kind] / separate[name]))
             row[f"{kind} ms"] = plain[kind]
             row[f"{kind} overlapped ms"] = series_overlapped(piece, start, repeats, count)
             row[f"collectives during {kind}"] = count

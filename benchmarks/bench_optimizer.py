@@ -150,14 +150,14 @@ def measure(parameters: int, device: torch.device, repeats: int) -> dict[str, An
     wide, half = torch.float32, torch.bfloat16
     for name, split, moments, kernel in (
         ("torch foreach, copies", False, wide, "foreach"), ("torch fused AdamW, copies", False, wide, "fused"),
-        ("ours, copies", False, wide, None), ("ours, remainders", True, wide, None),
-        ("ours, remainders, bf16 moments", True, half, None), ("plain, remainders", True, wide, adam_reference_),
+        ("project, copies", False, wide, None), ("project, remainders", True, wide, None),
+        ("project, remainders, bf16 moments", True, half, None), ("plain, remainders", True, wide, adam_reference_),
     ):  # fmt: skip
         state = State(parameters, device, split=split, moments=moments)
         chosen = kernel or choose_adam([each.storage for each in state.tensors])
         run = getattr(state, chosen) if isinstance(chosen, str) else partial(state.update, chosen)
         add(name, milliseconds(run, device, repeats), state.least_bytes(), state.elements)
-        if name == "ours, copies":
+        if name == "project, copies":
             gradients = [each.gradient for each in state.tensors]
             add("norm", milliseconds(partial(torch._foreach_norm, gradients), device, repeats), 4, state.elements)
             del gradients

@@ -140,7 +140,7 @@ def bucket_sent_before_it_is_full(rank):
         self.pending -= len(self.parameters) > 1
 
     def ready(self, parameter):
-        bucket = self.bucket_of[parameter]
+        bucket = self.buckets_by_parameter[parameter]
         bucket.pending -= bucket.pending > 0
         for each in self.buckets:
             if not each.started:

@@ -58,11 +58,13 @@ class DistributedDataParallel(DataParallel):
         for parameter in trained:
             by_ranks.setdefault(data_parallel_groups(spec_or_replicated(parameter), self.groups), []).append(parameter)
         self.grad_buffers = [
-            ParamAndGradBuffer(alike, kind, self._layout(ranks, own, disable_bucketing))
-            for ranks, own in by_ranks.items()
-            for kind, alike in group_by_kind(own, ddp_config.grad_reduce_in_fp32).items()
+            ParamAndGradBuffer(similar, kind, self._layout(ranks, parameters, disable_bucketing))
+            for ranks, parameters in by_ranks.items()
+            for kind, similar in group_by_kind(parameters, ddp_config.grad_reduce_in_fp32).items()
         ]
-        self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
+        self._buffers_by_parameter = {
+            parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters
+        }
         self._last_microbatch = True
         # hooks on both the parameter and its token: one parameter may be used by a fused GEMM and by plain autograd
         # weak references: hooks that hold the model would leak it, since the garbage collector cannot traverse autograd
@@ -93,7 +95,7 @@ class DistributedDataParallel(DataParallel):
         reduce = reductions.reduce_scatter_accumulating_in_fp32 if accumulating else reductions.reduce_scatter_in_place
         return BufferLayout(
             ranks.shard, reduce, sharded=True, replicas=ranks.replica, bucket_size=bucket_size, pad_for_bus=pad,
-            alone=_may_be_tied(self.module, self.groups),
+            separate=_may_be_tied(self.module, self.groups),
         )  # fmt: skip
 
     def _readers(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
@@ -101,7 +103,7 @@ class DistributedDataParallel(DataParallel):
         ``borrowed`` attribute."""
         for submodule in self.module.modules():
             read = *submodule.parameters(recurse=False), *getattr(submodule, "borrowed", ())
-            owned = [p for p in read if p in self._buffer_of]
+            owned = [p for p in read if p in self._buffers_by_parameter]
             if owned:
                 yield submodule, owned
 
@@ -109,7 +111,8 @@ class DistributedDataParallel(DataParallel):
         """Register forward pre-hooks that wait for the weight all-gathers of a module's buckets, in any order of
         execution; yield the handles, so that the caller must iterate."""
         for submodule, owned in self._readers():
-            buckets = list({id(bucket): bucket for p in owned if (bucket := self._buffer_of[p].bucket_of[p])}.values())
+            found = (self._buffers_by_parameter[each].buckets_by_parameter[each] for each in owned)
+            buckets = list({id(bucket): bucket for bucket in found}.values())
             # a pre-hook must return None: torch would take any other result as the module's new input
             yield submodule.register_forward_pre_hook(
                 lambda *_, buckets=buckets: [bucket.finish_gather() for bucket in buckets] and None
@@ -159,7 +162,7 @@ class DistributedDataParallel(DataParallel):
 
     def _note(self, parameter: nn.Parameter) -> None:
         if self.ddp_config.overlap_grad_reduce and self._last_microbatch:
-            self._buffer_of[parameter].gradient_is_ready(parameter)
+            self._buffers_by_parameter[parameter].gradient_is_ready(parameter)
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
         """Map parameters to this rank's shards with a distributed optimizer; None without (every rank updates all)."""
@@ -203,7 +206,7 @@ class DistributedDataParallel(DataParallel):
             # after the updates that read the gradients
             buffer.zero() if self.updates is None else self.updates.run(buffer.zero)
             buffer.reset()
-        for parameter in self._buffer_of:
+        for parameter in self._buffers_by_parameter:
             parameter.grad = None
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 

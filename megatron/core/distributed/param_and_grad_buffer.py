@@ -51,7 +51,7 @@ class BufferLayout:
     """Minimum elements per bucket; None: a single bucket."""
     pad_for_bus: bool = False
     """Whether bucket sizes are multiples of 2^16 elements."""
-    alone: Callable[[nn.Parameter], bool] = lambda parameter: False
+    separate: Callable[[nn.Parameter], bool] = lambda parameter: False
     """Predicate for parameters that get a separate bucket, so that ranks with different other parameters shard them
     equally (tied embeddings)."""
     storage: type[Storage] | None = None
@@ -291,7 +291,7 @@ class ParamAndGradBuffer:
         block = 1 if kind.storage is None else kind.storage.block
         rule = CutRule(layout.group.size if layout.sharded else 1, layout.pad_for_bus, block, kind.owns_matrices)
         cut = cut_buffer(
-            [parameter.numel() for parameter in self.parameters], [layout.alone(each) for each in self.parameters],
+            [parameter.numel() for parameter in self.parameters], [layout.separate(each) for each in self.parameters],
             layout.bucket_size, rule,
         )  # fmt: skip
         like = self.parameters[0]
@@ -303,7 +303,7 @@ class ParamAndGradBuffer:
         self.param_data = weights
         """Flat weights of all buckets; None without sharding, and if each bucket has a separate tensor."""
         self.buckets: list[Bucket] = []
-        self.bucket_of: dict[nn.Parameter, Bucket] = {}
+        self.buckets_by_parameter: dict[nn.Parameter, Bucket] = {}
         first = 0
         for last, begin, end in cut.buckets:
             part = None if weights is None else weights[begin:end]
@@ -314,7 +314,7 @@ class ParamAndGradBuffer:
             self.buckets.append(Bucket(self.grad_data[begin:end], part, places, layout))
             first = last
         for bucket in self.buckets:
-            self.bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
+            self.buckets_by_parameter.update(dict.fromkeys(bucket.parameters, bucket))
         for parameter, start in self.starts.items():
             self._attach_gradient(parameter, slice(start, start + parameter.numel()))
 
@@ -347,7 +347,7 @@ class ParamAndGradBuffer:
         micro-batch ran outside ``no_sync``."""
         # Start buckets in a fixed order even if gradients become ready in another one: ranks may run backward in
         # different orders (unused branches, experts without tokens), and collectives in different orders deadlock.
-        arrived = self.bucket_of[parameter]
+        arrived = self.buckets_by_parameter[parameter]
         if arrived.is_last:
             return
         if arrived.started or arrived.pending == 0:

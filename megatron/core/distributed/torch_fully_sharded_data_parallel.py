@@ -188,7 +188,7 @@ def _the_dtype(module: nn.Module) -> torch.dtype:
 
 def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
     """Return the policy: compute in a half-precision ``dtype``, with gradients reduced in it or, with
-    ``grad_reduce_in_fp32``, in fp32; other dtypes keep theirs. Inputs are not cast."""
+    ``grad_reduce_in_fp32``, in fp32; other dtypes do not change. Inputs are not cast."""
     if dtype not in HALF:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     reduced = torch.float32 if config.grad_reduce_in_fp32 else dtype
@@ -199,8 +199,8 @@ def _expert_modules(module: nn.Module) -> list[nn.Module]:
     """Return ``module`` if it holds expert parameters only, else its largest submodules that do. Raises UserError for a
     module that directly holds dense and expert parameters: ``fully_shard`` takes a single mesh for the direct
     parameters of a module."""
-    own = {spec_or_replicated(parameter).is_expert for parameter in module.parameters(recurse=False)}
-    if own == {True, False}:
+    direct = {spec_or_replicated(parameter).is_expert for parameter in module.parameters(recurse=False)}
+    if direct == {True, False}:
         raise UserError(
             f"fully sharded data parallelism: {type(module).__name__} holds dense and expert parameters, whose copies "
             "are on different ranks; move the experts' into a module of their own, or use --use-distributed-optimizer"

@@ -2,8 +2,8 @@
 points of torch (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``): one byte per weight instead of two.
 
 The weights that a rank stores become a :class:`ShardedWeight`. Before an all-gather it casts its rows with the scale of
-the full weight; afterwards the module has a :class:`GatheredWeight`, which has fp8 bytes and no values. Results equal
-those of gathered bf16 weights bit for bit, because these would be cast with the same scale. Weights whose rows the
+the full weight; afterwards the module has a :class:`GatheredWeight`, which has fp8 bytes and no values. Results are
+bit-identical to gathers of bf16 weights, which would be cast with the same scale. Weights whose rows the
 ranks do not divide are gathered in bf16: ``fully_shard`` moves padded shards to other memory at the first forward pass.
 """
 
@@ -136,7 +136,7 @@ class ScalesOfShards:
     def __init__(self, weights: Sequence[tuple[GatheredCopy, nn.Parameter]], dtype: torch.dtype, group: Group) -> None:
         self._weights, self._dtype, self._group = list(weights), dtype, group
         self.are_old = True
-        """Whether weights may have changed. Set on all ranks alike, as the next :meth:`refresh` is collective then."""
+        """Whether weights may have changed. Set on all ranks, because the next :meth:`refresh` is collective then."""
 
     @torch.no_grad()
     def refresh(self) -> None:

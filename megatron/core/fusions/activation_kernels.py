@@ -41,7 +41,7 @@ class GateTraits(NamedTuple):
     clamp: float | None = None
     offset: float = 0.0
     notes_amax: bool = False
-    """Whether kernels note the largest magnitudes of y and of its input's gradient, for casts to fp8."""
+    """Whether kernels note the largest magnitudes of the output and the input gradient, for casts to fp8."""
 
 
 if triton is not None:
@@ -78,7 +78,7 @@ if triton is not None:
     ):  # fmt: skip
         """Write BLOCK columns of one row of the gated activation, a(gate) (up + offset), to ``out`` [rows, width]; one
         program per row and column block. CLAMPS bounds gate and up by ``clamp`` first; WEIGHTED multiplies by the row's
-        weight. fp32 arithmetic, rounded once. NOTED > 0 raises one of as many ``amax_bits`` to the largest
+        weight. fp32 arithmetic, rounded once. NOTED > 0 raises one of NOTED ``amax_bits`` to the largest
         magnitude."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)

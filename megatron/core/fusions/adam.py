@@ -106,8 +106,8 @@ class TritonAdam:
         ``step.skip`` 1 writes nothing. No host sync. Keeps address tables per group."""
         scalars = _device_scalars(step)
         adam_reference_([each for each in entries if not is_read_by_kernels(each.storage)], step)
-        own = [each for each in entries if is_read_by_kernels(each.storage)]
-        for (lr, weight_decay), group in by_rates(own).items():
+        readable = [each for each in entries if is_read_by_kernels(each.storage)]
+        for (lr, weight_decay), group in by_rates(readable).items():
             for table in self._current(group):
                 gradient, first, second = (TRITON_TYPES[each] for each in table.format.operands)
                 _adam_kernel[table.grid](

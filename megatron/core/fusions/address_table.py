@@ -129,7 +129,7 @@ class AddressTables:
 
     def find(self, group: Operands) -> list[Table]:
         """Return the tables of a group, from the cache if all addresses and sizes are as before, else rebuilt and
-        copied to the device (every step if tensors are allocated anew)."""
+        copied to the device (every step if tensors get new memory)."""
         # addresses and sizes only: a tensor of another dtype in the same place would be read with the old dtype
         rows = [_row(*each) for each in group]
         first = rows[0][0]
@@ -186,9 +186,9 @@ def is_read_by_kernels(storage: Storage) -> bool:
 def fits_kernels(storages: Sequence[Storage]) -> bool:
     """Return whether Triton is installed and all weights that kernels may read are contiguous, on a GPU, and either
     fp32 or half precision with an fp32 copy or remainder; False without any."""
-    own = [each for each in storages if is_read_by_kernels(each)]
-    return triton is not None and bool(own) and all(
+    readable = [each for each in storages if is_read_by_kernels(each)]
+    return triton is not None and bool(readable) and all(
         each.weight.is_cuda and each.weight.is_contiguous()
         and (each.weight.dtype == torch.float32 or isinstance(each, Copy | Remainder))
-        for each in own
+        for each in readable
     )  # fmt: skip

@@ -129,7 +129,7 @@ if triton is not None:
         x, weight, out, pairs, fours, rows, columns, part_k,
         PARTS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
     ):  # fmt: skip
-        """Write one tile of the product of tensor descriptors. The sums of 2 and of 4 parts that wait for their
+        """Write one tile of the product of tensor descriptors. Sums of 2 or 4 parts that wait for their
         neighbors are in ``pairs`` and ``fours`` [rows, columns] fp32: in registers they would leave none for tiles."""
         program, row_tiles, column_tiles = tl.program_id(0), tl.cdiv(rows, TILE), tl.cdiv(columns, TILE)
         first = program // (GROUP * column_tiles) * GROUP
@@ -227,7 +227,7 @@ def product_cublas(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor, halves: int = 1) -> Tensor:
     """Apply the elementwise ``function`` to ``x`` [..., f]; with two ``halves`` to ``x`` [..., 2 f], which it
-    combines to [..., f]. Differentiable. On CPUs f is filled up to a multiple of ROWS, so that an element's bits do not
+    combines to [..., f]. Differentiable. On CPUs f is padded to a multiple of ROWS, so that an element's bits do not
     depend on its place."""
     width = x.shape[-1] // halves
     missing = -width % ROWS

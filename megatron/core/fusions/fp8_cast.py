@@ -422,8 +422,8 @@ def new_amax(device: torch.device) -> Tensor:
 
 def cast_flat(x: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:
     """Return the flat ``x`` [n] in fp8 ``dtype``, [n]. As a matrix of one row, most threads of each tile would idle."""
-    whole = x.numel() - x.numel() % _TILE_I
-    parts = [part for part in (x[:whole].view(-1, _TILE_I), x[whole:].view(1, -1)) if part.numel()]
+    aligned = x.numel() - x.numel() % _TILE_I
+    parts = [part for part in (x[:aligned].view(-1, _TILE_I), x[aligned:].view(1, -1)) if part.numel()]
     copies = [cast_tensor(part, dtype, scale, columns=False).rows for part in parts]
     flat = [copy.data.view(-1) for copy in copies if copy is not None]
     return flat[0] if len(flat) == 1 else torch.cat(flat)

@@ -354,12 +354,12 @@ class MegatronOptimizer(MegatronNames):
         that holds them."""
         yield from self._sharded("", self.local_gradients()).values()
 
-    def _shares(self, tensors_of: Callable[[str], Iterable[Tensor]]) -> Iterator[Share]:
-        """Yield ``tensors_of(name)`` for the names that this rank contributes, with the groups to sum over. Together
+    def _shares(self, find_tensors: Callable[[str], Iterable[Tensor]]) -> Iterator[Share]:
+        """Yield ``find_tensors(name)`` for the names that this rank contributes, with the groups to sum over. Together
         the ranks contribute each element of the model exactly once. All ranks yield the same groups in the same order,
         whether or not they hold parameters for them."""
         for ranks in self.groups.data_parallel:
-            tensors = (tensor for name in self.counted_names[ranks] for tensor in tensors_of(name))
+            tensors = (tensor for name in self.counted_names[ranks] for tensor in find_tensors(name))
             yield tensors, (ranks.shard, ranks.model) if self.shards_optimizer else (ranks.model,)
 
     def _norm(self, grads: dict[str, Tensor]) -> Tensor:
@@ -371,14 +371,14 @@ class MegatronOptimizer(MegatronNames):
         """Return the number of zero gradient elements over the full model (0-d int64), each counted once and without
         padding. Names without a gradient do not count. Collective; no host sync."""
 
-        def tensors_of(name: str) -> Iterator[Tensor]:
+        def find_tensors(name: str) -> Iterator[Tensor]:
             if name in grads:
                 shard = self.shards[name]
                 spec = spec_or_replicated(shard.parameter)
                 for _, piece in flat_pieces(spec, self.groups, (shard.start, shard.stop), grads[name]):
                     yield piece
 
-        return count_zeros(self._shares(tensors_of), self.device)
+        return count_zeros(self._shares(find_tensors), self.device)
 
     @torch.no_grad()
     def params_norm_on_device(self) -> Tensor:

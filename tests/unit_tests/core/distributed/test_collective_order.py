@@ -43,7 +43,7 @@ def test_reductions_start_in_the_order_of_buckets_whatever_is_ready_first(monkey
     ddp.zero_grad_buffer()
     for done, index in enumerate(order, 1):
         weights[index].square().sum().backward()
-        ready = {id(buffer.bucket_of[weights[each]]) for each in order[:done]}
+        ready = {id(buffer.buckets_by_parameter[weights[each]]) for each in order[:done]}
         first_waiting = next((n for n, bucket in enumerate(buffer.buckets) if id(bucket) not in ready), 3)
         assert started == buffer.buckets[:first_waiting], done
     ddp.finish_grad_sync()
