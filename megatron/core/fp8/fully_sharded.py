@@ -44,9 +44,6 @@ class ShardedWeight(torch.Tensor):
         made.plain, made.fp8_copy = plain, copy
         return made
 
-    def __init__(self, *arguments: object) -> None:
-        pass
-
     def __repr__(self, **unused: object) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.plain})"
 
@@ -88,9 +85,6 @@ class GatheredWeight(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(cls, copy.shape, dtype=dtype, device=device)
         made.fp8_copy = copy
         return made
-
-    def __init__(self, *arguments: object) -> None:
-        pass
 
     def __repr__(self, **unused: object) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"
