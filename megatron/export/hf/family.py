@@ -121,13 +121,18 @@ class Family:
         """Return the keys of config.json that are copied unchanged."""
         return PASSIVE.union(*(rule.theirs for rule in self.config if isinstance(rule, Ignored)))
 
+    def unknown_keys(self, config: Table) -> list[str]:
+        """Return the keys of ``config`` that no rule reads, except null, false and empty ones."""
+        known = PASSIVE.union(*(rule.theirs for rule in self.config))
+        return [name for name, value in config.items() if name not in known and value not in (None, False, [], {})]
+
     def load_settings(self, config: Mapping[str, object]) -> dict[str, object]:
         """Convert a ``config.json`` to command-line settings and ``model_family``, without defaults (:func:`complete`
         adds them).
 
         Raises:
             UserError: the first problem: a value that cannot be represented or is out of range, contradicting keys, or
-                an unknown key that is not null, false or empty.
+                all unknown keys.
             TypeError, LookupError, ArithmeticError: a value of a type that a rule cannot compute with.
         """
         settings: dict[str, object] = {}
@@ -138,12 +143,11 @@ class Family:
                     if settings.setdefault(name, value) != value:
                         raise refuse(rule.theirs[0], value, f"but another key makes {name} {settings[name]!r:.200}")
             _check_kinds(settings)  # before other rules compute with them
-        known = PASSIVE.union(*(rule.theirs for rule in self.config))
-        for name, value in config.items():
-            if name not in known and value not in (None, False, [], {}):
-                raise refuse(
-                    name, value, f"which {self.model_type} does not have; remove it if the model is equal without it"
-                )
+        if unknown := self.unknown_keys(config):
+            values = ", ".join(f"{name} is {config[name]!r:.200}" for name in unknown)
+            raise UserError(
+                f"{values}, which no setting of {self.model_type} represents; remove keys without effect on the model"
+            )
         return {**settings, "model_family": self.model_family}
 
     def save_settings(self, settings: Mapping[str, object]) -> dict[str, object]:

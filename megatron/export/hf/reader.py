@@ -26,7 +26,7 @@ def load(folder: Path) -> Interchange:
     """Return the model of a Hugging Face folder with lazy tensors, completed settings, tokenizer files and notes for
     the user. Raises UserError if family or settings are not supported, if names or shapes differ from what
     ``config.json`` describes, or for quantized weights. See :func:`megatron.export.hf.load_hf`."""
-    family, settings = load_settings(folder)
+    family, settings, unread = load_settings(folder)
     try:
         plan = placements(family, complete(settings))
     except UserError as error:
@@ -42,6 +42,7 @@ def load(folder: Path) -> Interchange:
     assets = {f"tokenizer/{name}": path for name, path in side_files(folder, TOKENIZER).items()}
     assets |= {f"hf/{name}": path for name, path in side_files(folder, (CONFIG, GENERATION)).items()}
     notes = [f"left out {len(left_out)} tensors that the model does not have: {listed(left_out)}"] if left_out else []
+    notes += [f"left out keys of {CONFIG} without effect on the model: {', '.join(unread)}"] if unread else []
     notes += [f"the folder has no {name}: it begins as a copy of {same}" for name, same in stand_ins.items()]
     notes += [f"the folder has no {listed(begun)}: random values begin there"] if begun else []
     return Interchange(settings, to_local(plan, found), assets=assets, notes=notes)

@@ -17,6 +17,8 @@ from megatron.export.hf.family import Family
 from megatron.export.hf.side_files import CONFIG
 from megatron.export.safetensors_header import read_header
 
+KEYS_OF_TRANSFORMERS = Path(__file__).with_name("transformers_keys.json")
+"""Keys of config.json that ``transformers`` reads, by architecture; written by tools/transformers_keys.py."""
 NEAREST = 3
 """Number of closest families whose differences an error lists."""
 KINDS = ("multi_latent_attention", "num_moe_experts", "position_embedding_type")
@@ -29,6 +31,13 @@ def known_families() -> dict[str, Family]:
     modules = [import_module(f"{families.__name__}.{each.name}") for each in iter_modules(families.__path__)]
     found = (each for module in modules for each in vars(module).values() if isinstance(each, Family))
     return {each.model_type: each for each in found}
+
+
+@cache
+def keys_of_transformers(architecture: str) -> frozenset[str]:
+    """Return the names that the code of ``transformers`` may read from the ``config.json`` of ``architecture``."""
+    table = read_json(KEYS_OF_TRANSFORMERS)
+    return frozenset((*table["shared"], *table[architecture]))
 
 
 def find_family(config: Mapping[str, object]) -> Family:
@@ -96,12 +105,14 @@ def weight_names(folder: Path) -> set[str]:
     return set()
 
 
-def load_settings(folder: Path) -> tuple[Family, dict[str, object]]:
-    """Return the family of a folder and the settings of its ``config.json``, without defaults. Keys that require
-    certain tensors (multi-token prediction layers) are ignored if the safetensors lack these.
+def load_settings(folder: Path) -> tuple[Family, dict[str, object], list[str]]:
+    """Return the family of a folder, the settings of its ``config.json``, without defaults, and the keys without effect
+    that are left out. Keys that require certain tensors (multi-token prediction layers) are ignored if the safetensors
+    lack these.
 
     Raises:
-        UserError: config.json is missing or malformed, its family is unknown, or a value cannot be represented.
+        UserError: config.json is missing or malformed, its family is unknown, or values cannot be represented: all keys
+            that ``transformers`` reads and the family does not, else the first problem.
     """
     try:
         config = read_json(folder / CONFIG)
@@ -112,7 +123,8 @@ def load_settings(folder: Path) -> tuple[Family, dict[str, object]]:
         for key, name in family.counts_if_held.items():
             if config.get(key) and name.format(**config) not in weight_names(folder):
                 del config[key]
-        return family, family.load_settings(config)
+        unread = [key for key in family.unknown_keys(config) if key not in keys_of_transformers(family.architecture)]
+        return family, family.load_settings({key: value for key, value in config.items() if key not in unread}), unread
     except (TypeError, LookupError, ValueError, ArithmeticError, AttributeError) as error:
         if isinstance(error, UserError):
             raise UserError(f"{folder}: {error}") from None

@@ -77,7 +77,7 @@ def test_odd_values_in_config_json_are_named(name, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, key: value}))
         with time_limit():
             try:
-                family, settings = load_settings(tmp_path)
+                family, settings, _ = load_settings(tmp_path)
                 placements(family, complete(settings))
             except UserError as error:
                 assert str(error)

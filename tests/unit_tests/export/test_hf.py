@@ -256,7 +256,7 @@ def test_another_architecture_and_an_unknown_family_list_those_that_there_are(tm
     ({"rope_scaling": {"rope_type": "yarn", "factor": 8, "attention_factor": 1.207}}, ("attention_factor", "1.207")),
     ({"sliding_window": 4096}, ("sliding_window", "4096")),
     ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),
-    ({"a_new_key": 3}, ("a_new_key", "3")),
+    ({"a_new_key": 3, "attention_chunk_size": 8, "use_mtp": 7}, ("attention_chunk_size is 8, use_mtp is 7, which",)),
     ({"num_key_value_heads": 3}, ("num_query_groups", "3")),
     ({"hidden_size": None}, ("hidden_size is missing",)),
     ({"num_hidden_layers": "two"}, ("num_layers", "'two'")),
