@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from megatron.core.config.errors import UserError  # noqa: E402
 from megatron.export.hf import load_hf, save_hf  # noqa: E402
-from megatron.tools.checkpoint import verify  # noqa: E402
+from megatron.tools.checkpoint import convert, verify  # noqa: E402
 
 ENCODERS = ["bert", "megatron-bert", "modern-bert", "distilbert"]
 CONVERTED = list(FAMILIES)
@@ -122,17 +122,70 @@ def test_files_of_the_published_bert_have_older_names_and_copies(tmp_path):
         load_hf(tmp_path / "theirs")
 
 
-def test_a_bert_without_the_head_for_the_order_begins_with_a_random_one(tmp_path):
-    config = build(FAMILIES["bert"]).config
-    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "theirs")
+MLM = "cls.predictions.transform.dense.weight"
+ORDER, POOLER = "cls.seq_relationship.weight", "bert.pooler.dense.weight"
+WITHOUT_HEADS = [
+    ("bert", "BertModel", {}, {MLM, ORDER}), ("bert", "BertModel", {"add_pooling_layer": False}, {MLM, ORDER, POOLER}),
+    ("bert", "BertForMaskedLM", {}, {ORDER, POOLER}), ("bert", "BertForNextSentencePrediction", {}, {MLM}),
+    ("megatron-bert", "MegatronBertModel", {}, {MLM, ORDER}),
+    ("megatron-bert", "MegatronBertModel", {"add_pooling_layer": False}, {MLM, ORDER, POOLER}),
+    ("megatron-bert", "MegatronBertForMaskedLM", {}, {ORDER, POOLER}),
+    ("megatron-bert", "MegatronBertForNextSentencePrediction", {}, {MLM}),
+    ("distilbert", "DistilBertModel", {}, {"vocab_transform.weight"}),
+    ("modern-bert", "ModernBertModel", {}, {"head.dense.weight"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "architecture", "options", "absent"), WITHOUT_HEADS)
+def test_an_encoder_without_heads_begins_with_random_ones(name, architecture, options, absent, tmp_path):
+    kind = getattr(transformers, architecture)
+    foreign = kind(build(FAMILIES[name]).config, **options).eval()
+    foreign.save_pretrained(tmp_path / "theirs")
+    weights = load_file(tmp_path / "theirs" / "model.safetensors")
+    if name != "modern-bert":  # published files hold these integers
+        (base,) = (key.split("word_")[0] for key in weights if key.endswith(".word_embeddings.weight"))
+        weights = {f"{base}position_ids": torch.arange(64)[None], **weights}
+        save_file(weights, tmp_path / "theirs" / "model.safetensors")
     model = load_hf(tmp_path / "theirs")
-    (note,) = [each for each in model.notes if "random values" in each]
-    assert "cls.seq_relationship.weight" in note and "bert.pooler.dense.bias" in note
-    assert float(model.tensors["model.pooler.dense.weight"].read().std()) == pytest.approx(0.02, rel=0.1)
+    note = model.notes[-1]
+    assert {key for key in (MLM, ORDER, POOLER, "vocab_transform.weight", "head.dense.weight") if key in note} == absent
+    dense = model.tensors["model.lm_head.dense.weight"].read()
+    assert absent <= {ORDER, POOLER} or float(dense.std()) == pytest.approx(0.02, rel=0.1)
     save_hf(model, tmp_path / "again")
-    kept = load_file(tmp_path / "theirs" / "model.safetensors")
-    written = load_file(tmp_path / "again" / "model.safetensors")
-    assert all(torch.equal(value, written[key]) for key, value in kept.items())
+    again, report = getattr(transformers, FAMILIES[name].architecture).from_pretrained(
+        tmp_path / "again", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    prefix = "" if hasattr(foreign, again.base_model_prefix) else f"{again.base_model_prefix}."
+    written = again.state_dict()
+    assert all(torch.equal(value, written[prefix + key]) for key, value in foreign.state_dict().items())
+    ours, arrays = our_model(model.settings), random_arrays(FAMILIES[name])
+    fill(ours, model)
+    types = arrays["types"] if model.settings["bert_binary_head"] else None
+    more = {} if types is None else {"token_type_ids": types}
+    expected = again.eval()(input_ids=arrays["tokens"], attention_mask=arrays["real"].long(), **more).to_tuple()[0]
+    found = ours(arrays["tokens"], arrays["real"], types)[0][..., :VOCAB]
+    assert_close("logits", found[arrays["real"]], expected[arrays["real"]])
+
+
+def test_comparison_of_a_conversion_gives_both_models_the_heads_that_the_folder_lacks(tmp_path, capsys):
+    transformers.BertModel(build(FAMILIES["bert"]).config).save_pretrained(tmp_path / "theirs")
+    folders = ["--load-dir", str(tmp_path / "theirs"), "--save-dir", str(tmp_path / "ours")]
+    assert convert.main(["--loader", "hf", "--saver", "native", *folders]) == 0
+    assert "logits against transformers, 64 tokens in fp32: equal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "lost"), [
+    ("bert", "bert.pooler.dense.bias"), ("bert", "cls.seq_relationship.weight"), ("bert", "cls.predictions.bias"),
+    ("bert", "cls.predictions.transform.LayerNorm.weight"), ("distilbert", "vocab_layer_norm.bias"),
+    ("modern-bert", "head.norm.weight"),
+])  # fmt: skip
+def test_a_head_with_some_of_its_tensors_is_damaged(name, lost, tmp_path):
+    build(FAMILIES[name]).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({key: value for key, value in weights.items() if key != lost}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"{lost} is missing"):
+        load_hf(tmp_path)
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -102,11 +102,11 @@ class Family:
     model_family: str = "gpt"
     """Local model family: gpt, bert or t5."""
     also_read: tuple[str, ...] = ()
-    """Other accepted ``architectures`` with the same weights."""
+    """Other accepted ``architectures``: with the same weights, or without some of the ``heads``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Name suffixes in older files -> current suffixes."""
-    optional: tuple[str, ...] = ()
-    """Modules that a folder may omit; they are initialized randomly."""
+    heads: tuple[tuple[str, ...], ...] = ()
+    """HF modules of each head that a folder may omit; an omitted head is initialized randomly."""
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     """Tensors that a folder may omit -> the tensor that is copied instead."""
     models: str = ""

@@ -19,7 +19,7 @@ from megatron.export.interchange import Interchange, check_names, differences
 from megatron.export.torch_file import read_torch_file
 
 _FIRST_STD = 0.02
-"""Standard deviation of the random values of omitted optional modules."""
+"""Standard deviation of the random values of omitted heads."""
 
 
 def load(folder: Path) -> Interchange:
@@ -35,7 +35,7 @@ def load(folder: Path) -> Interchange:
     stand_ins = {name: same for name, same in family.stand_ins.items() if name in expected(plan).keys() - found.keys()}
     found |= {name: found[same] for name, same in stand_ins.items() if same in found}
     _drop_blank(found, family.blank(complete(settings)), folder)
-    begun = _begin_optional(found, expected(plan), family)
+    begun = _begin_heads(found, expected(plan), family)
     left_out = _check(found, expected(plan), family, settings, folder)
     if len(kinds := {tensor.dtype for tensor in found.values() if not tensor.dtype.is_floating_point}):
         raise UserError(f"{folder}: holds weights of {kinds}: quantized models cannot be converted")
@@ -88,19 +88,22 @@ def _current_name(name: str, family: Family) -> str:
     return name
 
 
-def _begin_optional(found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], family: Family) -> list[str]:
-    """Add seeded random weights and zero biases, in the dtype of the first tensor, to ``found`` for all optional
-    modules; return their tensor names. Does nothing and returns [] if ``found`` holds any tensor of an optional
-    module."""
-    missing = [name for name in wanted if name not in found and name.rpartition(".")[0] in family.optional]
-    if any(name in found for name in wanted if name.rpartition(".")[0] in family.optional):
-        return []  # a folder with only some of them is damaged
-    kind = next(iter(found.values())).dtype if found else torch.float32
-    generator = torch.Generator().manual_seed(0)
-    for name in missing:
-        spread = _FIRST_STD if len(wanted[name]) > 1 else 0.0
-        found[name] = LazyTensor.of((torch.randn(wanted[name], generator=generator) * spread).to(kind))
-    return missing
+def _begin_heads(found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], family: Family) -> list[str]:
+    """Add every head without any tensor in ``found``, in the dtype of the model's first tensor: seeded random matrices,
+    norms of one, zero biases. Return the added names. A head with only some of its tensors stays as it is: damaged."""
+    kind = next((found[name].dtype for name in wanted if name in found), torch.float32)
+    generator, begun = torch.Generator().manual_seed(0), list[str]()
+    for modules in family.heads:
+        names = [name for name in wanted if name.rpartition(".")[0] in modules]
+        if any(name in found for name in names):
+            continue
+        for name in names:
+            values = torch.full(wanted[name], float(name.endswith(".weight")))
+            if len(wanted[name]) > 1:
+                values.normal_(std=_FIRST_STD, generator=generator)
+            found[name] = LazyTensor.of(values.to(kind))
+        begun += names
+    return begun
 
 
 def _drop_blank(found: dict[str, LazyTensor], names: Iterable[str], folder: Path) -> None:

@@ -51,8 +51,9 @@ def find_family(config: Mapping[str, object]) -> Family:
     if not isinstance(names, list):
         raise UserError(f"config.json: architectures is {names!r:.200}, expected a list of names")
     if isinstance(kind, str) and kind in table:
-        if names and not any(name in names for name in (table[kind].architecture, *table[kind].also_read)):
-            reason = f"{table[kind].architecture} can be converted"
+        readable = (table[kind].architecture, *table[kind].also_read)
+        if names and not any(name in names for name in readable):
+            reason = f"{', '.join(readable)} can be converted"
             raise UserError(f"config.json: architectures is {names!r:.200}; of {kind}, {reason}")
         return table[kind]
     if kind is None:

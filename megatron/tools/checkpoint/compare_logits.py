@@ -7,6 +7,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -16,8 +17,10 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.sharded_tensor import module_tensors
 from megatron.core.tokenizers.simple import NullTokenizer
 from megatron.export.hf import save_hf
+from megatron.export.hf.conversion import placements, to_hf
 from megatron.export.hf.family import complete
 from megatron.export.hf.registry import find_family
+from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG
 from megatron.export.interchange import Interchange
 from megatron.export.native import InterchangeReader
@@ -86,9 +89,10 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
     once."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
+    set_verbosity_error()  # tables of the heads that a folder lacks
     rows, shape = ours.tensors[WORDS].shape[0], (1 if length > 512 else 2, length)
     tokens = torch.randint(rows, shape, generator=torch.Generator().manual_seed(1))
     decoded = cfg.family.peer_inputs(tokens)
@@ -98,7 +102,10 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
         if config["model_type"] not in transformers.CONFIG_MAPPING:  # model types defined by the folder's remote code
             kind = getattr(transformers, find_family(config).architecture)
             more["config"] = kind.config_class.from_dict({**config, "model_type": kind.config_class.model_type})
-        theirs = kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **more)
+        theirs, report = kind.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **more
+        )
+        _fill_missing(theirs, report["missing_keys"], config, ours)
         expected = theirs.eval()(tokens, **decoded).logits.float()
         del theirs
         found = our_logits(ours, cfg, tokens)
@@ -114,6 +121,16 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
         f" token {agree:.1%}"
     )
     return int(verdict == "DIFFERENT")
+
+
+def _fill_missing(theirs: torch.nn.Module, names: Collection[str], config: Table, ours: Interchange) -> None:
+    """Copy the weights ``names``, which the HF folder lacks, from ``ours``: both models begin them at random."""
+    if names:
+        settings = complete({**ours.settings, "vocab_size": ours.tensors[WORDS].shape[0]})
+        weights = to_hf(placements(find_family(config), settings), ours.tensors)
+        state = theirs.state_dict()
+        for name in weights.keys() & set(names):
+            state[name].copy_(weights[name].read())
 
 
 def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) -> torch.Tensor:

@@ -227,6 +227,8 @@ def test_another_architecture_and_an_unknown_family_list_those_that_there_are(tm
         ({"model_type": "mamba"}, ("'mamba'", "llama, ", "qwen3_moe")),
         ({"model_type": None, "architectures": ["X"]}, ("None", "llama")),
         ({"architectures": ["LlamaForSequenceClassification"]}, ("LlamaForSequenceClassification", "LlamaForCausalLM")),
+        ({"model_type": "bert", "architectures": ["BertForTokenClassification"]},
+         ("BertForTokenC", "BertForPreTraining, BertForMaskedLM, BertModel, BertForNextSentencePrediction")),
         ({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_size": 64}, ("[53, 64]",)),
     ):
         refused(write(tmp_path / "a", weights, {**CONFIG, **change}), *words)

@@ -1,8 +1,9 @@
 """BERT (``BertForPreTraining``): every norm follows a residual sum. So the local norm before a branch is the HF
 norm after the previous branch, and the normed stream is the residual (--apply-residual-connection-post-layernorm).
 
-Files of ``BertForMaskedLM`` may lack the head for the order of two pieces of text, which then begins at random values.
-A model trained without that head is one of these with a single kind of token, whose embedding is zero.
+Folders may lack heads: ``BertModel`` the masked-language-model head and the head for the order of two texts, and the
+pooler without ``add_pooling_layer``. Omitted heads begin at random values. A model trained without the order of texts
+is exported as ``BertForMaskedLM`` with a single token type, whose embedding is zero.
 """
 
 from dataclasses import replace
@@ -86,14 +87,18 @@ OLD_NAMES = {
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
 
+_HEAD = "cls.predictions"
+PREDICTIONS = (_HEAD, f"{_HEAD}.transform.dense", f"{_HEAD}.transform.LayerNorm", f"{_HEAD}.decoder")
+HEADS = (("bert.pooler.dense",), ("cls.seq_relationship",), PREDICTIONS)
+
 BERT = Family(
-    "bert", "BertForPreTraining", models="BERT; `BertForMaskedLM` is read too",
+    "bert", "BertForPreTraining", models="BERT",
     limits=("models that decode",),
     config=(*COMMON, has_pairs("BertForMaskedLM"), Fixed({"apply_residual_connection_post_layernorm": True})),
     weights={**WEIGHTS, **POST_NORMS},
     unused=(r"bert\.embeddings\.position_ids",),
-    base="bert.", model_family="bert", also_read=("BertForMaskedLM",), aliases=OLD_NAMES,
-    optional=("bert.pooler.dense", "cls.seq_relationship"), blank=one_token_type,
+    base="bert.", model_family="bert", also_read=("BertForMaskedLM", "BertModel", "BertForNextSentencePrediction"),
+    aliases=OLD_NAMES, heads=HEADS, blank=one_token_type,
 )  # fmt: skip
 MEGATRON_BERT = replace(
     BERT,
@@ -101,7 +106,7 @@ MEGATRON_BERT = replace(
     architecture="MegatronBertForPreTraining",
     models="Megatron-LM's BERT",
     config=(*COMMON, has_pairs("MegatronBertForMaskedLM")),
-    also_read=("MegatronBertForMaskedLM",),
+    also_read=("MegatronBertForMaskedLM", "MegatronBertModel", "MegatronBertForNextSentencePrediction"),
     weights={
         **WEIGHTS,
         f"{OURS}.input_layernorm": f"{LAYER}.attention.ln",

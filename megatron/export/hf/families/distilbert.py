@@ -38,5 +38,6 @@ DISTILBERT = Family(
         "output_layer": "vocab_projector",
     },
     unused=(r"distilbert\.embeddings\.position_ids",),
-    base="distilbert.", model_family="bert",
+    base="distilbert.", model_family="bert", also_read=("DistilBertModel",),
+    heads=(("vocab_transform", "vocab_layer_norm", "vocab_projector"),),
 )  # fmt: skip

@@ -85,5 +85,5 @@ MODERNBERT = Family(
         "encoder.final_layernorm": "model.final_norm",
         "lm_head.dense": "head.dense", "lm_head.layer_norm": "head.norm", "output_layer": "decoder",
     },
-    model_family="bert",
+    model_family="bert", also_read=("ModernBertModel",), heads=(("head.dense", "head.norm", "decoder"),),
 )  # fmt: skip
