@@ -240,16 +240,29 @@ def test_indices_with_a_partial_sample_are_taken_from_the_cache(tmp_path, monkey
     assert len(dataset(path, None, Split.valid, 15, **options)) == len(first)
 
 
-def test_a_data_file_replaced_under_a_live_cache_is_noticed(tmp_path):
-    path = write(tmp_path / "data", corpus(seed=0))
-    dataset(path, 5)
-    replaced = corpus(seed=0)
-    replaced[0], replaced[1] = replaced[1], replaced[0]
-    write(path, replaced)
-    data = dataset(path, 5)
-    text = shuffled_text(data, replaced)
-    start = int(data.shuffle_index[0]) * 16
-    np.testing.assert_array_equal(data[0]["tokens"], text[start : start + 16])
+@pytest.mark.parametrize("change", ["documents of other lengths", "tokens only", "an older file"])
+def test_samples_after_a_replaced_data_file_equal_those_without_a_cache(tmp_path, change):
+    """The files keep their sizes: document lengths or tokens differ."""
+    documents = corpus(seed=0)
+    path = write(tmp_path / "data", documents)
+    dataset(path, 50)
+    if change == "tokens only":
+        documents = [[*(token % 999 + 1 for token in document[:-1]), EOD] for document in documents]
+    else:
+        documents[0], documents[1] = documents[1], documents[0]
+    sizes = [os.path.getsize(f"{path}.{end}") for end in ("bin", "idx")]
+    write(path, documents)
+    assert [os.path.getsize(f"{path}.{end}") for end in ("bin", "idx")] == sizes
+    if change == "an older file":  # as a copy with --preserve or an unpacked archive
+        for end in ("bin", "idx"):
+            os.utime(f"{path}.{end}", (1e9, 1e9))
+    data, uncached = dataset(path, 50), dataset(write(tmp_path / "other", documents), 50)
+    assert len(data) == len(uncached) >= 41
+    for index in range(len(data)):
+        np.testing.assert_array_equal(data[index]["tokens"], uncached[index]["tokens"], f"sample {index}")
+    text = shuffled_text(data, documents)
+    starts = data.shuffle_index.astype(np.int64) * 16
+    assert all(data[i]["tokens"].tolist() == text[start : start + 16].tolist() for i, start in enumerate(starts))
 
 
 def test_an_unwritable_cache_folder_only_costs_time(tmp_path, caplog):

@@ -399,6 +399,29 @@ def test_the_map_is_cached_by_what_it_depends_on(tmp_path, monkeypatch):
         files = grown
 
 
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_masked_samples_after_a_replaced_data_file_equal_those_without_a_cache(tmp_path, kind):
+    """The files keep their sizes: documents with equal numbers of sentences change places."""
+    documents, options = corpus(), {"sequence_length": 20}  # documents give several samples
+    prefix = write(tmp_path / "data", documents)
+    train(kind, prefix, 100, **options)
+    by_count = {}
+    for document in documents:
+        by_count.setdefault(len(document), []).append(document)
+    documents = [by_count[len(document)].pop() for document in documents]
+    sizes = [Path(f"{prefix}.{end}").stat().st_size for end in ("bin", "idx")]
+    write(prefix, documents)
+    assert [Path(f"{prefix}.{end}").stat().st_size for end in ("bin", "idx")] == sizes
+    uncached = train(kind, write(tmp_path / "other", documents), 100, **options)
+    data = train(kind, prefix, 100, **options)
+    assert len(data) == len(uncached) >= 100
+    for index in range(len(data)):
+        sample, expected = data[index], uncached[index]
+        assert sample.keys() == expected.keys()
+        for key, value in expected.items():
+            np.testing.assert_array_equal(sample[key], value, f"{key} of sample {index}")
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "columns", "description"])
 def test_a_damaged_map_is_built_again(tmp_path, damage):
     prefix = write(tmp_path / "data", corpus())
