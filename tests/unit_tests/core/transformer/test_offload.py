@@ -179,6 +179,27 @@ def test_parameters_changed_tensors_and_parts_of_large_tensors_stay_or_are_copie
     assert all(map(torch.equal, *found))
 
 
+def test_a_tensor_changed_in_place_between_two_saves_is_stored_twice():
+    """Autograd does not check versions of tensors with hooks. Later groups release the device memory of both saves."""
+    config = RecomputeConfig(**ON, offload_modules=["attn_norm"])
+    policy, stack, module = offload_policy(config, "attn_norm"), ActivationOffload(config), nn.Linear(6, 6)
+    x = torch.arange(24.0).view(4, 6).requires_grad_()
+    buffer = torch.arange(24.0).view(4, 6).flip(0) + 0.5
+    first = buffer.clone()
+    with offloading(stack) as record:
+        with policy(module):
+            output = (x * buffer).sum()
+        buffer.mul_(3.0)
+        with policy(module):
+            output = output + (x * buffer).sum()
+        for _ in range(IN_FLIGHT + 1):
+            with policy(module):
+                output = output + (x * torch.ones(4, 6)).sum()
+    record.load_after(output)
+    output.backward()
+    assert torch.equal(x.grad, first + 3 * first + IN_FLIGHT + 1)
+
+
 def _schedule(rank, world_size, flags):
     groups = parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     model = build(groups, {}, **NETWORK, **flags)
