@@ -28,10 +28,10 @@ EXPERT_LAYOUTS = {
 }
 
 
-def run(pool, world_size, dataset, save, flags):
+def run(pool, world_size, dataset, save, flags, fp64=True):
     """Statistics by iteration and name."""
     argv = ["--data-path", str(dataset), "--split", "80,10,10", "--save", str(save), *INTERVAL, *flags]
-    for code, errors in pool.run(train_with_errors, world_size, argv, True):
+    for code, errors in pool.run(train_with_errors, world_size, argv, fp64):
         assert code == 0, errors
     records = [record for record in read_records(save / "metrics.jsonl") if record["kind"] == "train"]
     return {record["iteration"]: record.get("statistics", {}) for record in records}
@@ -58,19 +58,32 @@ def test_layer_statistics_match_single_rank(gloo_pool, dataset, tmp_path, flags,
                 assert value == pytest.approx(expected[iteration][key], rel=1e-9), (name, iteration, key)
 
 
-def test_layer_norms_add_up_to_the_norms_of_the_model(gloo_pool, dataset, tmp_path):
-    found = run(gloo_pool, 2, dataset, tmp_path, [*DENSE, *SHARDED, "--log-params-norm"])
+PRECISIONS = {
+    "fp64": ([], True, 1e-9),
+    "fp16": (["--fp16", "--loss-scale", "512"], False, 1e-5),
+    "fp16 with a changing scale": (["--fp16", "--initial-loss-scale", "4096", "--loss-scale-window", "1"], False, 1e-5),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_layer_norms_add_up_to_the_norms_of_the_model(gloo_pool, dataset, tmp_path, precision):
+    flags, fp64, tolerance = PRECISIONS[precision]
+    found = run(gloo_pool, 2, dataset, tmp_path, [*DENSE, *SHARDED, "--log-params-norm", *flags], fp64)
     record = read_records(tmp_path / "metrics.jsonl")[-1]
     for kind, total in ("grad_norm", record["grad_norm"]), ("weight_norm", record["params_norm"]):
         squares = [value**2 for name, value in found[4].items() if name.endswith(f"/{kind}")]
-        assert math.sqrt(sum(squares)) == pytest.approx(total, rel=1e-9)
+        assert math.sqrt(sum(squares)) == pytest.approx(total, rel=tolerance)
 
 
-def test_the_norm_of_an_sgd_update_is_that_of_the_clipped_gradient(gloo_pool, dataset, tmp_path):
-    flags = [*DENSE, "--optimizer", "sgd", "--sgd-momentum", "0", "--weight-decay", "0", "--lr-decay-style", "constant"]
-    found = run(gloo_pool, 1, dataset, tmp_path, [*flags, "--clip-grad", "0", "--lr-warmup-iters", "0"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_norm_of_an_sgd_update_is_that_of_the_unscaled_gradient(gloo_pool, dataset, tmp_path, precision):
+    flags, fp64, tolerance = PRECISIONS[precision]
+    flags = [*DENSE, "--optimizer", "sgd", "--sgd-momentum", "0", "--weight-decay", "0", *flags]
+    flags += ["--lr-decay-style", "constant", "--clip-grad", "0", "--lr-warmup-iters", "0"]
+    found = run(gloo_pool, 1, dataset, tmp_path, flags, fp64)
     for label in ("layer 1", "layer 2", "embedding.word_embeddings"):
-        assert found[2][f"{label}/update_norm"] == pytest.approx(1e-2 * found[2][f"{label}/grad_norm"], rel=1e-9)
+        update, gradient = found[2][f"{label}/update_norm"], found[2][f"{label}/grad_norm"]
+        assert update == pytest.approx(1e-2 * gradient, rel=max(tolerance, 1e-9))
 
 
 @pytest.mark.parametrize(
