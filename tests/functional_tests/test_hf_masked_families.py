@@ -22,6 +22,8 @@ transformers = pytest.importorskip("transformers", reason="pip install transform
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from megatron.core.config.errors import UserError  # noqa: E402
+from megatron.core.models.t5.t5_model import T5Model  # noqa: E402
+from megatron.core.sharding.lazy_tensor import LazyTensor  # noqa: E402
 from megatron.export.hf import load_hf, save_hf  # noqa: E402
 from megatron.tools.checkpoint import convert, verify  # noqa: E402
 
@@ -228,16 +230,32 @@ def test_a_bert_trained_without_pairs_is_the_masked_model_there(name, tmp_path):
         load_hf(tmp_path / "theirs")
 
 
-def test_a_t5_without_an_output_layer_in_its_files_begins_with_the_embedding(tmp_path):
-    """``transformers`` 5 ties a fresh T5 1.1 and does not scale it."""
-    settings = {**FAMILIES["t5-v1.1"].settings, "vocab_size": VOCAB, "decoder_start_token_id": 0}
-    transformers.T5ForConditionalGeneration(transformers.T5Config(**settings)).save_pretrained(tmp_path / "theirs")
-    if "lm_head.weight" in load_file(tmp_path / "theirs" / "model.safetensors"):
-        pytest.skip("this version does not tie it")
+@pytest.mark.parametrize("name", ["t5-v1.1", "mt5", "mt5-relu"])
+def test_a_t5_without_an_output_layer_in_its_files_begins_with_the_embedding(name, tmp_path):
+    """``transformers`` 5 ties a fresh T5 1.1 or mT5, does not scale it, and writes no output layer."""
+    kind = getattr(transformers, FAMILIES[name].architecture)
+    settings = {**FAMILIES[name].settings, "vocab_size": VOCAB, "decoder_start_token_id": 0}
+    kind(kind.config_class(**settings)).save_pretrained(tmp_path / "theirs")
     model = load_hf(tmp_path / "theirs")
     assert any("begins as a copy of shared.weight" in note for note in model.notes)
     words = model.tensors["model.embedding.word_embeddings.weight"].read()
     assert torch.equal(model.tensors["model.lm_head.output_layer.weight"].read(), words)
+    save_hf(model, tmp_path / "again")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "again"))
+    assert before.keys() == after.keys() and all(torch.equal(value, after[key]) for key, value in before.items())
+    model.tensors["model.lm_head.output_layer.weight"] = LazyTensor.of(words + 1)
+    save_hf(model, tmp_path / "trained")
+    trained = load_file(tmp_path / "trained" / "model.safetensors")
+    assert torch.equal(trained["lm_head.weight"], words + 1) and trained.keys() - before.keys() == {"lm_head.weight"}
+
+
+def test_comparison_with_transformers_sees_swapped_inputs_of_encoder_and_decoder(tmp_path, monkeypatch):
+    build(FAMILIES["t5"]).save_pretrained(tmp_path / "theirs")
+    line = ["--loader", "hf", "--saver", "safetensors", "--load-dir", str(tmp_path / "theirs"), "--save-dir"]
+    assert convert.main([*line, str(tmp_path / "right")]) == 0
+    forward = T5Model.forward
+    monkeypatch.setattr(T5Model, "forward", lambda model, first, second, mask: forward(model, second, first, mask))
+    assert convert.main([*line, str(tmp_path / "swapped")]) == 1
 
 
 def test_a_t5_with_a_bias_behind_its_shared_output_layer_has_no_family(tmp_path):

@@ -117,7 +117,7 @@ class ModelFamily:
     """(trained model, prompts, maximum number of new tokens, sampling) -> text of each prompt, in order, that
     ``tools/generate.py`` prints."""
     logits: Callable[[nn.Module, Settings, Tensor], Tensor] | None = None
-    """(model, settings, tokens int64 [b, s]) -> logits [b, s, v]; the tokens are also the input of a decoder."""
+    """(model, settings, tokens int64 [b, s]) -> logits [b, s, v]; ``peer_inputs`` has the input of a decoder."""
     auto_model: str = ""
     """Auto class of ``transformers`` for such models."""
     peer_inputs: Callable[[Tensor], dict[str, Tensor]] = lambda tokens: {}

@@ -11,7 +11,7 @@ import torch
 from megatron.core.config.errors import UserError, counted, listed
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import read_safetensors, read_shards
-from megatron.export.hf.conversion import expected, placements, to_local
+from megatron.export.hf.conversion import expected, placements, same_values, to_local
 from megatron.export.hf.family import Family, complete
 from megatron.export.hf.registry import load_settings
 from megatron.export.hf.side_files import CONFIG, GENERATION, TOKENIZER, side_files
@@ -136,7 +136,7 @@ def _check(
     for name in [each for each in found if each not in wanted]:
         today = _current_name(name, family)
         same = tied.get(name) or copies.get(name) or (today if today != name else None)
-        if same is not None and not _equal(found[name], found.get(same)):
+        if same is not None and not same_values(found[name], found.get(same)):
             fix = "; set tie_word_embeddings in config.json to false" if name in tied else ""
             raise UserError(f"{folder}: {name}: differs from {same}, although it should be its copy{fix}")
         if same is not None or (unused and re.fullmatch(unused, name)):
@@ -148,13 +148,3 @@ def _check(
         said = f"{counted(len(problems), 'problem')}{hint}"
         raise UserError(f"{folder}: weights and config.json do not fit ({said}): {listed(problems, '; ')}")
     return left_out
-
-
-def _equal(one: LazyTensor, other: LazyTensor | None) -> bool:
-    """Whether both tensors exist and have equal shapes and values; compares about 4 million elements at a time."""
-    if other is None or one.shape != other.shape:
-        return False
-    step = max(2**22 // max(one.shape[-1], 1), 1)
-    starts = range(0, one.shape[0], step)
-    ends = [min(start + step, one.shape[0]) for start in starts]
-    return all(torch.equal(one.rows(*place), other.rows(*place)) for place in zip(starts, ends))

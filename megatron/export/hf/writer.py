@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import Target
-from megatron.export.hf.conversion import placements, to_hf
+from megatron.export.hf.conversion import placements, same_values, to_hf
 from megatron.export.hf.family import complete
 from megatron.export.hf.registry import family_for
 from megatron.export.hf.side_files import CONFIG, GENERATION, TOKENIZER
@@ -54,6 +54,9 @@ def save(
         raise UserError(f"weights and settings do not fit ({count}): {listed(problems, '; ')}")
     tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_hf(plan, model.tensors).items()}
     tensors |= {name: tensors[same] for name, same in chosen.copies(settings).items()}
+    for name, source in chosen.stand_ins.items():
+        if name in tensors and same_values(tensors[name], tensors[source]):  # transformers omits the copy too
+            del tensors[name]
     kind = dtype or model.tensors[EMBEDDING].dtype
     tensors |= {name: LazyTensor.of(torch.zeros(shape, dtype=kind)) for name, shape in chosen.blank(settings).items()}
     kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]

@@ -136,7 +136,7 @@ def _fill_missing(theirs: torch.nn.Module, names: Collection[str], config: Table
 def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) -> torch.Tensor:
     """Build this project's model in fp32 without dropout, load ``weights`` and return fp32 logits [b, s, vocabulary].
 
-    T5 receives ``tokens`` [b, s] as encoder and decoder input."""
+    T5's encoder receives ``tokens`` [b, s], its decoder the tokens of ``peer_inputs``."""
     rows = weights.tensors[WORDS].shape[0]
     plain = cfg.with_settings(bf16=False, fp16=False, attention_dropout=0.0, hidden_dropout=0.0)
     model = task_class(cfg.model_family)(plain, NullTokenizer(rows)).model_provider().eval()

@@ -18,6 +18,8 @@ from megatron.core.models.t5 import description, rules
 from megatron.core.models.t5.config import EncoderDecoderConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron.core.inference.sampling import Sampling
 
 
@@ -76,6 +78,12 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
         yield f"{prompt}\n-> {tokenizer.detokenize(list(tokens))}"
 
 
+def decoder_tokens(tokens: Tensor) -> Tensor:
+    """Return the decoder's input for encoder ``tokens`` [b, s] in comparisons: reversed, since equal inputs would hide
+    swapped stacks."""
+    return tokens.flip(-1)
+
+
 FAMILY = ModelFamily(
     name="t5",
     programs=(Program("t5", "T5"),),
@@ -95,7 +103,10 @@ FAMILY = ModelFamily(
     is_causal=False,
     tool="tools/generate.py",
     generate=generate,
-    logits=lambda model, cfg, tokens: model(tokens, tokens, tokens.new_ones(tokens.shape)),
+    logits=lambda model, cfg, tokens: model(tokens, decoder_tokens(tokens), tokens.new_ones(tokens.shape)),
     auto_model="AutoModelForSeq2SeqLM",
-    peer_inputs=lambda tokens: {"decoder_input_ids": tokens, "attention_mask": tokens.new_ones(tokens.shape)},
+    peer_inputs=lambda tokens: {
+        "decoder_input_ids": decoder_tokens(tokens),
+        "attention_mask": tokens.new_ones(tokens.shape),
+    },
 )
