@@ -4,9 +4,11 @@ training, prefill and decoding, and for contiguous and paged keys.
     out = softmax(softcap(scale q K^T), over the visible keys of the token's sequence and the sink) V
 
 Each sequence's keys are read in blocks of fixed size that count from position 0, in ascending order, with an online
-softmax; a block without visible keys changes no bit. There is no split over keys: decoding one long sequence uses as
-many programs as there are key/value heads. Queries of a sequence may be any consecutive positions. Products and sums
-that a compiler could fuse are written as fused, so that blocks with and without a mask have the same roundings.
+softmax. A block without visible keys changes no bit: sums are rescaled by 2^(old - new exponent), which is exactly 1
+where the maximum stays (computed as 2^(x unit - round(x unit)) it is not: rows would depend on the tile's other rows).
+There is no split over keys: decoding one long sequence uses as many programs as there are key/value heads. Queries of a
+sequence may be any consecutive positions. Products and sums that a compiler could fuse are written as fused, so that
+blocks with and without a mask have the same roundings.
 
 Legend: n query rows, m key rows, a query heads, g key/value heads, p query heads per group, d and e head dims of keys
 and values.
@@ -127,12 +129,12 @@ if triton is not None:
     @triton.jit
     def _attend_blocks(
         q, keys, values, key_rows, first_key, group, position, begin, end, stop, left, scale, cap, unit,
-        key_m, key_g, value_m, value_g, largest, total, out,
+        key_m, key_g, value_m, value_g, shift, total, out,
         KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr,
         MASKED: tl.constexpr, CONSECUTIVE: tl.constexpr,
     ):  # fmt: skip
-        """Add the blocks of keys [begin, end) to maximum, sum of exponentials and output of the rows. MASKED: some rows
-        do not see all keys."""
+        """Add the blocks of keys [begin, end) to the largest exponent of 2 of the rows (``shift``), the sum of their
+        exponentials and the output, both relative to it. MASKED: some rows do not see all keys."""
         channel = tl.arange(0, PADDED)
         for start in range(begin, end, KEYS):
             place = start + tl.arange(0, KEYS)
@@ -155,25 +157,26 @@ if triton is not None:
             if MASKED:
                 distance = position[:, None] - place[None, :]
                 scores = tl.where((distance >= 0) & (distance <= left), scores, float("-inf"))
-            following = tl.maximum(largest, tl.max(scores, 1))
-            shift = tl.maximum(following, -3.0e38) * unit  # no key yet: -inf - -inf would be NaN
-            weights = tl.math.exp2(tl.fma(scores, tl.zeros_like(scores) + unit, tl.zeros_like(scores) - shift[:, None]))
-            shrink = tl.math.exp2(tl.fma(largest, tl.zeros_like(largest) + unit, -shift))
+            following = tl.maximum(shift, tl.max(scores, 1) * unit)
+            weights = tl.math.exp2(
+                tl.fma(scores, tl.zeros_like(scores) + unit, tl.zeros_like(scores) - following[:, None])
+            )
+            shrink = tl.math.exp2(shift - following)
             out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
             total = tl.fma(total, shrink, tl.sum(weights, 1))
-            largest = following
-        return largest, total, out
+            shift = following
+        return shift, total, out
 
     @triton.jit
     def _attention_kernel(
-        query, keys, values, key_rows, blocks, sinks, outs, lses, scale, cap, unit, natural, left,
+        query, keys, values, key_rows, blocks, sinks, outs, lses, scale, cap, unit, left,
         query_n, query_a, key_m, key_g, value_m, value_g, heads,
         HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
         PADDED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, CONSECUTIVE: tl.constexpr,
     ):  # fmt: skip
         """Attend the HEADS heads of one group, for the tokens of one of ``blocks`` [., 4] (row, count, position, first
-        key), with a count of at most ROWS // HEADS. Writes outs [n, a, E] and lses [n, a] fp32. ``unit`` and
-        ``natural`` times a score are the exponents of 2 and e."""
+        key), with a count of at most ROWS // HEADS. Writes outs [n, a, E] and lses [n, a] fp32. ``unit`` times a score
+        is an exponent of 2."""
         # the last blocks of a sequence have the most keys: they start first
         block, group = blocks + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4, tl.program_id(1)
         first_row, count = tl.load(block), tl.load(block + 1)
@@ -185,10 +188,11 @@ if triton is not None:
         row = first_row + token
         at_query = query + row[:, None] * query_n + head[:, None] * query_a + channel[None, :]
         q = tl.load(at_query, mask=inside[:, None] & (channel < D)[None, :], other=0.0)
-        largest = tl.full((ROWS,), float("-inf"), tl.float32)
+        shift = tl.full((ROWS,), -1.0e30, tl.float32)  # no key yet; finite, since -inf - -inf would be NaN
         total = tl.zeros((ROWS,), tl.float32)
         if SINK:
-            largest = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) / natural
+            sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32)
+            shift = tl.fma(sink, tl.zeros_like(sink) + 1.4426950408889634, tl.zeros_like(sink))
             total += 1.0
         out = tl.zeros((ROWS, PADDED), tl.float32)
         stop = first + count.to(tl.int32)
@@ -196,22 +200,22 @@ if triton is not None:
         begin = tl.maximum(first - left, 0) // KEYS * KEYS
         low = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(stop - 1 - left, 0), KEYS) * KEYS, begin), stop)
         high = tl.maximum((first + 1) // KEYS * KEYS, low)
-        largest, total, out = _attend_blocks(
+        shift, total, out = _attend_blocks(
             q, keys, values, key_rows, first_key, group, position, begin, low, stop, left, scale, cap, unit,
-            key_m, key_g, value_m, value_g, largest, total, out, KEYS, D, E, PADDED, CAPPED, True, CONSECUTIVE,
+            key_m, key_g, value_m, value_g, shift, total, out, KEYS, D, E, PADDED, CAPPED, True, CONSECUTIVE,
         )  # fmt: skip
-        largest, total, out = _attend_blocks(
+        shift, total, out = _attend_blocks(
             q, keys, values, key_rows, first_key, group, position, low, high, stop, left, scale, cap, unit,
-            key_m, key_g, value_m, value_g, largest, total, out, KEYS, D, E, PADDED, CAPPED, False, CONSECUTIVE,
+            key_m, key_g, value_m, value_g, shift, total, out, KEYS, D, E, PADDED, CAPPED, False, CONSECUTIVE,
         )  # fmt: skip
-        largest, total, out = _attend_blocks(
+        shift, total, out = _attend_blocks(
             q, keys, values, key_rows, first_key, group, position, high, stop, stop, left, scale, cap, unit,
-            key_m, key_g, value_m, value_g, largest, total, out, KEYS, D, E, PADDED, CAPPED, True, CONSECUTIVE,
+            key_m, key_g, value_m, value_g, shift, total, out, KEYS, D, E, PADDED, CAPPED, True, CONSECUTIVE,
         )  # fmt: skip
         at_out = outs + (row * heads + head)[:, None] * E + channel[None, :]
         result = (out / total[:, None]).to(outs.dtype.element_ty)
         tl.store(at_out, result, mask=inside[:, None] & (channel < E)[None, :])
-        lse = tl.fma(largest, tl.zeros_like(largest) + natural, tl.log(total))
+        lse = tl.fma(shift, tl.zeros_like(shift) + 0.6931471805599453, tl.log(total))
         tl.store(lses + row * heads + head, lse, mask=inside)
 
 
@@ -240,10 +244,10 @@ def attention_triton(
     outs = query.new_zeros((num, heads, out_width))
     lses = torch.zeros((num, heads), dtype=torch.float32, device=query.device)
     capped = scores.soft_cap is not None
-    natural = 1.0 if capped else scores.scale
+    unit = (1.0 if capped else scores.scale) / math.log(2)
     _attention_kernel[(len(blocks), groups)](
         query, keys, values, key_rows, blocks, scores.sink, outs, lses, scores.scale, scores.soft_cap or 1.0,
-        natural / math.log(2), natural, _UNLIMITED if scores.left is None else scores.left,
+        unit, _UNLIMITED if scores.left is None else scores.left,
         *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2], heads,
         HEADS=per_group, ROWS=rows, KEYS=_KEYS, D=width, E=out_width, PADDED=padded, CAPPED=capped,
         SINK=scores.sink is not None, CONSECUTIVE=key_rows is None, num_warps=8 if wide else 4, num_stages=3,

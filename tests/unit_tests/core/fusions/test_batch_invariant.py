@@ -1,6 +1,7 @@
 """Batch-invariant product and attention equal their definitions, and an element's bits do not depend on the shape."""
 
 import contextlib
+import random
 
 import pytest
 import torch
@@ -137,20 +138,58 @@ def test_prefill_decoding_and_pages_give_the_same_bits(kind, scores):
     assert same(kind, found[0], out[:, 3:5]) and same(kind, found[1], lse[:, 3:5])
 
 
+CHUNKED = {
+    "full": Scores(0.1), "window": Scores(0.1, left=200), "cap and window": Scores(0.9, left=130, soft_cap=1.5),
+    "sink and window": Scores(0.1, left=70, sink=torch.linspace(-2, 3, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scores", CHUNKED.values(), ids=CHUNKED)
+def test_plain_attention_has_the_same_bits_for_every_chunking(scores):
+    for seed in range(3):
+        check_chunkings(attention.attention_plain, scores, seed, normal(seed, 300, 16, torch.float32, "cpu"))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("scores", [Scores(0.1), Scores(0.1, left=200), Scores(0.1, soft_cap=1.5)])
-def test_long_attention_has_the_bits_of_decoding(scores):
-    """Tiles of 128 rows and blocks without a mask against single queries."""
-    length = 1500
-    query, keys, values = (torch.randn(length, n, 128).cuda().bfloat16() for n in (8, 2, 2))
-    key_rows = torch.arange(length).cuda()
-    out, lse = attention.attention_triton(query, keys, values, None, [Span(0, length, 0, 0)], scores)
-    for first, count in ((0, 1), (63, 1), (64, 1), (700, 5), (1000, 130), (1499, 1)):
+@pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 128), (torch.float16, 64)])
+@pytest.mark.parametrize("scores", CHUNKED.values(), ids=CHUNKED)
+def test_attention_has_the_same_bits_for_every_chunking(scores, dtype, width):
+    scores = scores._replace(sink=None if scores.sink is None else scores.sink.cuda())
+    for seed in range(200):
+        check_chunkings(attention.attention_triton, scores, seed, normal(seed, 1500, width, dtype, "cuda"))
+
+
+def check_chunkings(attend, scores, seed, inputs):
+    """Compare outputs and log-sum-exps of random chunks at random offsets, of single tokens, and of all chunks as one
+    batch in random order, with those of the full sequence."""
+    query, keys, values = inputs
+    length = len(query)
+    expected = attend(query, keys, values, None, [Span(0, length, 0, 0)], scores)
+    key_rows = torch.arange(length, device=query.device)
+    chunks = random_chunks(seed, length)
+    for first, count in [*chunks[:3], (seed * 7 % length, 1)]:
         rows = slice(first, first + count)
-        found = attention.attention_triton(query[rows], keys, values, key_rows, [Span(0, count, first, 0)], scores)
-        assert torch.equal(found[0], out[rows])
-        # the backward pass alone reads it, and has no fixed order
-        torch.testing.assert_close(found[1], lse[rows], rtol=1e-6, atol=1e-6)
+        chunk = attend(query[rows], keys, values, key_rows, [Span(0, count, first, 0)], scores)
+        assert all(torch.equal(x, y[rows]) for x, y in zip(chunk, expected)), f"seed {seed}: {count} from {first}"
+    batch = attend(query, keys, values, key_rows, [Span(first, count, first, 0) for first, count in chunks], scores)
+    assert all(torch.equal(x, y) for x, y in zip(batch, expected)), f"seed {seed}: {chunks}"
+
+
+def normal(seed, length, width, dtype, device):
+    """Return queries of 8 heads, keys and values of 2 groups."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return [torch.randn(length, heads, width, device=device, generator=generator).to(dtype) for heads in (8, 2, 2)]
+
+
+def random_chunks(seed, length):
+    """Return (first, count) that cover ``length``, in random order, with counts of all magnitudes up to 1,024."""
+    numbers, first, chunks = random.Random(seed), 0, []
+    while first < length:
+        count = min(length - first, int(2 ** numbers.uniform(0, 10.01)))
+        chunks.append((first, count))
+        first += count
+    numbers.shuffle(chunks)
+    return chunks
 
 
 def definition(query, keys, values, scores):
