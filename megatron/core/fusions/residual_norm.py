@@ -10,9 +10,10 @@ for weights that are stored minus one (apply_layernorm_1p). Forward saves s, and
 gradients are summed in two stages (rows of a program, then programs) in a fixed order: same bits every run.
 
 With delayed fp8 scales forward can write the fp8 copy of y in place of y, for the only linear layer that reads it: one
-byte per element instead of two bytes that a cast reads again. Values are rounded to the weight's dtype first, so that
-bytes equal a separate cast. A program has full rows: the layer makes the transposed copy from the fp8 one, which is
-still in the cache.
+byte per element instead of two bytes that a cast reads again. Values are rounded to the weight's dtype first, as for a
+separate cast; the compiler may add a row's squares in another order than in the kernel without a cast, so that about
+ten in a million bytes and gradients differ by one rounding (on an H200). A program has full rows: the layer makes the
+transposed copy from the fp8 one, which is still in the cache.
 
 Legend: t rows (all leading dims), h normalized dim.
 """

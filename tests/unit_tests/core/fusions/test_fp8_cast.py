@@ -88,7 +88,8 @@ def check_per_tensor(x, dtype, to):
     assert_same(copies.columns, reference.per_tensor(x.double().T, to), dtype)
     factor, noted = torch.tensor([3.7], device=x.device), fp8_cast.new_amax(x.device)
     copies = cast_tensor(x, dtype, Scale(factor, 1 / factor), columns=True, noted=noted)
-    assert noted.max() == parts.view(torch.int32).max()
+    # not the bits of NaN, which a GPU may change
+    assert torch.equal(*(bits.max().view(torch.float32).nan_to_num(7.0) for bits in (noted, parts.view(torch.int32))))
     assert_same(copies.rows, reference.per_tensor(x.double(), to, factor.double()), dtype)
     assert_same(copies.columns, reference.per_tensor(x.double().T, to, factor.double()), dtype)
 

@@ -32,8 +32,8 @@ def same_casts(monkeypatch):
 
 def run(shape, traits, stream_dtype, *, adds, target):
     """(stream, normalized values, gradients)."""
-    x, branch, grad, skip = (filled(*shape, dtype=torch.bfloat16, seed=seed).to(DEVICE) for seed in range(4))
-    weight, bias = (filled(shape[-1], dtype=torch.bfloat16, seed=seed).to(DEVICE) for seed in (4, 5))
+    x, branch, grad, skip = (filled(*shape, dtype=torch.bfloat16, seed=seed, device=DEVICE) for seed in range(4))
+    weight, bias = (filled(shape[-1], dtype=torch.bfloat16, seed=seed, device=DEVICE) for seed in (4, 5))
     leaves = [x.to(stream_dtype, copy=True), branch.clone(), weight, bias]
     for leaf in leaves:
         leaf.requires_grad_()
@@ -44,8 +44,8 @@ def run(shape, traits, stream_dtype, *, adds, target):
 
 
 def check(shape, traits, stream_dtype, *, adds):
-    """A compiler may contract operations differently in the two variants of the kernel: a few rounded ties differ on a
-    GPU, none in the interpreter."""
+    """On a GPU the two variants of the kernel may add a row's squares in another order: the last bit of its inverse
+    deviation, and so a few rounded values, differ. In the interpreter none does."""
     factor = torch.tensor([48.0], device=DEVICE)
     target = CastTarget(E4M3, Scale(factor, 1 / factor), fp8_cast.new_amax(factor.device))
     stream, values, gradients = run(shape, traits, stream_dtype, adds=adds, target=None)
@@ -59,8 +59,14 @@ def check(shape, traits, stream_dtype, *, adds):
     assert different <= (0.001 if DEVICE == "cuda" else 0)
     largest = target.noted.view(torch.float32).max().item()
     assert largest == pytest.approx(values.abs().max().item(), rel=0.01 if DEVICE == "cuda" else 0)
-    for one, other in zip([cast_stream, *cast_gradients], [stream, *gradients], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert torch.equal(cast_stream, stream)
+    for one, other in zip(cast_gradients, gradients, strict=True):
+        if DEVICE == "cpu":
+            assert torch.equal(one, other)
+            continue
+        rounding = torch.finfo(one.dtype).eps
+        assert (one - other).abs().max() <= 4 * rounding * other.abs().max()
+        assert one.element_size() == 4 or (one != other).float().mean() <= 0.001
 
 
 @pytest.mark.parametrize("shape, traits, stream_dtype, adds", [
@@ -196,9 +202,7 @@ def test_layers_train_as_with_separate_casts(settings, monkeypatch):
     )  # fmt: skip
     if DEVICE == "cpu":  # kernels in the interpreter
         monkeypatch.setattr(ByDevice, "__call__", lambda self, x, *inputs: self.kernel(x, *inputs))
-        monkeypatch.setattr(
-            Branch, "_cast", lambda self, x: cast(self, SimpleNamespace(is_cuda=True, device=x.device))
-        )
+        monkeypatch.setattr(Branch, "_cast", lambda self, x: cast(self, SimpleNamespace(is_cuda=True, device=x.device)))
     results, casts_made = [], []
     for casts in (False, True):
         model = build(**settings).to(DEVICE)
@@ -213,4 +217,3 @@ def test_layers_train_as_with_separate_casts(settings, monkeypatch):
     for one, other in zip(found, expected, strict=True):
         largest = other.abs().max().item()
         torch.testing.assert_close(one, other, rtol=0, atol=0.02 * largest if DEVICE == "cuda" else 0)
-
