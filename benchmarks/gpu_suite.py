@@ -1,6 +1,7 @@
 """Run all GPU benchmarks, the most important first, within a budget of seconds; write each result at once.
 
     python benchmarks/gpu_suite.py --budget 1700                  # what this machine has the GPUs and the time for
+    python benchmarks/gpu_suite.py --only tests                   # every GPU test, in parts
     python benchmarks/gpu_suite.py --only tests row:one row:one+te --budget 570
     python benchmarks/gpu_suite.py --min-gpus 4 --budget 570      # only what needs four GPUs
     python benchmarks/gpu_suite.py --list
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COPY_ENGINES = (
     "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "benchmarks/bench_copy_engines.py",
 )  # fmt: skip
-OUTPUT_TAIL = 6000
+OUTPUT_TAIL = 20000
 KEPT_MARGIN = 5.0
 """Seconds of the budget that remain for writing."""
 
@@ -67,11 +68,22 @@ def bench_item(name: str, seconds: int, *flags: str, gpus: int = 1) -> Item:
     return Item((f"benchmarks/bench_{name}.py", *flags, "--output", f"{{out}}/{name}.json"), seconds, gpus)
 
 
+def test_item(seconds: int, processes: int, folders: Sequence[str], without: Sequence[str] = ()) -> Item:
+    """GPU tests of ``folders`` without subfolders, in ``processes``: most of the time is the compilation of kernels."""
+    flags = ("-m", "gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", "-n", str(processes), "--durations=8")
+    return Item(("-m", "pytest", *flags, *folders, *(f"--ignore={folder}" for folder in without)), seconds, limit=240)
+
+
+CORE = "tests/unit_tests/core"
+KERNELS = [f"{CORE}/fusions", f"{CORE}/fp8", f"{CORE}/attention"]
+
+
 def items(repeats: int) -> dict[str, Item]:
     """By name, the most important first."""
-    tests = ("-m", "pytest", "-m", "gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", "tests")
     return {
-        "tests": Item(tests, 200, limit=540),
+        "tests:kernels": test_item(100, 8, KERNELS),
+        "tests:core": test_item(80, 6, [CORE], KERNELS),
+        "tests:rest": test_item(110, 8, ["tests"], [CORE]),
         "ceilings": bench_item("ceilings", 45),
         "row:one": row_item("one", repeats),
         "fusions": bench_item("fusions", 60),
@@ -86,14 +98,18 @@ def items(repeats: int) -> dict[str, Item]:
 
 
 def chosen(names: Sequence[str], repeats: int) -> dict[str, Item]:
-    """The items of ``names`` in that order; also rows and variants that are in no list. ``ValueError`` for others."""
+    """The items of ``names`` in that order; also rows and variants that are in no list, and ``tests`` for all of its
+    parts. ``ValueError`` for others."""
     known = items(repeats)
-    found = {}
+    plan = {}
     for name in names:
-        if name not in known and not name.startswith("row:"):
-            raise ValueError(f"no item {name!r}; there are {', '.join(known)} and row:ROW+VARIANT")
-        found[name] = known.get(name) or row_item(name.removeprefix("row:"), repeats)
-    return found
+        if name == "tests":
+            plan.update({part: item for part, item in known.items() if part.startswith("tests:")})
+        elif name in known or name.startswith("row:"):
+            plan[name] = known.get(name) or row_item(name.removeprefix("row:"), repeats)
+        else:
+            raise ValueError(f"no item {name!r}; there are tests, {', '.join(known)} and row:ROW+VARIANT")
+    return plan
 
 
 def run(item: Item, out: Path, limit: float) -> dict[str, Any]:

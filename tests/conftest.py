@@ -50,6 +50,10 @@ def used_gpu_memory(request):
         pieces = [512] * 2000 + [1 << 16] * 200 + [4 << 20] * 32 + [1 << 26] * 2
         held = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in pieces]
         del held
+        yield
+        torch.cuda.empty_cache()  # other processes test on the same GPU
+    else:
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -74,13 +78,13 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked ``gpu`` skip where there is no CUDA device."""
+    """Skip tests marked ``gpu`` where there is no CUDA device, and ``gpus(n)`` where there are fewer than n."""
     if not any("gpu" in item.keywords for item in items):
         return
     import torch
 
-    if torch.cuda.is_available():
-        return
+    present = torch.cuda.device_count()
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        required = [1] * ("gpu" in item.keywords) + [mark.args[0] for mark in item.iter_markers("gpus")]
+        if present < max(required, default=0):
+            item.add_marker(pytest.mark.skip(reason=f"needs {max(required)} CUDA GPUs, there are {present}"))

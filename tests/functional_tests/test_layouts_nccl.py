@@ -8,7 +8,11 @@ from tests.test_utils.layout_table import TABLE, THROUGH_COPY_ENGINES, row
 from tests.test_utils.layouts import Matrix
 
 STEPS = 4
-LAYOUTS = {f"{row(name).world_size}-gpus-{name}": name for name in TABLE if 1 < row(name).world_size <= 4}
+LAYOUTS = [
+    pytest.param(name, marks=pytest.mark.gpus(row(name).world_size), id=f"{row(name).world_size}-gpus-{name}")
+    for name in TABLE
+    if 1 < row(name).world_size <= 4
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,24 +25,19 @@ def gpu_matrix(nccl_pool):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_equals_one_gpu(gpu_matrix, name):
     check(gpu_matrix, name)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LAYOUTS.values() if name in THROUGH_COPY_ENGINES])
+@pytest.mark.parametrize("name", [layout for layout in LAYOUTS if layout.values[0] in THROUGH_COPY_ENGINES])
 def test_layout_equals_one_gpu_however_small_its_messages(gpu_matrix, name):
     """Without the patch, copy engines leave small messages to NCCL."""
     check(gpu_matrix, name, "small_messages_through_copy_engines")
 
 
 def check(gpu_matrix, name, fault=None):
-    import torch
-
-    layout = dataclasses.replace(row(name), steps=STEPS)
-    if torch.cuda.device_count() < layout.world_size:
-        pytest.skip(f"needs {layout.world_size} GPUs")
-    verdict = gpu_matrix.verdict(layout, fault)
+    verdict = gpu_matrix.verdict(dataclasses.replace(row(name), steps=STEPS), fault)
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))

@@ -12,14 +12,6 @@ from tests.test_utils.failures import Fault
 PROMISE = 60.0
 NCCL_TIMEOUT = 600.0
 
-
-def two_gpus():
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-
-
 PIPELINE = "--pipeline-model-parallel-size 2 --global-batch-size 4"
 """Stages wait in their streams for words that the other one writes, and not in kernels."""
 
@@ -48,11 +40,11 @@ FAULTS = {
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_the_watchdog_ends_a_run_whose_peers_wait_on_the_gpu(tmp_path, fault):
     """The survivor's main thread waits for a kernel that waits for the failed rank: only os._exit gets past it."""
-    two_gpus()
     run, other = failures.run(fault, tmp_path / "run"), 1 - fault.rank
     assert run.code != 0 and not run.left and run.seconds < PROMISE < NCCL_TIMEOUT, (run.code, run.left, run.seconds)
     first = run.first_word(other)
@@ -61,10 +53,10 @@ def test_the_watchdog_ends_a_run_whose_peers_wait_on_the_gpu(tmp_path, fault):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus(2)
 @pytest.mark.slow
 def test_the_gpus_of_a_failed_run_can_be_used_again_at_once(tmp_path):
     """Nothing of a run that was killed in a save keeps a GPU or the save folder: the same command resumes."""
-    two_gpus()
     run = failures.run(nccl("is killed in the second save", 0), tmp_path / "run")
     assert run.code != 0 and not run.left, run.errors
     again = failures.run(Fault("nothing", "none", interpreter=True, device="cuda", timeout=10.0), run.folder)

@@ -47,9 +47,10 @@ def test_the_command_line_runs_what_is_named_into_the_folder(tmp_path, capsys, m
 
 def test_items_are_known_by_name_and_any_row_with_variants_is_one():
     known = gpu_suite.items(2)
-    assert list(known)[:3] == ["tests", "ceilings", "row:one"]
+    tests = ["tests:kernels", "tests:core", "tests:rest"]
+    assert list(known)[:5] == [*tests, "ceilings", "row:one"]
     plan = gpu_suite.chosen(["row:dp4+te", "tests"], 1)
-    assert list(plan) == ["row:dp4+te", "tests"] and plan["row:dp4+te"].gpus == 4
+    assert list(plan) == ["row:dp4+te", *tests] and plan["row:dp4+te"].gpus == 4
     for name in ("nothing", "row:nothing", "row:one+nothing"):
         with pytest.raises(ValueError, match="there are"):
             gpu_suite.chosen([name], 1)

@@ -77,11 +77,9 @@ def test_transfers(gloo_pool, task, size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.gpus(size)) for size in (2, 4)])
 @pytest.mark.parametrize("task", [gather, exchange, mail], ids=lambda task: task.__name__)
 def test_transfers_between_gpus(nccl_pool, task, size):
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
     nccl_pool.run(task, size)
 
 
