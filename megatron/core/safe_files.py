@@ -145,13 +145,14 @@ def make_folder(path: Path, *, private: bool = False) -> None:
     """Create a folder for files of this program, or accept the existing one, whose permissions are not changed.
 
     Args:
-        private: reject a folder of another user, who could replace the files in it.
+        private: keep other users from replacing the files in it: a new folder is writable by this user only, for any
+            umask, and the folder of another user is rejected.
 
     Raises:
         OSError: a link, even to a folder; a file; missing parents.
     """
     with suppress(FileExistsError):
-        os.mkdir(path)
+        os.mkdir(path, 0o755 if private else 0o777)
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a file")

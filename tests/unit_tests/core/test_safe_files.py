@@ -224,6 +224,18 @@ def test_a_conversion_rejects_work_files_of_another_user(tmp_path, monkeypatch):
         safe_files.make_folder(tmp_path / ".out.converting", private=True)
 
 
+@pytest.mark.parametrize("umask, mode", [(0o002, 0o755), (0o022, 0o755), (0o077, 0o700), (0, 0o755)])
+def test_only_this_user_may_write_to_a_private_folder(tmp_path, umask, mode):
+    old = os.umask(umask)
+    try:
+        safe_files.make_folder(tmp_path / "private", private=True)
+        safe_files.make_folder(tmp_path / "shared")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == mode
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o777 & ~umask
+
+
 def test_a_journal_with_a_second_name_is_left_alone(tmp_path):
     (tmp_path / "mine").write_text("[1]\n")
     os.link(tmp_path / "mine", tmp_path / ".out.converting.journal")
