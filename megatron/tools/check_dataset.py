@@ -3,7 +3,7 @@
     python tools/check_dataset.py corpus_text_document --vocab-size 32000
 
 Reads every byte: the index for consistency, the tokens for the smallest and largest id. The exit code is 1 if a data
-set is damaged or contains an id outside the vocabulary, 2 if it does not exist or cannot be read. Needs no torch.
+set is damaged, empty or contains an id outside the vocabulary, 2 if it is missing or cannot be read. Needs no torch.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def check(path: str, vocab_size: int | None) -> None:
     ``vocab_size`` (None: the sidecar's; unlimited without a sidecar).
 
     Raises:
-        UserError: the data set or its sidecar is damaged, or it contains other ids.
+        UserError: the data set or its sidecar is damaged, it has no tokens, or it contains other ids.
         OSError: it is missing or cannot be read.
     """
     prefix = resolve_prefix(path)
@@ -124,8 +124,10 @@ def check(path: str, vocab_size: int | None) -> None:
     low, high, low_at, high_at = id_range(data, prefix)
     print(f"  token ids  {low:,} to {high:,}" if num_tokens else "  token ids  none")
     print_histogram(lengths)
+    if not num_tokens:
+        raise UserError(f"{prefix}: holds no tokens to train on: preprocess text that is not empty")
     limit = vocab_size if vocab_size is not None else sidecar.vocab_size if sidecar is not None else None
-    if num_tokens and low < 0:
+    if low < 0:
         raise UserError(f"{prefix}: token id {low} in {locate(data, low_at)} is negative: preprocess the text again")
     if limit is not None and high >= limit:
         raise UserError(

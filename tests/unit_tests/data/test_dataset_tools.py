@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.console import run_tool
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.sidecar import SidecarInfo, read_sidecar, write_sidecar
 
@@ -61,6 +62,15 @@ def refused(tmp_path, *reasons):
     for reason in reasons:
         assert reason in result.stderr
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("documents", [[], [[], []]])
+def test_checking_data_without_tokens_is_an_error(tmp_path, capsys, documents):
+    write(tmp_path / "empty", documents)
+    write(tmp_path / "good", [[1, 2]])
+    assert run_tool("check-data", [str(tmp_path / "good"), str(tmp_path / "empty")]) == 1
+    output = capsys.readouterr()
+    assert f"error: {tmp_path}/empty: holds no tokens" in output.err and output.out.count("  ok") == 1
 
 
 def test_merging_refuses_before_it_writes(tmp_path):
@@ -134,7 +144,7 @@ def test_check_says_that_documents_of_one_sentence_give_no_pair(tmp_path):
     assert "pairs      from 0 documents: 2 have one sentence" in run("check_dataset.py", tmp_path / "x").stdout
     write(tmp_path / "y_text_sentence", [])
     empty = run("check_dataset.py", tmp_path / "y")
-    assert empty.returncode == 0 and "pairs" not in empty.stdout and not empty.stderr
+    assert empty.returncode == 1 and "pairs" not in empty.stdout and "y_text_sentence: holds no tokens" in empty.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import logging
 import os
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 TEXT_SUFFIX = ".txt"
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".gz", ".zst", ".parquet")
 READ_BYTES = 1 << 20
-TEXT = ("text", "lines")
-"""Kinds of plain text files."""
+TEXT = ("file", "paragraph", "line")
+"""Kinds of plain text files, which are the values of --text-documents."""
 MIN_PART_BYTES, MAX_PART_BYTES, PARTS = 2 << 20, 32 << 20, 512
 
 
@@ -38,9 +39,14 @@ class InputFile:
     """One input file as it was when the run started."""
 
     path: str
-    kind: str  # "plain", "gzip", "zstd", "parquet"; of plain text "text" (documents between blank lines) or "lines"
+    kind: str  # "plain", "gzip" and "zstd" (JSON lines), "parquet", or one of TEXT
     size: int
     modified_ns: int
+
+    @property
+    def unit(self) -> str:
+        """Name of one entry: "line", "row" (parquet) or "document" (plain text)."""
+        return "document" if self.kind in TEXT else "row" if self.kind == "parquet" else "line"
 
     def check_unchanged(self) -> None:
         """Raise ``ValueError`` if the file is not the one that was planned."""
@@ -67,13 +73,13 @@ class InputSlice:
         return f"{self.file_index:06d}-{self.number:08d}"
 
 
-def find_inputs(patterns: list[str], keys: Sequence[str] = ("text",), text: str = "blank-line") -> list[InputFile]:
+def find_inputs(patterns: list[str], keys: Sequence[str] = ("text",), text: str = "file") -> list[InputFile]:
     """Return the files that --input names, in the given order: paths, globs (matches sorted), or folders
     (:func:`_below`). A file that is named twice is read once, with a warning.
 
     Args:
         keys: the --json-keys; plain text has one.
-        text: how documents of plain text are separated (--text-documents).
+        text: one document of plain text (--text-documents): "file", "paragraph" or "line".
 
     Raises:
         UserError: nothing matches, a match is no regular file, a name contradicts the content, or plain text has
@@ -96,12 +102,23 @@ def find_inputs(patterns: list[str], keys: Sequence[str] = ("text",), text: str 
                     logger.warning("--input names %s twice; it is read once", path)
                 kind = _kind(path)
                 if kind == "plain" and _is_text(path):
-                    kind = "lines" if text == "line" else "text"
+                    kind = text
                     if len(keys) > 1:
                         names = " ".join(keys)
                         raise UserError(f"--json-keys {names}: {path} is plain text, which has one text per document")
                 files.setdefault(path, InputFile(path, kind, status.st_size, status.st_mtime_ns))
     return list(files.values())
+
+
+def describe_inputs(files: Sequence[InputFile]) -> str:
+    """Return the numbers of files by format for the log, with the document of plain text."""
+    counts = Counter("JSON lines" if file.kind in ("plain", "gzip", "zstd") else file.kind for file in files)
+    return ", ".join(
+        f"{count} file(s) of plain text (--text-documents {kind}: one document per {kind})"
+        if kind in TEXT
+        else f"{count} file(s) of {kind}"
+        for kind, count in counts.items()
+    )
 
 
 def _below(path: str) -> list[str]:
@@ -165,9 +182,12 @@ def part_bytes(files: list[InputFile]) -> int:
 
 
 def split_file(file_index: int, file: InputFile, size: int, max_line_bytes: int) -> Iterator[InputSlice]:
-    """Yield the parts of one file in order: byte ranges of ``size`` for plain files, one row group each for parquet,
-    blocks of decompressed lines (with their data) for compressed files; nothing for an empty file. The cuts depend only
-    on the file and these arguments. Raises UserError for a damaged compressed or parquet file."""
+    """Yield the parts of one file in order: byte ranges of ``size`` for JSON lines and plain text (all of it if the
+    file is one document), one row group each for parquet, blocks of decompressed lines (with their data) for compressed
+    files; nothing for an empty file. The cuts depend only on the file and these arguments. Raises UserError for a
+    damaged compressed or parquet file."""
+    if file.kind == "file":
+        size = max(file.size, 1)
     if file.kind in ("plain", *TEXT):
         for number, start in enumerate(range(0, file.size, size)):
             stop = min(start + size, file.size)
@@ -193,7 +213,12 @@ def open_parquet(path: str) -> ParquetFile:
     try:
         return library.ParquetFile(path)
     except Exception as error:  # pyarrow's errors have no common base below Exception
-        raise UserError(f"--input {path} is not a readable parquet file: {error}") from error
+        raise UserError(f"--input {path} is not a readable parquet file: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Return the message of a library's error without line ends."""
+    return " ".join(str(error).split())
 
 
 def _decompressed_parts(file: InputFile, size: int, max_line_bytes: int) -> Iterator[tuple[bytes, int]]:
@@ -240,7 +265,10 @@ def _decompress(file: InputFile) -> Iterator[tuple[bytes, int]]:
                 if block:
                     yield block, stream.tell()
         if not fresh and file.kind == "gzip":  # what did not fit the last bounded block
-            block = decompressor.flush()
+            try:
+                block = decompressor.flush()
+            except zlib.error as error:
+                raise UserError(f"--input {file.path} is damaged: {error}") from error
             fresh = decompressor.eof
             if block:
                 yield block, file.size

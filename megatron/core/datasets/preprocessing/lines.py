@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from megatron.core.config.errors import UserError
-from megatron.core.datasets.preprocessing.inputs import READ_BYTES, TEXT, InputSlice, open_parquet
+from megatron.core.config.errors import UserError, listed
+from megatron.core.datasets.preprocessing.inputs import READ_BYTES, TEXT, InputSlice, one_line, open_parquet
 from megatron.core.datasets.preprocessing.plain_text import BYTE_ORDER_MARK, read_documents
 from megatron.core.safe_files import open_regular
 from megatron.core.tokenizers.libraries import is_installed, require
@@ -46,7 +46,8 @@ def _text_rows(part: InputSlice, max_bytes: int) -> Iterator[tuple[list[str] | B
     not UTF-8 are BadLines."""
     for content, size in read_documents(part, max_bytes):
         if content is None:
-            yield BadLine(f"longer than --max-line-bytes {max_bytes}"), size
+            shorter = "; cut it with --text-documents paragraph or line" if part.file.kind == "file" else ""
+            yield BadLine(f"longer than --max-line-bytes {max_bytes}{shorter}"), size
             continue
         try:
             yield [content.decode("utf-8")], size
@@ -154,25 +155,36 @@ def _json_type(value: object) -> str:
 
 
 def _parquet_rows(part: InputSlice, keys: Sequence[str]) -> Iterator[tuple[list[str] | BadLine, int]]:
-    """Yield (texts of ``keys`` or BadLine, number of characters) for each row of the part's row groups, in batches of
-    1024 rows. Values that are not strings make a BadLine of size 0. Raises UserError for a missing column or a damaged
+    """Yield (texts of ``keys`` or BadLine, number of characters) for each row of the part's row groups. Values that are
+    not strings, or not UTF-8, make a BadLine of size 0. Raises UserError for a missing or repeated column or a damaged
     file."""
+    for columns in _parquet_batches(part, keys):
+        for values in zip(*columns):
+            row = [_parquet_text(key, value) for key, value in zip(keys, values)]
+            bad = next((text for text in row if isinstance(text, BadLine)), None)
+            texts = [text for text in row if isinstance(text, str)]
+            yield (texts, sum(map(len, texts))) if bad is None else (bad, 0)
+
+
+def _parquet_batches(part: InputSlice, keys: Sequence[str]) -> Iterator[list[Any]]:
+    """Yield the columns ``keys`` of the part's row groups as arrow arrays, 1024 rows at a time. Raises UserError for a
+    missing or repeated column or a damaged file."""
     source = open_parquet(part.file.path)
-    missing = [key for key in keys if key not in source.schema_arrow.names]
-    if missing:
-        raise UserError(
-            f"--json-keys {' '.join(missing)}: no such column in {part.file.path}; "
-            f"it has {', '.join(source.schema_arrow.names)}"
-        )
+    names = source.schema_arrow.names
+    for key in keys:
+        if names.count(key) != 1:
+            problem = "no such column" if key not in names else f"{names.count(key)} columns have this name"
+            raise UserError(f"--json-keys {key}: {problem} in {part.file.path}; it has {listed(names)}")
     try:
-        batches = source.iter_batches(batch_size=1024, row_groups=range(part.start, part.stop), columns=list(keys))
-        for batch in batches:
-            columns = [batch.column(key).to_pylist() for key in keys]
-            for texts in zip(*columns):
-                bad = next(((k, t) for k, t in zip(keys, texts) if not isinstance(t, str)), None)
-                if bad:
-                    yield BadLine(f"the value of {bad[0]!r} is not a string but {_json_type(bad[1])}"), 0
-                else:
-                    yield list(texts), sum(map(len, texts))
-    except OSError as error:
-        raise UserError(f"--input {part.file.path} is damaged: {error}") from error
+        for batch in source.iter_batches(batch_size=1024, row_groups=range(part.start, part.stop), columns=list(keys)):
+            yield [batch.column(key) for key in keys]
+    except Exception as error:  # pyarrow's errors have no common base below Exception
+        raise UserError(f"--input {part.file.path} is damaged in row group {part.start}: {one_line(error)}") from error
+
+
+def _parquet_text(key: str, value: Any) -> str | BadLine:
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError as error:
+        return BadLine(f"invalid UTF-8 at byte {error.start}")
+    return text if isinstance(text, str) else BadLine(f"the value of {key!r} is not a string but {_json_type(text)}")

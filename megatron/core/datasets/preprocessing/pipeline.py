@@ -25,9 +25,16 @@ from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, listed
 from megatron.core.config.tokenizer import TokenizerConfig
-from megatron.core.datasets.preprocessing.inputs import InputFile, InputSlice, find_inputs, part_bytes, split_file
+from megatron.core.datasets.preprocessing.inputs import (
+    InputFile,
+    InputSlice,
+    describe_inputs,
+    find_inputs,
+    part_bytes,
+    split_file,
+)
 from megatron.core.datasets.preprocessing.progress import PreprocessingProgress
 from megatron.core.datasets.preprocessing.sentences import make_splitter
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
@@ -80,6 +87,10 @@ class TooManyBadLines(UserError):
     """More unusable lines than --max-bad-lines (or --strict) allows."""
 
 
+class NoDocuments(UserError):
+    """No document of a key has tokens."""
+
+
 def output_prefixes(cfg: PreprocessConfig) -> dict[str, str]:
     """By key, the path of the pair without its suffix."""
     return {key: f"{cfg.output_prefix}_{key}_{cfg.level}" for key in cfg.json_keys}
@@ -94,11 +105,13 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: TokenizerConfig, build: Tok
 
     Raises:
         UserError: wrong settings or input; existing output; too many bad lines; another run at work; a dead worker.
+        NoDocuments: nothing to write; the folder of parts is removed, existing output stays.
         OSError: reading or writing failed, a full disk for instance.
     """
     if problems := cfg.problems():
         raise UserError("\n".join(problems))
     files = find_inputs(cfg.input, cfg.json_keys, cfg.text_documents)
+    logger.info("input: %s", describe_inputs(files))
     tokenizer = build(tokenizer_cfg)
     if cfg.append_eod:
         tokenizer.eod  # noqa: B018 (raises here, once, where it is missing)
@@ -115,6 +128,9 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: TokenizerConfig, build: Tok
             run = _Run(cfg, files, folder, plan["part_bytes"])
             totals = run.make_shards(tokenizer, tokenizer_cfg, build)
             _publish(cfg, tokenizer, folder, run.order)
+        except NoDocuments:
+            shutil.rmtree(folder)  # its parts are useless: the input will change
+            raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -218,12 +234,14 @@ class _Run:
         self.accounted = 0
         self.totals = Totals()
         self.line_of_file: dict[str, int] = {}
+        self.documents_of_file = dict.fromkeys((file.path for file in files), 0)
+        self.bytes_of_key = dict.fromkeys(cfg.json_keys, 0)  # tokens that are written
         self.bad_entries: list[dict[str, object]] = []
 
     def make_shards(self, tokenizer: Tokenizer, tokenizer_cfg: TokenizerConfig, build: TokenizerBuilder) -> Totals:
         """Process all parts that have no shard yet, in this process or in a pool of workers (forked if possible), and
-        return the totals of all parts. Always writes the list of bad lines. Raises TooManyBadLines if no line was
-        usable."""
+        return the totals of all parts. Writes the list of bad lines, also before an error; warns about files without
+        documents. Raises NoDocuments, and writes no list, if a key has no tokens."""
         cfg = self.cfg
         workers = cfg.workers or os.cpu_count() or 1
         progress = PreprocessingProgress(sum(file.size for file in self.files), cfg.log_interval)
@@ -237,16 +255,31 @@ class _Run:
                 inherited = Worker(tokenizer, cfg, self.folder) if forks else None
                 context = multiprocessing.get_context("fork" if forks else "spawn")
                 self._with_pool(workers, context, (inherited, build, tokenizer_cfg, cfg, self.folder), progress)
-        finally:
+        except BaseException:
             self._write_bad_lines()
+            raise
         self.totals.seconds = progress.seconds
-        if self.totals.documents == 0 and self.totals.bad_lines:
-            raise TooManyBadLines(
-                f"no usable document in {self.totals.bad_lines} lines, the first: "
-                f"{self._describe(self.bad_entries[0])}; is --json-keys right?"
+        if without := [key for key, size in self.bytes_of_key.items() if not size]:
+            raise NoDocuments(self._why_no_documents(without))
+        self._write_bad_lines()
+        if without := [path for path, documents in self.documents_of_file.items() if not documents]:
+            logger.warning(
+                "%d of %d files have no document: %s", len(without), len(self.files), listed(without, most=5)
             )
         progress.finish(self.totals)
         return self.totals
+
+    def _why_no_documents(self, keys: list[str]) -> str:
+        """Return the message for ``keys`` without tokens: what the input holds, and the first bad line."""
+        totals = self.totals
+        text = (
+            f"--input {listed(self.cfg.input, ' ', most=5)}: no usable document for --json-keys {' '.join(keys)} in "
+            f"{sum(self.line_of_file.values())} lines of {len(self.files)} file(s): {totals.empty_documents} without "
+            f"tokens, {totals.bad_lines} unusable"
+        )
+        if self.bad_entries:
+            text += f", the first: {self._describe(self.bad_entries[0])}; is --json-keys right?"
+        return f"{text}; nothing is written"
 
     def _with_pool(self, workers: int, context: BaseContext, initargs: tuple, progress: PreprocessingProgress) -> None:
         """Process the parts in a pool of ``workers`` processes, with a bounded number in flight. Raises UserError if a
@@ -330,6 +363,9 @@ class _Run:
             self.accounted += 1
             before = self.line_of_file.get(done.file, 0)
             self.line_of_file[done.file] = before + done.lines
+            self.documents_of_file[done.file] += done.documents
+            for key, (tokens_size, _) in done.sizes.items():
+                self.bytes_of_key[key] += tokens_size
             for first, count, reason in done.bad_lines:
                 entry = {"file": done.file, done.unit: before + first + 1, "count": count, "reason": reason}
                 self.bad_entries.append(entry)
@@ -348,12 +384,12 @@ class _Run:
 
     @staticmethod
     def _describe(entry: Mapping[str, object]) -> str:
-        unit = "line" if "line" in entry else "document"
+        unit = next(unit for unit in ("line", "row", "document") if unit in entry)
         return f"{entry['file']}, {unit} {entry[unit]}: {entry['reason']}"
 
     def _write_bad_lines(self) -> None:
-        """Write ``<prefix>.bad_lines.jsonl``: per run of equal bad lines the file, number of the first line (plain
-        text: document), count and reason. Replaces an older file; without bad lines only removes it."""
+        """Write ``<prefix>.bad_lines.jsonl``: per run of equal bad lines the file, number of the first line (parquet:
+        row; plain text: document), count and reason. Replaces an older file; without bad lines only removes it."""
         path = f"{self.cfg.output_prefix}.bad_lines.jsonl"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)

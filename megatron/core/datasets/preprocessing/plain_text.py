@@ -1,4 +1,4 @@
-"""Documents of plain text files (``.txt``): separated by blank lines, or one per line."""
+"""Documents of plain text files (``.txt``): one per file, one per paragraph (between blank lines), or one per line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ LOOK_BACK = 4096
 def read_documents(part: InputSlice, max_bytes: int) -> Iterator[tuple[bytes | None, int]]:
     """Yield content and size of the documents that begin in the byte range of ``part``; the last may end after it.
 
-    Content is None for a document of more than ``max_bytes``. Line ends become ``\\n``; blank lines are no content.
+    Content is None for a document of more than ``max_bytes``. Line ends become ``\\n``, those around a document are
+    removed; a document of white space only is omitted.
     """
-    one_per_line = part.file.kind == "lines"
+    if part.file.kind == "file":
+        yield from _read_file(part, max_bytes)
+        return
+    one_per_line = part.file.kind == "line"
     content, size = bytearray(), 0  # of the current document; size 0: none
     with open_regular(part.file.path) as file:
         may_start = _seek_first_line(file, part, one_per_line)
@@ -43,6 +47,14 @@ def read_documents(part: InputSlice, max_bytes: int) -> Iterator[tuple[bytes | N
                 content, size = bytearray(), 0
     if size:
         yield _content(content, size, max_bytes), size
+
+
+def _read_file(part: InputSlice, max_bytes: int) -> Iterator[tuple[bytes | None, int]]:
+    """Yield content (None if longer than ``max_bytes``) and size of the only document of a file, unless it is blank."""
+    with open_regular(part.file.path) as file:
+        text = file.read(max_bytes + 1).removeprefix(BYTE_ORDER_MARK)
+    if len(text) > max_bytes or text.strip():
+        yield _content(bytearray(text), part.file.size, max_bytes), part.file.size
 
 
 def _content(content: bytearray, size: int, max_bytes: int) -> bytes | None:

@@ -13,7 +13,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, split_file
 from megatron.core.datasets.preprocessing.lines import read_rows
-from megatron.core.datasets.preprocessing.pipeline import TokenizerBuilder, preprocess
+from megatron.core.datasets.preprocessing.pipeline import NoDocuments, TokenizerBuilder, preprocess
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,10 @@ def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: TokenizerConfig, 
                 overwrite=True,
                 find_optimal_num_workers=False,
             )
-            totals = preprocess(trial, tokenizer_cfg, build)
+            try:
+                totals = preprocess(trial, tokenizer_cfg, build)
+            except NoDocuments as error:  # names the sample, which the user does not know
+                raise UserError(f"--input {' '.join(cfg.input)}: no document has tokens to measure with") from error
             speeds[workers] = totals.text_bytes / max(totals.seconds, 1e-9) / 1e6
             logger.info(
                 "%d workers: %.2f MB/s, %.1f docs/s", workers, speeds[workers], count / max(totals.seconds, 1e-9)

@@ -16,8 +16,8 @@ class PreprocessConfig:
     input: list[str] = flag("--input", default_factory=list, nargs="+")
     """JSON lines (plain, .gz, .zst), parquet or plain text (.txt): files, globs or folders, read in sorted order."""
 
-    text_documents: Literal["blank-line", "line"] = "blank-line"
-    """Separator of documents in plain text (.txt): a blank line, or every line end."""
+    text_documents: Literal["file", "paragraph", "line"] = "file"
+    """One document of plain text (.txt): the file, the lines between two blank lines, or a line."""
 
     json_keys: list[str] = field(default_factory=lambda: ["text"])
     """Keys (or parquet columns) to tokenize; each gets its own pair of files."""

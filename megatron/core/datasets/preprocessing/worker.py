@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.tokenizer import TokenizerConfig
-from megatron.core.datasets.preprocessing.inputs import TEXT, InputSlice
+from megatron.core.datasets.preprocessing.inputs import InputSlice
 from megatron.core.datasets.preprocessing.lines import BadLine, read_rows
 from megatron.core.datasets.preprocessing.sentences import make_splitter
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
@@ -40,7 +40,7 @@ class PartRecord:
 
     name: str
     file: str
-    unit: str = "line"  # of input; of plain text: "document"
+    unit: str = "line"  # of input: InputFile.unit
     lines: int = 0
     documents: int = 0  # of the first key
     empty_documents: int = 0  # of any key
@@ -104,7 +104,7 @@ class Worker:
         """Write the shards of ``part`` (one pair per key), then its record by a rename, and return the record. On an
         error removes unfinished shards. Raises UserError, with file and line, for text that the tokenizer rejects or a
         file that changed."""
-        unit = "document" if part.file.kind in TEXT else "line"
+        unit = part.file.unit
         record = PartRecord(part.name, part.file.path, unit, weight=part.weight)
         prefixes = {key: shard_prefix(self.folder, part.name, key) for key in self.cfg.json_keys}
         builders = {key: IndexedDatasetBuilder(prefix + ".bin", dtype=self.dtype) for key, prefix in prefixes.items()}

@@ -4,11 +4,12 @@ import gzip
 import json
 import os
 
+import numpy as np
 import pytest
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import find_inputs
-from megatron.core.datasets.preprocessing.pipeline import TooManyBadLines
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.core.datasets.preprocessing.pipeline import NoDocuments, TooManyBadLines
 from tests.test_utils.preprocessing import DOCUMENTS, compressed, jsonl, pair, run, texts
 
 
@@ -156,7 +157,7 @@ def test_limit_and_strict(tmp_path, workers):
 
 
 def test_a_wrong_key_is_an_error_not_an_empty_data_set(tmp_path):
-    with pytest.raises(TooManyBadLines, match="no usable document in 300 lines.*is --json-keys right"):
+    with pytest.raises(NoDocuments, match="no usable document .* in 300 lines.*is --json-keys right"):
         run(tmp_path, jsonl(), json_keys=["content"])
 
 
@@ -174,9 +175,124 @@ def test_empty_documents_are_left_out_and_counted(tmp_path, reference):
     assert pair(prefix) == reference and totals.empty_documents == 4
 
 
-def test_an_empty_input_makes_an_empty_data_set(tmp_path):
-    totals, prefix = run(tmp_path, b"")
-    assert totals.documents == 0 and len(IndexedDataset(prefix + "_text_document")) == 0
+def write_parquet(path, **columns):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns), path)
+
+
+NO_TOKENS = ["a.jsonl", "b.jsonl", "d.jsonl.gz", "e.jsonl.zst", "f.parquet", "g.parquet"]
+"""Files of the next test that are valid, with any number of keys."""
+
+
+@pytest.mark.parametrize("files, options", [
+    *(([name], {}) for name in [*NO_TOKENS, "c.jsonl", "h.txt"]),
+    *((NO_TOKENS, options) for options in (
+        {"workers": 2, "partitions": 2}, {"split_sentences": True, "append_eod": True}, {"append_eod": True},
+        {"strict": True}, {"json_keys": ["text", "title"]})),
+    (["c.jsonl", "h.txt"], {"text_documents": "paragraph"}),
+])  # fmt: skip
+def test_input_without_tokens_is_an_error_that_writes_nothing(tmp_path, files, options):
+    """Files without bytes, without rows, with empty or blank texts, and several such files."""
+    keys = options.get("json_keys", ["text"])
+    empty = json.dumps(dict.fromkeys(keys, "")).encode() + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    (tmp_path / "b.jsonl").write_bytes(empty * 3)
+    (tmp_path / "c.jsonl").write_bytes(b"\n  \n")
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(empty))
+    (tmp_path / "e.jsonl.zst").write_bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(empty))
+    pyarrow = pytest.importorskip("pyarrow")
+    write_parquet(tmp_path / "f.parquet", **{key: pyarrow.array([], pyarrow.string()) for key in keys})
+    write_parquet(tmp_path / "g.parquet", **{key: [""] for key in keys})
+    (tmp_path / "h.txt").write_bytes(b"\n \r\n")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(NoDocuments, match=f"no usable document for --json-keys {' '.join(keys)} .* nothing is written"):
+        run(tmp_path, [str(tmp_path / name) for name in files], **options)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_one_key_without_tokens_is_an_error(tmp_path):
+    data = b"".join(json.dumps({"text": text, "title": ""}).encode() + b"\n" for text in DOCUMENTS)
+    with pytest.raises(NoDocuments, match="no usable document for --json-keys title in 300 lines of 1 file"):
+        run(tmp_path, data, json_keys=["text", "title"])
+
+
+def test_nothing_usable_leaves_existing_output_alone(tmp_path, reference):
+    _, prefix = run(tmp_path, jsonl(), append_eod=True)
+    with pytest.raises(NoDocuments):
+        run(tmp_path, b"{}\n", append_eod=True, overwrite=True)
+    assert pair(prefix) == reference and not os.path.exists(prefix + ".partial")
+
+
+def test_a_file_without_documents_among_others_is_named(tmp_path, caplog):
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    (tmp_path / "other.jsonl").write_bytes(b'{"content": "x"}\n')
+    (tmp_path / "good.jsonl").write_bytes(jsonl())
+    caplog.set_level("WARNING")
+    totals, _ = run(tmp_path, [str(tmp_path / name) for name in ("empty.jsonl", "good.jsonl", "other.jsonl")])
+    assert totals.documents == 300
+    assert f"2 of 3 files have no document: {tmp_path}/empty.jsonl, {tmp_path}/other.jsonl" in caplog.text
+
+
+def test_parquet_with_two_columns_of_a_name_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="--json-keys text: 2 columns have this name in .*x.parquet"):
+        run(tmp_path, [str(tmp_path / "x.parquet")])
+
+
+def test_bad_rows_of_parquet_are_listed_as_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    binary = pyarrow.array([b"good", b"\xff\xfe", b"fine", None, b"end"])
+    column = pyarrow.StringArray.from_buffers(5, *[binary.buffers()[i] for i in (1, 2, 0)])
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
+    _, prefix = run(tmp_path, [str(tmp_path / "x.parquet")])
+    assert texts(prefix) == ["good", "fine", "end"]
+    entries = [json.loads(line) for line in open(prefix + ".bad_lines.jsonl", encoding="utf-8")]  # noqa: SIM115
+    assert [(entry["row"], entry["reason"]) for entry in entries] == [
+        (2, "invalid UTF-8 at byte 0"),
+        (4, "the value of 'text' is not a string but null"),
+    ]
+    with pytest.raises(TooManyBadLines, match="x.parquet, row 2: invalid UTF-8"):
+        run(tmp_path, [str(tmp_path / "x.parquet")], "strict", strict=True)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt"])
+def test_damaged_inputs_give_one_message_with_the_file(tmp_path, form, caplog):
+    """Random damage of every format: either the run ends with a UserError that names the file, or its bad lines are
+    counted and the other documents are as they were."""
+    generator = np.random.default_rng(7)
+    good = tmp_path / f"good.{form}"
+    if form == "parquet":
+        write_parquet(good, text=DOCUMENTS[:40], other=[list(range(n % 3)) for n in range(40)])
+    elif form == "txt":
+        good.write_text("\n\n".join(DOCUMENTS[:40]))
+    else:
+        data = jsonl(DOCUMENTS[:40])
+        good.write_bytes(data) if form == "jsonl" else compressed(tmp_path, form[6:], [data]).rename(good)
+    intact, outcomes = good.read_bytes(), set()
+    path = tmp_path / f"bad.{form}"
+    for number in range(60):
+        data = bytearray(intact)
+        kind = number % 4
+        place = int(generator.integers(len(data)))
+        if kind == 0:
+            data[place] ^= 1 << int(generator.integers(8))
+        elif kind == 1:
+            del data[place:]
+        elif kind == 2:
+            data[place : place + 8] = generator.bytes(8)
+        else:
+            data += generator.bytes(int(generator.integers(1, 40)))
+        path.write_bytes(data)
+        try:
+            totals, _ = run(tmp_path, [str(path)], overwrite=True, text_documents="paragraph")
+            outcomes.add("bad lines" if totals.bad_lines else "read")
+            assert totals.documents + totals.bad_lines + totals.empty_documents > 0
+        except UserError as error:
+            outcomes.add("refused")
+            assert str(path) in str(error) and "\n" not in str(error), error
+    assert outcomes & {"refused", "bad lines"}
 
 
 def test_a_long_line_of_many_parts_is_read_once(tmp_path):
