@@ -2,7 +2,8 @@
 
 Computes the log-probabilities of random sequences twice and compares all bits of the full rows (every entry of the
 vocabulary at every position): by forward passes of the training model in the layout of the flags, and by the generation
-engine on --generator-tp tensor-parallel ranks, with chunked prompts. Add --batch-invariant-mode for equal bits.
+engine on --generator-tp tensor-parallel ranks, with prompts in chunks of --chunk-tokens (several numbers: one
+comparison each). Add --batch-invariant-mode for equal bits.
 
 The model is shrunk as by tools/verify_layout.py, has random weights in the precision of the flags, and runs in local
 gloo processes on the CPU, or with --gpus one process per GPU. With --full-size it has its own size and, with --load,
@@ -89,10 +90,11 @@ def generator_settings(cfg: FlatConfig, tensor_parallel: int) -> FlatConfig:
 
 def run_rank(
     rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str], vocab_size: int, sequences: list[list[int]],
-    generates: bool, prepare: Callable[[], None] | None,
+    chunk_tokens: int | None, prepare: Callable[[], None] | None,
 ) -> None:  # fmt: skip
-    """Build the model in one process and compute the rows of ``sequences``, which rank 0 saves in ``place["FOLDER"]``.
-    ``prepare`` is called first: tests inject faults with it."""
+    """Build the model in one process and compute the rows of ``sequences``, by the engine with prompts in chunks of
+    ``chunk_tokens`` or, if None, by the trainer; rank 0 saves them in ``place["FOLDER"]``. ``prepare`` is called first:
+    tests inject faults with it."""
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     if cfg.distributed_backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -114,18 +116,18 @@ def run_rank(
     task = with_synthetic_data(task_class(cfg.model_family), vocab_size)(resolved)
     parts = build_components(resolved, task, initialize_megatron(resolved))
     parts.checkpointer.close()
-    if generates:
-        rows = generated_rows(unwrapped(parts.model[0]), sequences)
+    if chunk_tokens is not None:
+        rows = generated_rows(unwrapped(parts.model[0]), sequences, chunk_tokens)
     else:
         rows = full_log_probabilities(parts.model, sequences, row_length=resolved.data.seq_length)
     if rank == 0:
-        torch.save([each.cpu() for each in rows], f"{place['FOLDER']}/{'generator' if generates else 'trainer'}.pt")
+        torch.save([row.cpu() for row in rows], f"{place['FOLDER']}/rows.pt")
     shut_down()
 
 
-def generated_rows(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the rows [tokens - 1, v] that the engine reports for the tokens of ``sequences``; empty on ranks other
-    than 0. Collective."""
+def generated_rows(model: Any, sequences: Sequence[Sequence[int]], chunk_tokens: int) -> list[Tensor]:
+    """Return the rows [tokens - 1, v] that the engine reports for the tokens of ``sequences`` in steps of at most
+    ``chunk_tokens``; empty on ranks other than 0. Collective."""
     import torch
 
     from megatron.core.inference.engine import Engine
@@ -133,9 +135,8 @@ def generated_rows(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tenso
     from megatron.core.inference.scheduler import Limits
 
     longest = max(map(len, sequences))
-    # chunks and pages that end in the middle of prompts
-    limits = Limits(max_length=longest + 1, max_tokens=max(longest * 2 // 3, 1), max_sequences=len(sequences))
-    engine = Engine(model, limits, page_size=4)
+    limits = Limits(max_length=longest + 1, max_tokens=chunk_tokens, max_sequences=min(len(sequences), chunk_tokens))
+    engine = Engine(model, limits, page_size=4)  # pages end in the middle of prompts
     requests = [
         Request(prompt=ids, max_new_tokens=0, prompt_logprobs=True, top_logprobs=model.vocab_size) for ids in sequences
     ]
@@ -151,10 +152,11 @@ def generated_rows(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tenso
 
 def verify(
     trainer: FlatConfig, world_size: int, generator: FlatConfig, generator_ranks: int, vocab_size: int,
-    num_sequences: int, *, prepare: Callable[[], None] | None = None,
-) -> Difference:  # fmt: skip
-    """Run both sides in new processes; return the difference of their rows. ``prepare`` is called in the
-    generator's processes."""
+    num_sequences: int, chunk_tokens: Sequence[int] = (), *, prepare: Callable[[], None] | None = None,
+) -> dict[int, Difference]:  # fmt: skip
+    """Run both sides in new processes, the generator once per number of ``chunk_tokens`` (default: two thirds of the
+    longest sequence), and print the time of each; return the difference of their rows by this number. ``prepare`` is
+    called in the generator's processes."""
     import torch
 
     length = validate_args(trainer, world_size).data.seq_length
@@ -163,13 +165,25 @@ def verify(
         [rng.randrange(vocab_size) for _ in range(rng.randint(2, length) if index else length)]
         for index in range(num_sequences)
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        for cfg, ranks, generates in ((trainer, world_size, False), (generator, generator_ranks, True)):
-            hook = prepare if generates else None
-            launch(cfg, ranks, folder, vocab_size, sequences, generates, hook, target=run_rank)
-        trained, generated = (torch.load(f"{folder}/{name}.pt", weights_only=True) for name in ("trainer", "generator"))
+
+    def rows(name: str, cfg: FlatConfig, ranks: int, chunk: int | None) -> list[Tensor]:
+        print(f"{name} … ", end="", flush=True)
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            hook = None if chunk is None else prepare
+            launch(cfg, ranks, folder, vocab_size, sequences, chunk, hook, target=run_rank)
+            result: list[Tensor] = torch.load(f"{folder}/rows.pt", weights_only=True)
+        print(f"{time.perf_counter() - began:.0f} s", flush=True)
+        return result
+
     # the engine scores every token but the first
-    return compare([rows[:-1] for rows in trained], generated)
+    trained = [row[:-1] for row in rows("trainer", trainer, world_size, None)]
+    return {
+        chunk: compare(
+            trained, rows(f"generator, chunks of {counted(chunk, 'token')}", generator, generator_ranks, chunk)
+        )
+        for chunk in chunk_tokens or [max(length * 2 // 3, 1)]
+    }
 
 
 def _require_gpus(number: int) -> None:
@@ -188,12 +202,17 @@ def main(argv: Sequence[str]) -> int:
     own.add_argument("--world-size", type=int, help="trainer's ranks; default: the smallest number of the layout")
     own.add_argument("--generator-tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of the generator")
     own.add_argument("--num-sequences", type=int, default=5, metavar="N", help="random sequences to score (5)")
+    own.add_argument(
+        "--chunk-tokens", type=int, nargs="+", default=[], metavar="N",
+        help="tokens of the generator's steps, one comparison each (two thirds of the sequence length)",
+    )  # fmt: skip
     own.add_argument("--full-size", action="store_true", help="keep the model's size; --load loads its weights")
     own.add_argument("--gpus", action="store_true", help="run on GPUs over NCCL")
     options, flags = own.parse_known_args(argv)
-    for name in ("generator_tp", "num_sequences"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    for name in ("generator_tp", "num_sequences", "chunk_tokens"):
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value], default=1) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     cfg = parse_args(flags, needs_data=False)
     if options.gpus:
         _require_gpus(max(options.generator_tp, options.world_size or smallest_world_size(cfg)))
@@ -221,16 +240,20 @@ def main(argv: Sequence[str]) -> int:
         f" {model.context_parallel_size} x pipeline {model.pipeline_model_parallel_size} x data"
         f" {resolved.data_parallel_size}; generator: tensor {options.generator_tp};"
         f" {str(model.params_dtype).removeprefix('torch.')}; {len(resolved.describe(vocab_size).layers)} layers, width"
-        f" {model.hidden_size}"
+        f" {model.hidden_size}",
+        flush=True,
     )
-    began = time.perf_counter()
-    found = verify(trainer, world_size, generator, options.generator_tp, vocab_size, options.num_sequences)
-    seconds = f"({time.perf_counter() - began:.0f} s)"
-    if not found.different_rows:
-        print(f"equal: all bits of {found.rows} rows of {vocab_size} log-probabilities {seconds}")
-        return 0
-    print(
-        f"DIFFERENT in {found.different_rows} of {found.rows} rows; largest difference {found.largest:.3g} {seconds}"
-        + ("" if model.batch_invariant_mode else "; add --batch-invariant-mode")
+    differences = verify(
+        trainer, world_size, generator, options.generator_tp, vocab_size, options.num_sequences, options.chunk_tokens
     )
-    return 1
+    for chunk, difference in differences.items():
+        if difference.different_rows:
+            print(
+                f"DIFFERENT in {difference.different_rows} of {difference.rows} rows with chunks of"
+                f" {counted(chunk, 'token')}; largest difference {difference.largest:.3g}"
+                + ("" if model.batch_invariant_mode else "; add --batch-invariant-mode")
+            )
+        else:
+            rows = f"{difference.rows} rows of {vocab_size} log-probabilities"
+            print(f"equal: all bits of {rows}, chunks of {counted(chunk, 'token')}")
+    return int(any(difference.different_rows for difference in differences.values()))

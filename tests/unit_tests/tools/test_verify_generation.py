@@ -29,6 +29,15 @@ def test_a_generator_with_more_tensor_parallel_ranks_than_the_trainer(capsys):
     assert "\nequal: all bits of" in capsys.readouterr().out
 
 
+def test_prompts_in_chunks_of_every_named_size_are_compared(capsys):
+    assert verify_generation.main([*INVARIANT, "--num-sequences", "2", "--chunk-tokens", "5", "33"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" … ")[0] for line in lines[1:4]] == [
+        "trainer", "generator, chunks of 5 tokens", "generator, chunks of 33 tokens",
+    ]  # fmt: skip
+    assert [line.split(", ")[1] for line in lines[4:]] == ["chunks of 5 tokens", "chunks of 33 tokens"]
+
+
 def test_random_weights_at_full_size(capsys):
     sizes = ["--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "64", "--seq-length", "32", "--full-size"]
     assert verify_generation.main([*INVARIANT, *sizes, "--vocab-size", "64", "--num-sequences", "2"]) == 0
@@ -49,6 +58,11 @@ def test_equal_bits_on_gpus(capsys):
         assert "\nequal: all bits of" in capsys.readouterr().out
 
 
+def test_chunks_without_tokens_are_rejected():
+    with pytest.raises(UserError, match=r"--chunk-tokens \[4, 0\]: must be at least 1"):
+        verify_generation.main([*INVARIANT, "--chunk-tokens", "4", "0"])
+
+
 def test_more_ranks_than_gpus_are_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match=r"--gpus: 2 ranks of one side, but 1 GPU here"):
@@ -66,8 +80,8 @@ def test_a_planted_order_of_sums_is_found(fault):
     flags = [flag for flag in INVARIANT if flag != "--bf16"]
     trainer = verify_generation.small_settings(parse_args(flags, needs_data=False), 1, 1)
     generator = verify_generation.generator_settings(trainer, 1)
-    found = verify_generation.verify(trainer, 1, generator, 1, VOCAB_SIZE, 3, prepare=fault)
-    assert found.different_rows > 0 and 0 < found.largest < 1e-2
+    (difference,) = verify_generation.verify(trainer, 1, generator, 1, VOCAB_SIZE, 3, prepare=fault).values()
+    assert difference.different_rows > 0 and 0 < difference.largest < 1e-2
 
 
 def test_weights_of_a_run_are_loaded_onto_both_sides(tmp_path, capsys):
