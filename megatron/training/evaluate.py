@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,12 +91,12 @@ class Evaluator:
         device = training_device()
         sampler = EvalSampler(self.shard, self.cfg.validation.eval_global_batch_size, self.num_samples(eval_set))
         sums = LossSums(device)
-        batches, steps = self._batches(eval_set, sampler)
         step, size = self.task.forward_step, self.cfg.validation.eval_micro_batch_size
         number = self.task.num_batches(self.cfg.validation.eval_global_batch_size // (size * self.groups.dp.size))
-        for _ in range(steps):
-            inputs = self.task.micro_batches(batches, number, size) | {"on_forward": self.on_forward}
-            sums.add(choose_runner()(forward_step_func=step, model=self.model, forward_only=True, **inputs))
+        with self._batches(eval_set, sampler) as (batches, steps):
+            for _ in range(steps):
+                inputs = self.task.micro_batches(batches, number, size) | {"on_forward": self.on_forward}
+                sums.add(choose_runner()(forward_step_func=step, model=self.model, forward_only=True, **inputs))
         sums.share(self.groups.pp).all_reduce(self.groups.dp_cp)
         if steps and not sums.count():
             named = "" if eval_set.name is None else f" on {eval_set.name}"
@@ -105,8 +106,15 @@ class Evaluator:
             )
         return {name: value.item() for name, value in sums.means().items()}
 
-    def _batches(self, eval_set: EvalSet, sampler: EvalSampler) -> tuple[Iterator[dict], int]:
-        """Return an iterator over micro-batches, and its number of global batches."""
+    @contextmanager
+    def _batches(self, eval_set: EvalSet, sampler: EvalSampler) -> Iterator[tuple[Iterator[dict], int]]:
+        """Context with an iterator over micro-batches, and its number of global batches; ends the loader's workers."""
         if self.cfg.data.dataloader_type == "external":
-            return iter(eval_set.dataset), self.cfg.validation.eval_iters
-        return iter(self.task.build_loader(eval_set.dataset, sampler, self.groups)), sampler.num_global_batches
+            yield iter(eval_set.dataset), self.cfg.validation.eval_iters
+            return
+        batches = iter(self.task.build_loader(eval_set.dataset, sampler, self.groups))
+        try:
+            yield batches, sampler.num_global_batches
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()

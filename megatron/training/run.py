@@ -163,9 +163,9 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
 
 @contextmanager
 def _closing(trainer: Trainer, watchdog: Watchdog) -> Iterator[None]:
-    """Context of a run, after which hooks and the checkpointer are closed in any case (waits for a background save). A
-    failure reaches the watchdog before anything is closed, and is replaced by the error that explains it (`_cause`) if
-    there is one."""
+    """Context of a run, after which hooks, the checkpointer (waits for a background save) and the data loader are
+    closed in any case. A failure reaches the watchdog before anything is closed, and is replaced by the error that
+    explains it (`_cause`) if there is one."""
     parts = trainer.parts
     try:
         yield
@@ -183,6 +183,8 @@ def _closing(trainer: Trainer, watchdog: Watchdog) -> Iterator[None]:
     finally:
         trainer.hooks.on_train_end(parts.state)
         parts.checkpointer.close()
+        if parts.reader is not None and trainer.cfg.data.dataloader_type != "external":
+            parts.reader.close()
 
 
 def _report_failures(hooks: Sequence[Hook], rank: int) -> int:

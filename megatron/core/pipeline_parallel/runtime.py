@@ -89,7 +89,10 @@ class PipelineRun:
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._iterators: Sequence[Iterator] = work.iterators
         if work.on_forward is not None:
-            self._iterators = [each if each is None else self._noted(each) for each in work.iterators]
+            self._iterators = [
+                None if iterator is None else notify_reads(iterator, work.on_forward, schedule.has_backward)
+                for iterator in work.iterators
+            ]
         last = {(action.kind, action.chunk): action for action in self.actions}
         self._final = {action for (kind, _), action in last.items() if kind != "F"}
         """The last B and the last W of each chunk: only in these may data-parallel reduction start."""
@@ -143,12 +146,6 @@ class PipelineRun:
         if self.work.on_forward is not None:
             self.work.on_forward(event, self.schedule.has_backward)
 
-    def _noted(self, iterator: Iterator) -> Iterator:
-        """Yield the micro-batches of ``iterator`` and note when each has been read."""
-        for batch in iterator:
-            self._event("has batch")
-            yield batch
-
     def _loss(self, output: Tensor, loss_func: Callable) -> Tensor | None:
         """Call ``loss_func``, append the micro-batch's result to ``results``, and return the weighted sum of its
         losses; None without backward. Raises UserError if the losses are not (sum, count) by name."""
@@ -191,6 +188,15 @@ class PipelineRun:
         chunk = self.work.chunks[action.chunk]
         # a bucket that is reduced earlier would miss the gradients of later micro-batches
         return nullcontext() if action in self._final else getattr(chunk, "no_sync", nullcontext)()
+
+
+def notify_reads(iterator: Iterator, on_forward: Callable[[ForwardEvent, bool], None], has_backward: bool) -> Iterator:
+    """Yield the micro-batches of ``iterator``; call ``on_forward`` when each has been read."""
+    # not a method: a generator that refers to the run it belongs to would keep the run, its batches and the loader's
+    # worker processes alive until a garbage collection
+    for batch in iterator:
+        on_forward("has batch", has_backward)
+        yield batch
 
 
 @contextmanager

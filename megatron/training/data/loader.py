@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -157,6 +157,11 @@ class BatchReader:
         self._error: Exception | None = None
         self._waited = 0.0
 
+    def close(self) -> None:
+        """End the worker processes of ``batches``, if it has any; nothing can be read afterwards."""
+        if isinstance(self.batches, Generator):
+            self.batches.close()
+
     def take_waited(self) -> float:
         """Return the seconds spent in ``batches`` since the last call."""
         waited, self._waited = self._waited, 0.0
@@ -262,9 +267,11 @@ def flat_batch(samples: list[dict[str, object]]) -> FlatBatch:
 class Loader(DataLoader):
     """Loader of flat batches, which it yields as {name: tensor}."""
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+    def __iter__(self) -> Generator[dict[str, Tensor]]:  # type: ignore[override]
+        """Yield the batches; start the workers at the first. The generator's ``close`` ends them."""
         if self.num_workers == 0:
-            return map(FlatBatch.tensors, super().__iter__())
+            yield from map(FlatBatch.tensors, super().__iter__())
+            return
         # forked workers inherit what is frozen: if they collected cycles of this process with CUDA tensors, they would
         # call CUDA and abort
         gc.freeze()
@@ -272,7 +279,10 @@ class Loader(DataLoader):
             batches = super().__iter__()
         finally:
             gc.unfreeze()
-        return map(FlatBatch.tensors, batches)
+        try:
+            yield from map(FlatBatch.tensors, batches)
+        finally:  # torch ends them with the last reference: a cycle may keep it
+            batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def build_loader(

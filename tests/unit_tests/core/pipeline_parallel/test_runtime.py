@@ -229,3 +229,29 @@ def test_a_tensor_that_nothing_needs_sends_zeros_back():
 def test_a_rank_takes_its_own_actions():
     schedule = zero_bubble(2, BATCHES)
     assert PipelineRun(schedule, 1, Work(print, [], []), None).actions is schedule.actions[1] != schedule.actions[0]
+
+
+@pytest.mark.parametrize("schedule", [interleaved(1, 2, BATCHES, 2), zero_bubble(1, BATCHES, 2)])
+def test_a_run_and_its_batches_are_freed_without_a_garbage_collection(schedule):
+    """Also if the events of forward steps are reported, and the data outlives the run."""
+    events, chunks = [], [Chunk(True), Chunk(False)]
+
+    def forward_step(iterator, chunk):
+        return chunk(next(iterator)), lambda out: {"loss": (out.sum(), torch.tensor(out.numel()))}
+
+    def read():
+        yield from batches()
+
+    reader = read()
+    work = Work(forward_step, chunks, chunk_iterators(reader, 2), on_forward=lambda *event: events.append(event))
+    messages = Messages(schedule, SINGLE_PROCESS, MessageShape(((2, WIDTH),), torch.float64, torch.device("cpu")))
+    gc.disable()
+    try:
+        pipeline_run = PipelineRun(schedule, 0, work, messages)
+        pipeline_run.run()
+        references = weakref.ref(pipeline_run), weakref.ref(work), weakref.ref(reader)
+        del pipeline_run, work, reader, messages
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
+    assert [event for event, _ in events].count("has batch") == 2 * BATCHES
