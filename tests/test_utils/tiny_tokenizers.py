@@ -57,6 +57,31 @@ def byte_level_bpe(path, vocab_size=600, pre_tokenizer=None, normalizer=None, sp
     return str(path)
 
 
+def byte_fallback_bpe(folder, **config):
+    """A folder with a tokenizer of LLaMA's kind: bytes for unknown characters, ``<s>`` by the post-processor, spaces as
+    ``\u2581``. ``config``: keys of its tokenizer_config.json."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    characters = "\u2581abcdefghijklmnopqrstuvwxyzTI'.<>|\n"
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
+    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "c"), ("a", "t"), ("\u2581c", "at"), ("o", "n")]
+    tokens += ["".join(pair) for pair in merges]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast", **config}
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder)
+
+
 def gpt2_files(folder, vocab_size=600):
     """vocab.json and merges.txt."""
     path = Path(byte_level_bpe(Path(folder) / "made.json", vocab_size))
@@ -79,10 +104,7 @@ def sentence_piece_model(path, **options):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS),
         model_writer=stream,
-        vocab_size=200,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **options,
+        **{"vocab_size": 200, "hard_vocab_limit": False, "minloglevel": 2, **options},
     )
     Path(path).write_bytes(stream.getvalue())
     return str(path)

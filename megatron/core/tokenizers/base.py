@@ -18,6 +18,9 @@ import numpy as np
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import MAX_TEXT_BYTES, read_file
 
+UNKNOWN = "\ufffd"
+"""Character for bytes that are not valid UTF-8."""
+
 
 def _role(role: str, what: str) -> property:
     """Return a property that gives the id of the special token ``role``. Reading it raises UserError, with the roles
@@ -54,6 +57,7 @@ class Tokenizer(ABC):
         self.vocab_size = vocab_size
         self.special_ids = dict(special_ids)
         self.fingerprint = fingerprint
+        self._token_bytes: dict[int, bytes] = {}
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -62,6 +66,24 @@ class Tokenizer(ABC):
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; bytes that are not valid UTF-8 become U+FFFD."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that ``token`` adds to a text in UTF-8, which may be a part of a character. Ids of a model
+        that the tokenizer does not have add none."""
+        if token not in self._token_bytes:
+            self._token_bytes[token] = self._read_token_bytes(token) if token < self.vocab_size else b""
+        return self._token_bytes[token]
+
+    def _read_token_bytes(self, token: int) -> bytes:
+        # decoded after another token: alone it may lose the space before a word
+        context = self.tokenize_sentences(["a"], False)[0].tolist()
+        before, text = self.detokenize(context), self.detokenize([*context, token])
+        return (text[len(before) :] if text.startswith(before) else self.detokenize([token])).encode()
+
+    @property
+    def all_special_ids(self) -> frozenset[int]:
+        """Ids of control tokens, such as the end of a document."""
+        return frozenset(index for index in self.special_ids.values() if index >= 0)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text as an integer array [tokens]: the fast path of preprocessing."""

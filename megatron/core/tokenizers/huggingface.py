@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,16 @@ import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import MAX_TEXT_BYTES, parse_json, read_file
-from megatron.core.tokenizers.base import Tokenizer, check_text, compute_hash, read_tokenizer_file, sentinel_names
+from megatron.core.tokenizers.base import (
+    UNKNOWN,
+    Tokenizer,
+    check_text,
+    compute_hash,
+    read_tokenizer_file,
+    sentinel_names,
+)
 from megatron.core.tokenizers.chat import Message, read_chat_template, render_chat
-from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe
+from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe, character_bytes
 from megatron.core.tokenizers.libraries import require
 
 if TYPE_CHECKING:
@@ -130,6 +138,21 @@ class BackendTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         with _library_errors():
             return self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
+
+    def _read_token_bytes(self, token: int) -> bytes:
+        text = super()._read_token_bytes(token)
+        piece = self._backend.id_to_token(token) or ""
+        if UNKNOWN not in text.decode() or token in self._backend.get_added_tokens_decoder():
+            return text
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # byte fallback, as in LLaMA's and Mistral's SentencePiece
+            return bytes([int(piece[1:-1], 16)])
+        alphabet = character_bytes()
+        return bytes(alphabet[character] for character in piece) if set(piece) <= alphabet.keys() else text
+
+    @property
+    def all_special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder().items()
+        return super().all_special_ids | {index for index, token in added if token.special}
 
 
 @contextmanager

@@ -105,3 +105,8 @@ class SentencePieceTokenizer(Tokenizer):
             else:
                 run.append(index)
         return text + (self._processor.decode(run) if run else "")
+
+    def _read_token_bytes(self, token: int) -> bytes:
+        if token < self._processor.get_piece_size() and self._processor.is_byte(token):
+            return bytes([int(self._processor.id_to_piece(token)[1:-1], 16)])
+        return super()._read_token_bytes(token)

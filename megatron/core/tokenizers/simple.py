@@ -38,6 +38,9 @@ class NullTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(index)) for index in ids)
 
+    def _read_token_bytes(self, token: int) -> bytes:
+        return f" {token}".encode()
+
 
 class ByteLevelTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes of the UTF-8 text, 256 ends a document."""
@@ -54,6 +57,9 @@ class ByteLevelTokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return bytes(int(index) for index in ids if index < 256).decode(errors="replace")
+
+    def _read_token_bytes(self, token: int) -> bytes:
+        return bytes([token] if token < 256 else [])
 
     @property
     def vocab(self) -> dict[str, int]:

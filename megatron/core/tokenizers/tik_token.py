@@ -96,6 +96,9 @@ class TikTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([int(index) for index in ids])
 
+    def _read_token_bytes(self, token: int) -> bytes:
+        return self._encoding.decode_single_token_bytes(token)
+
 
 def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes, int]:
     """Return {token bytes: id} of the first ``wanted`` tokens (all, if fewer), ids from ``first_id`` on. ``raw`` is a

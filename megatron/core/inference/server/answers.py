@@ -5,11 +5,33 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from megatron.core.inference.requests import TokenScore
 from megatron.core.inference.server.protocol import Job, Served
 from megatron.core.inference.server.service import Event
-from megatron.core.inference.text import TextStream
+from megatron.core.inference.text import Detokenizer, TextStream
+from megatron.core.tokenizers.base import Tokenizer
+
+
+def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """Return the index of each token's first character in ``text``, whose tokens are ``ids``. A token that the
+    tokenizer added to the text, such as BOS, has no characters."""
+    offsets, index, detokenizer = [], 0, Detokenizer(tokenizer)
+    for token in ids:
+        offsets.append(min(index, len(text)))
+        is_added = token in tokenizer.all_special_ids and not text.startswith(tokenizer.detokenize([token]), index)
+        index += 0 if is_added else len(detokenizer.push(token))
+    return offsets
+
+
+class ScoredToken(NamedTuple):
+    """A token of an answer with its score (None: the first token of a prompt)."""
+
+    token: int
+    score: TokenScore | None
+    offset: int
+    """Index of its first character in prompt and text."""
 
 
 class Choice:
@@ -20,9 +42,9 @@ class Choice:
         prompt = index // job.count
         self.prompt = job.prompts[prompt]
         self._stream = TextStream(served.tokenizer, self.prompt, job.stops)
-        self._echo = job.texts[prompt] if job.echo else None
-        self._scores: list[TokenScore | None] = []
-        self._offset = 0
+        self._prompt_text = job.texts[prompt]
+        self._echo = self._prompt_text if job.echo else None
+        self._scores: list[ScoredToken] = []
         self.num_tokens = 0
         """Number of sampled tokens, stop tokens included."""
         self.tokens: list[int] = []
@@ -34,15 +56,19 @@ class Choice:
         if self._echo is not None:
             piece, self._echo = self._echo, None
             if self.job.logprobs:
-                self._scores += event.prompt_scores
-        if event.score is not None:
-            self.num_tokens += 1
-            self._scores.append(event.score)
+                offsets = prompt_offsets(self._served.tokenizer, self.prompt, self._prompt_text)
+                self._scores += map(ScoredToken, self.prompt, event.prompt_scores, offsets)
+        num_before = self._stream.num_characters
         if event.token is not None:
             self.tokens.append(event.token)
             piece += self._stream.push(event.token)
         if event.finish_reason is not None:
             piece += self._stream.finish()
+        if event.score is not None:
+            self.num_tokens += 1
+            # a stop token follows an incomplete character, which the end completes
+            offset = self._stream.num_characters if event.token is None else num_before
+            self._scores.append(ScoredToken(event.score.token, event.score, len(self._prompt_text) + offset))
         self.finish_reason = "stop" if self._stream.stopped else event.finish_reason
         return piece
 
@@ -55,35 +81,45 @@ class Choice:
 
     def values(self) -> list[float]:
         """Return the log-probabilities without their tokens."""
-        return [each.logprob for each in self._scores if each is not None]
+        return [each.score.logprob for each in self._scores if each.score is not None]
 
-    def _logprobs(self, scores: Sequence[TokenScore | None]) -> dict[str, object]:
-        token_text = self._served.token_text
-        tokens = [token_text(self.prompt[0] if x is None else x.token) for x in scores]
-        offsets = []
-        for text in tokens:
-            offsets.append(self._offset)
-            self._offset += len(text)
+    def _logprobs(self, scores: Sequence[ScoredToken]) -> dict[str, object]:
+        def name(token: int) -> str:
+            return token_name(self._served.tokenizer.token_bytes(token), "bytes:")
+
         top = []
-        for score in scores:
+        for _, score, _ in scores:
             likeliest: dict[str, float] = {}
             for token, logprob in () if score is None else (*score.top, (score.token, score.logprob)):
-                likeliest.setdefault(token_text(token), logprob)  # tokens may have equal texts: keep the best
+                likeliest.setdefault(name(token), logprob)  # tokens may have equal texts: keep the best
             top.append(None if score is None else likeliest)
-        logprobs = [None if x is None else x.logprob for x in scores]
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+        # tokens of a stop string are after the end of the text
+        end = len(self._prompt_text) + self._stream.num_released if self._stream.stopped else None
+        return {
+            "tokens": [name(x.token) for x in scores],
+            "token_logprobs": [None if x.score is None else x.score.logprob for x in scores],
+            "top_logprobs": top,
+            "text_offset": [x.offset if end is None else min(x.offset, end) for x in scores],
+        }
 
-    def _chat_logprobs(self, scores: Sequence[TokenScore | None]) -> dict[str, object]:
+    def _chat_logprobs(self, scores: Sequence[ScoredToken]) -> dict[str, object]:
         def entry(token: int, logprob: float) -> dict[str, object]:
-            text = self._served.token_text(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            raw = self._served.tokenizer.token_bytes(token)
+            return {"token": token_name(raw), "logprob": logprob, "bytes": list(raw)}
 
         content = [
             {**entry(x.token, x.logprob), "top_logprobs": [entry(*each) for each in x.top]}
-            for x in scores
+            for _, x, _ in scores
             if x is not None
         ]
         return {"content": content, "refusal": None}
+
+
+def token_name(raw: bytes, prefix: str = "") -> str:
+    """Return a token's text as OpenAI writes it: with bytes that are a part of a character, after ``prefix``, those as
+    ``\\xf0``."""
+    text = raw.decode(errors="backslashreplace")
+    return text if text.encode() == raw else prefix + text
 
 
 class Answer:
@@ -139,6 +175,6 @@ class Answer:
         segments, logprobs = [], []
         for choice in self.choices:
             tokens = choice.prompt + choice.tokens
-            segments.append([self._served.token_text(token) for token in tokens])
+            segments.append([self._served.tokenizer.token_bytes(token).decode(errors="replace") for token in tokens])
             logprobs.append(choice.values()[: len(tokens) - 1])
         return {"text": list(texts), "segments": segments, "logprobs": logprobs if self.job.logprobs else None}

@@ -48,10 +48,6 @@ class Served:
         except UserError as error:
             raise RequestError(f"prompt: {error}", "prompt") from error
 
-    def token_text(self, token: int) -> str:
-        """Return the text of one token; U+FFFD for bytes that are not a full character."""
-        return self.tokenizer.detokenize([token])
-
 
 @dataclass(frozen=True)
 class Job:

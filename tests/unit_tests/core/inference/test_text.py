@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core.inference.text import TextStream
 from megatron.core.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
-from tests.test_utils.tiny_tokenizers import TEXTS, byte_level_bpe, flags, sentence_piece_model
+from tests.test_utils.tiny_tokenizers import TEXTS, byte_fallback_bpe, byte_level_bpe, flags, sentence_piece_model
 
 BYTES = ByteLevelTokenizer()
 
@@ -16,7 +16,7 @@ def pieces(tokenizer, ids, prompt=(), stops=()):
     return [*(stream.push(token) for token in ids), stream.finish()], stream
 
 
-@pytest.fixture(scope="module", params=["bytes", "bpe", "sentencepiece", "null"])
+@pytest.fixture(scope="module", params=["bytes", "bpe", "fallback", "sentencepiece", "null"])
 def tokenizer(request, tmp_path_factory):
     from megatron.core.tokenizers import build_tokenizer
 
@@ -26,6 +26,7 @@ def tokenizer(request, tmp_path_factory):
         "bpe": lambda: build_tokenizer(
             flags("HuggingFaceTokenizer", tokenizer_model=byte_level_bpe(folder / "tokenizer.json"))
         ),
+        "fallback": lambda: build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=byte_fallback_bpe(folder))),
         "sentencepiece": lambda: build_tokenizer(
             flags("GPTSentencePieceTokenizer", tokenizer_model=sentence_piece_model(folder / "m"))
         ),
@@ -65,3 +66,34 @@ def test_text_ends_before_the_first_stop_string_of_any_split(stops):
 def test_a_beginning_of_a_stop_string_is_held_back_and_released():
     found, stream = pieces(BYTES, b"ab--c--", stops=("--->",))
     assert found == ["a", "b", "", "", "--c", "", "", "--"] and not stream.stopped
+
+
+def test_text_ends_at_the_first_of_two_stop_strings_in_one_piece(tmp_path):
+    found, stream = pieces(NullTokenizer(1000), [17, 952, 3], stops=("5", "9"))
+    assert "".join(found) == "17 " and stream.stopped
+    found, stream = pieces(BYTES, "x\u00e9y".encode(), stops=("y", "\u00e9y"))  # one begins before the piece
+    assert "".join(found) == "x" and stream.stopped
+
+
+@pytest.mark.parametrize("text", ["a😀😀b", "中😀é", "😀", "é中 é"])
+def test_characters_of_byte_fallback_are_passed_on_whole_and_at_once(text, tmp_path):
+    from megatron.core.tokenizers.huggingface import build_huggingface
+
+    tokenizer = build_huggingface(byte_fallback_bpe(tmp_path))
+    ids = [token for token in tokenizer.tokenize(text) if token != tokenizer.bos]
+    prompt = tokenizer.tokenize("the")
+    found, _ = pieces(tokenizer, ids, prompt)
+    assert "".join(found) == " " + text and not any("\ufffd" in piece for piece in found)
+    # every character comes with the token that completes it
+    assert [piece for piece in found if piece] == list(" " + text)
+
+
+def test_streamed_text_is_a_prefix_of_the_decoded_bytes_of_random_stops(tmp_path):
+    rng = random.Random(4)
+    for _ in range(300):
+        text = "".join(rng.choice("abé中😀") for _ in range(20))
+        stops = ["".join(rng.choice("abé中😀") for _ in range(rng.choice((1, 2, 3)))) for _ in range(3)]
+        found, stream = pieces(BYTES, text.encode(), stops=stops)
+        ends = [text.find(stop) for stop in stops if stop in text]
+        expected = text[: min(ends)] if ends else text
+        assert "".join(found) == expected and stream.stopped == bool(ends) and stream.num_released == len(expected)
