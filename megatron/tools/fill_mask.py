@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.core.config.commands import as_typed
+from megatron.core.models.bert.config import BertConfig, num_tokentypes
 
 if TYPE_CHECKING:
     from megatron.training.trained_model import TrainedModel
@@ -70,7 +71,8 @@ def answers(trained: TrainedModel, texts: Sequence[str], top_k: int) -> Iterator
 
     tokenizer = trained.tokenizer
     ids, types = build_sample(trained, texts)
-    found, order = fill_mask(trained.model, ids, tokenizer.mask, types if trained.cfg.flat.bert_binary_head else None)
+    has_types = num_tokentypes(trained.cfg.group(BertConfig))
+    found, order = fill_mask(trained.model, ids, tokenizer.mask, types if has_types else None)
     yield " | ".join(texts)
     for number, probabilities in enumerate(found):
         yield f"  mask {number + 1}"

@@ -7,6 +7,7 @@ it is the same bytes.
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -77,8 +78,10 @@ def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformer
     for key, parameter in ours.named_parameters():
         expected = gradients[f"model.{key}"].read()
         expected = expected.reshape(-1, *parameter.shape[1:])
-        first = int(key == "embedding.word_embeddings.weight")  # theirs keeps the row of padding as it is
-        assert_close(f"gradient of {key}", parameter.grad[first : len(expected)], expected[first:])
+        rows = torch.arange(len(expected))
+        if key == "embedding.word_embeddings.weight":  # HF does not update the row of padding
+            rows = rows[rows != FAMILIES[name].padding]
+        assert_close(f"gradient of {key}", parameter.grad[rows], expected[rows])
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -135,6 +138,8 @@ WITHOUT_HEADS = [
     ("megatron-bert", "MegatronBertForNextSentencePrediction", {}, {MLM}),
     ("distilbert", "DistilBertModel", {}, {"vocab_transform.weight"}),
     ("modern-bert", "ModernBertModel", {}, {"head.dense.weight"}),
+    ("roberta", "RobertaModel", {}, {"lm_head.dense.weight"}),
+    ("xlm-roberta", "XLMRobertaModel", {"add_pooling_layer": False}, {"lm_head.dense.weight"}),
 ]  # fmt: skip
 
 
@@ -150,7 +155,8 @@ def test_an_encoder_without_heads_begins_with_random_ones(name, architecture, op
         save_file(weights, tmp_path / "theirs" / "model.safetensors")
     model = load_hf(tmp_path / "theirs")
     note = model.notes[-1]
-    assert {key for key in (MLM, ORDER, POOLER, "vocab_transform.weight", "head.dense.weight") if key in note} == absent
+    heads = {key for _, _, _, keys in WITHOUT_HEADS for key in keys}
+    assert {key for key in heads if re.search(rf"(?<![\w.]){key}", note)} == absent
     dense = model.tensors["model.lm_head.dense.weight"].read()
     assert absent <= {ORDER, POOLER} or float(dense.std()) == pytest.approx(0.02, rel=0.1)
     save_hf(model, tmp_path / "again")
@@ -160,10 +166,12 @@ def test_an_encoder_without_heads_begins_with_random_ones(name, architecture, op
     assert not any(report.values()), report
     prefix = "" if hasattr(foreign, again.base_model_prefix) else f"{again.base_model_prefix}."
     written = again.state_dict()
-    assert all(torch.equal(value, written[prefix + key]) for key, value in foreign.state_dict().items())
+    without_pooler = "roberta" in name  # the masked model lacks it
+    for key, value in foreign.state_dict().items():
+        assert (without_pooler and "pooler" in key) or torch.equal(value, written[prefix + key])
     ours, arrays = our_model(model.settings), random_arrays(FAMILIES[name])
     fill(ours, model)
-    types = arrays["types"] if model.settings["bert_binary_head"] else None
+    types = arrays["types"] if "model.embedding.tokentype_embeddings.weight" in model.tensors else None
     more = {} if types is None else {"token_type_ids": types}
     expected = again.eval()(input_ids=arrays["tokens"], attention_mask=arrays["real"].long(), **more).to_tuple()[0]
     found = ours(arrays["tokens"], arrays["real"], types)[0][..., :VOCAB]
@@ -258,7 +266,7 @@ def test_comparison_with_transformers_sees_swapped_inputs_of_encoder_and_decoder
     assert convert.main([*line, str(tmp_path / "swapped")]) == 1
 
 
-def test_a_t5_with_a_bias_behind_its_shared_output_layer_has_no_family(tmp_path):
+def test_a_t5_with_a_bias_after_its_shared_output_layer_has_no_family(tmp_path):
     flags = [each for each in flags_of(FAMILIES["t5"]) if each != "--scale-decoder-outputs"]
     with pytest.raises(UserError, match="t5: scale_decoder_outputs is False, a shared output layer is scaled"):
         save_hf(random_model(flags, VOCAB, model_family="t5"), tmp_path / "theirs")

@@ -27,7 +27,8 @@ from tests.reference.weights import Maker, Weights
 
 def initial_weights(c: Settings) -> Weights:
     make, h, pair = Maker(c), c.hidden_size, not c.bert_no_binary_head
-    make.embeddings(**{"tokentype": 2} if pair else {})
+    types = c.bert_num_tokentypes or 2 * pair
+    make.embeddings(**{"tokentype": types} if types else {})
     for layer in range(c.num_layers):
         make.layer(f"encoder.layers.{layer}", False)
     make.norm("encoder.final_layernorm", h)

@@ -3,6 +3,7 @@
     x = dropout(E[token] + P[position])
     x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))        each layer; pre-norm: Radford et al. 2019
     x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))               parallel: Wang and Komatsuzaki 2021
+                                                                               norm' may be norm (Phi, Falcon)
     loss_t = -log softmax(norm(x_t) W^T)[label_t]                              W = E where tied: Press and Wolf 2017
 
 Norms: Ba et al. 2016, Zhang and Sennrich 2019; after branches, and soft caps: OLMo 2 and Gemma 2 (2024). Activations:
@@ -92,7 +93,7 @@ class Model:
         x = self.weights["embedding.word_embeddings.weight"][tokens]
         if self.c.position_embedding_type == "learned_absolute":
             positions = torch.from_numpy(self.batch.positions) if positions is None else positions
-            x = x + self.weights["embedding.position_embeddings.weight"][positions]
+            x = x + self.weights["embedding.position_embeddings.weight"][positions + self.c.learned_position_offset]
         return x
 
     def layer(self, x: Tensor, at: str, number: int) -> Tensor:
@@ -107,7 +108,8 @@ class Model:
         x = normed if c.embed_layernorm and number == 1 else x
         seen, x = x, (normed if behind else x) + factor * self.dropout(branch, *self.site(number), "attention output")
         x = self.between(x, at, number)
-        normed = norm(seen if c.use_parallel_residual else x, "pre_mlp", "post")
+        if not c.share_parallel_norm:
+            normed = norm(seen if c.use_parallel_residual else x, "pre_mlp", "post")
         has_experts = f"{at}.mlp.router.weight" in self.weights
         branch = norm((mixture if has_experts else Model.mlp)(self, normed, f"{at}.mlp"), "post_mlp", "pre")
         return (normed if behind else x) + factor * self.dropout(branch, *self.site(number), "mlp output")

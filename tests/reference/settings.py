@@ -16,6 +16,7 @@ NETWORK = {
     "group_query_attention": False, "num_query_groups": None, "ffn_hidden_size": None, "kv_channels": None,
     "normalization": "LayerNorm", "norm_epsilon": 1e-5, "apply_layernorm_1p": False,
     "norm_placement": "pre", "use_parallel_residual": False, "apply_embedding_scaling": False,
+    "share_parallel_norm": False, "learned_position_offset": 0, "output_layer_bias": False,
     "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
     "final_logit_softcapping": None, "apply_residual_connection_post_layernorm": False, "disable_bias_linear": False,
     "add_qkv_bias": False,
@@ -50,7 +51,8 @@ EXPERTS = {
     "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_loss_scaling_factor": 0.1,
 }  # fmt: skip
 ENCODERS = {
-    "bert_no_binary_head": False, "mask_prob": 0.15, "short_seq_prob": 0.1, "encoder_num_layers": None,
+    "bert_no_binary_head": False, "bert_num_tokentypes": None,
+    "mask_prob": 0.15, "short_seq_prob": 0.1, "encoder_num_layers": None,
     "decoder_num_layers": None, "encoder_seq_length": None, "decoder_seq_length": None,
     "embed_layernorm": False, "disable_norm_bias": False, "relu": False, "exact_gelu": False,
     "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "scale_decoder_outputs": False,

@@ -49,6 +49,8 @@ def initial_weights(c: Settings) -> Weights:
         make.layer(f"{at}.mtp_model_layer", has_experts(c, c.num_layers - 1))
     if c.untie_embeddings_and_output_weights:
         make.matrix("output_layer.weight", c.vocab_size, c.hidden_size)
+    if c.output_layer_bias:
+        make.weights["output_layer.bias"] = torch.zeros(c.vocab_size, dtype=torch.float64)
     return make.weights
 
 
@@ -59,7 +61,8 @@ class Maker:
         self.embedding_std = self.std if c.embedding_init_method_std is None else c.embedding_init_method_std
 
     def embeddings(self, **more: int) -> None:
-        tables = {"word": self.c.vocab_size, "position": self.c.max_position_embeddings, **more}
+        positions = self.c.max_position_embeddings + self.c.learned_position_offset
+        tables = {"word": self.c.vocab_size, "position": positions, **more}
         if self.c.position_embedding_type != "learned_absolute":
             del tables["position"]
         for kind, rows in tables.items():
@@ -89,7 +92,7 @@ class Maker:
 
     def layer(self, at: str, experts: bool) -> None:
         branches = {"input": "post_self_attention", "pre_mlp": "post_mlp"}
-        before = branches if self.c.norm_placement != "post" else ()
+        before = list(branches)[: 1 if self.c.share_parallel_norm else 2] if self.c.norm_placement != "post" else ()
         for part in (*before, *(branches.values() if self.c.norm_placement != "pre" else ())):
             self.norm(f"{at}.{part}_layernorm", self.c.hidden_size)
         (self.latent_attention if self.c.multi_latent_attention else self.attention)(f"{at}.self_attention")

@@ -39,6 +39,10 @@ DECLARED_MODELS = {
         f"{ONE} {RMS} --hidden-dropout 0 --attention-dropout 0 --num-experts 4 --moe-ffn-hidden-size 24"
         " --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.05 --micro-batch-size 2"
     ),
+    "full-parallel": (
+        f"{ONE} {DROPOUT} {TWO_GROUPS} {UNTIED} --use-parallel-residual --share-parallel-norm --output-layer-bias"
+        " --learned-position-offset 2"
+    ),
     "bert-full": f"{ONE} {DROPOUT} {UNTIED} --qk-layernorm --norm-placement sandwich {SINKS}",
     "t5-full": f"{T5_SIZES} {DROPOUT} {UNTIED} --qk-layernorm --norm-placement sandwich --softmax-type off-by-one",
     "t5-full-relative": f"{T5_SIZES} {DROPOUT} --position-embedding-type relative",

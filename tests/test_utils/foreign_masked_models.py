@@ -51,6 +51,11 @@ class Family:
     """Tokens that the output layer sees."""
 
     @property
+    def padding(self) -> int:
+        """Id of the padding token."""
+        return self.settings.get("pad_token_id", 0)
+
+    @property
     def is_t5(self) -> bool:
         return self.architecture.startswith(("T5", "MT5"))
 
@@ -172,7 +177,10 @@ FAMILIES = {
         f"{T5_FLAGS} --geglu --untie-embeddings-and-output-weights", length=ANSWER,
     ),
 }  # fmt: skip
-
+ROBERTA_FLAGS = (
+    f"{BERT_FLAGS} --apply-residual-connection-post-layernorm --bert-no-binary-head --bert-num-tokentypes 1"
+    " --learned-position-offset 2"
+)
 
 CONVERTED = {
     **FAMILIES,
@@ -180,6 +188,11 @@ CONVERTED = {
         "DistilBertForMaskedLM", (), {"dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": FILTER},
         f"--ffn-hidden-size {FILTER} --norm-epsilon 1e-12 --no-bias-gelu-fusion --bert-no-binary-head"
         " --apply-residual-connection-post-layernorm",
+    ),
+    "roberta": Family("RobertaForMaskedLM", (), {**BERT, "pad_token_id": 1, "type_vocab_size": 1}, ROBERTA_FLAGS),
+    "roberta-two-types": Family("RobertaForMaskedLM", (), {**BERT, "type_vocab_size": 2}, ""),
+    "xlm-roberta": Family(
+        "XLMRobertaForMaskedLM", (), {**BERT, "pad_token_id": 4, "type_vocab_size": 1, "hidden_act": "gelu_python"}, ""
     ),
     "mt5": Family("MT5ForConditionalGeneration", (), {**T5_SIZES, "tie_word_embeddings": False}, "", length=ANSWER),
     "mt5-relu": Family(
@@ -209,7 +222,7 @@ def build(family: Family) -> torch.nn.Module:
     config._attn_implementation = "eager"
     torch.manual_seed(7)
     foreign = model_class(config).float().eval()
-    if family.settings.get("tie_word_embeddings") is False:  # transformers 5 ties it despite this setting
+    if family.is_t5 and family.settings.get("tie_word_embeddings") is False:  # transformers 5 ties it all the same
         foreign.lm_head.weight = torch.nn.Parameter(torch.empty_like(foreign.lm_head.weight))
     spread = 0.1 if family.is_t5 else 0.2  # its scores are not scaled: larger ones magnify float32's rounding
     with torch.no_grad():
@@ -231,18 +244,20 @@ def to_ours(family: Family, tensors: dict[str, torch.Tensor], gradients: bool = 
 
 
 def random_arrays(family: Family) -> dict[str, torch.Tensor]:
-    """Return a batch of two, the first padded; real tokens are never 0, the padding id of the HF models."""
+    """Return a batch of two, the first padded; real tokens are above the padding id of the HF models."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(int(high > 2), high, shape, generator=generator)
+        return torch.randint(family.padding + 1 if high > 2 else 0, high, shape, generator=generator)
 
     real = torch.arange(LENGTH) < torch.tensor([[LENGTH - 5], [LENGTH]])
-    arrays = {"tokens": draw(VOCAB, 2, LENGTH) * real, "real": real, "labels": draw(VOCAB, 2, family.length)}
+    tokens = torch.where(real, draw(VOCAB, 2, LENGTH), family.padding)
+    arrays = {"tokens": tokens, "real": real, "labels": draw(VOCAB, 2, family.length)}
     arrays["loss_mask"] = torch.rand(2, family.length, generator=generator) < 0.4
     if family.is_t5:
         return {**arrays, "decoder": torch.cat((torch.zeros(2, 1, dtype=torch.long), arrays["labels"][:, :-1]), dim=1)}
-    return {**arrays, "loss_mask": arrays["loss_mask"] & real, "types": draw(2, 2, LENGTH) * real,
+    types = min(family.settings.get("type_vocab_size", 2), 2)
+    return {**arrays, "loss_mask": arrays["loss_mask"] & real, "types": draw(types, 2, LENGTH) * real,
             "swapped": torch.tensor([1, 0])}  # fmt: skip
 
 
@@ -255,7 +270,8 @@ def run_foreign(family: Family, foreign: torch.nn.Module, arrays: dict) -> tuple
         output = foreign(**inputs, decoder_input_ids=arrays["decoder"], use_cache=False)
         return output.logits, None, output.loss
     if "seq_relationship" not in "".join(part.theirs[0] for part in family.parts):
-        output = foreign(**inputs)
+        types = {"token_type_ids": arrays["types"]} if "Roberta" in family.architecture else {}
+        output = foreign(**inputs, **types)
         return output.logits, None, output.loss
     output = foreign(**inputs, token_type_ids=arrays["types"], next_sentence_label=arrays["swapped"])
     return output.prediction_logits, output.seq_relationship_logits, output.loss

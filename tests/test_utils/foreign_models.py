@@ -16,7 +16,17 @@ import torch
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.hf import conversion
 from megatron.export.hf.families import deepseek as deepseek_tables
-from megatron.export.hf.families import glm, gpt, llama, mixtures, squared_relu, starcoder
+from megatron.export.hf.families import (
+    falcon,
+    glm,
+    gpt,
+    llama,
+    mixtures,
+    opt,
+    phi,
+    squared_relu,
+    starcoder,
+)
 from megatron.export.hf.family import Family as Table
 from megatron.export.hf.family import complete
 from megatron.export.hf.layouts import Weights
@@ -217,6 +227,9 @@ def dense_deepseek(flags, yarn=None, **settings):
     )  # fmt: skip
 
 
+PARALLEL = {"intermediate_size": 48, "layer_norm_eps": 1e-3}
+ONE_NORM = "--use-parallel-residual --share-parallel-norm"
+FALCON_SETTINGS = {"ffn_hidden_size": 48, "layer_norm_epsilon": 1e-3}
 STRETCH = "--rotary-scaling-factor 40 --yarn-original-max-position-embeddings 16"
 MODELS = {
     "deepseek-v3-dense": dense_deepseek(
@@ -228,6 +241,20 @@ MODELS = {
     "deepseek-v3-dense-plain-rotation": dense_deepseek("--q-lora-rank 16 --rope-type rope"),
     "deepseek-v3-dense-queries-of-the-stream": dense_deepseek(
         "--rotary-base 500", q_lora_rank=None, **rope(500.0)
+    ),
+    "opt": Family("OPT", opt.OPT.weights, {"ffn_dim": 48, "dropout": 0.0, "attention_dropout": 0.0},
+                  "--relu --ffn-hidden-size 48 --learned-position-offset 2"),
+    "phi": Family("Phi", phi.PHI.weights, {**PARALLEL, **rope(partial_rotary_factor=0.5)},
+                  f"{LAYERNORM} {UNTIED} {ONE_NORM} --rotary-percent 0.5 --output-layer-bias"),
+    "cohere": Family("Cohere", LLAMA, {**PARALLEL, **rope(), "num_key_value_heads": 2},
+                     f"{LAYERNORM} --swiglu {ONE_NORM} --disable-norm-bias --disable-bias-linear --rotary-interleaved"
+                     f" --logits-scaling 16 {GROUPS} 2"),
+    "falcon-7b": Family("Falcon", falcon.FALCON.weights, {**FALCON_SETTINGS, **rope(300.0)},
+                        f"{LAYERNORM} {ONE_NORM} --disable-bias-linear --rotary-base 300 {GROUPS} 1"),
+    "falcon-40b": Family(
+        "Falcon", {**falcon.FALCON.weights, **falcon.TWO_NORMS},
+        {**FALCON_SETTINGS, **rope(), "new_decoder_architecture": True, "num_kv_heads": 2},
+        f"{LAYERNORM} --use-parallel-residual --disable-bias-linear {GROUPS} 2",
     ),
     "gpt2": Family("GPT2", GPT2, GPT2_SETTINGS, "--norm-epsilon 1e-3"),
     "gpt2-exact-gelu": Family(

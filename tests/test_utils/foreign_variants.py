@@ -52,7 +52,28 @@ def plain(base=5e5):
     return {"rope_type": "default", "rope_theta": base}
 
 
+def falcon(**settings):
+    return variant("Falcon", {"ffn_hidden_size": 48, "layer_norm_epsilon": 1e-3, **rope(300.0)}, **settings)
+
+
+OPT_SIZES = {"ffn_dim": 48, "dropout": 0.0, "attention_dropout": 0.0}
+PHI_SIZES = {"intermediate_size": 48, "layer_norm_eps": 1e-3, **rope(partial_rotary_factor=0.5)}
+COHERE_SIZES = {"intermediate_size": 48, "layer_norm_eps": 1e-3, **rope(), "num_key_value_heads": 2}
+
 VARIANTS = {
+    "opt-gelu-without-biases-untied": variant(
+        "OPT", OPT_SIZES, enable_bias=False, activation_function="gelu", tie_word_embeddings=False
+    ),
+    "opt-gelu": variant("OPT", OPT_SIZES, activation_function="gelu_new"),
+    "phi-tied-groups": variant("Phi", PHI_SIZES, num_key_value_heads=2, tie_word_embeddings=True, hidden_act="gelu"),
+    "phi-normed-queries": variant("Phi", PHI_SIZES, qk_layernorm=True, **rope(500.0, partial_rotary_factor=0.25)),
+    "cohere-untied": variant(
+        "Cohere", COHERE_SIZES, tie_word_embeddings=False, logit_scale=0.3, num_key_value_heads=4, **rope(1e4)
+    ),
+    "falcon-11b": falcon(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+    "falcon-sequential": falcon(parallel_attn=False, bias=True, activation="gelu_new", tie_word_embeddings=False),
+    "falcon-sequential-heads": falcon(parallel_attn=False, multi_query=False),
+    "falcon-parallel-heads": falcon(multi_query=False, bias=True),
     "gpt-bigcode-exact-gelu": variant(
         "GPTBigCode", GPT2_SETTINGS, activation_function="gelu", n_inner=40, tie_word_embeddings=False
     ),

@@ -58,6 +58,8 @@ BERT = {
     "modern-gelu": f"{MODERN} --geglu --window-size 5,5 --window-attn-skip-freq [0,1] --rotary-base 160000"
                    f" --rotary-base-local 10000 {DROPOUT}",
     "modern-bert": f"{MODERN} --geglu --exact-gelu --embed-layernorm --init-method-std 0.2 {DROPOUT}",
+    "roberta": "--bert-no-binary-head --bert-num-tokentypes 1 --learned-position-offset 2 --init-method-std 0.1"
+               f" {DROPOUT}",
     "odd-sizes": "--num-layers 1 --hidden-size 24 --num-attention-heads 3 --seq-length 19",
     "parallel": "--use-parallel-residual --init-method-std 0.1",
     "packed": f"--use-packed-sequence --hidden-dropout 0.1 --data-path a --split 60,30,10 {WHOLE} --short-seq-prob 0.5",

@@ -82,6 +82,9 @@ FAMILIES = {
     "olmo-2-decayed": "--normalization RMSNorm --norm-placement post --qk-layernorm --qk-layernorm-across-heads"
                       f" --apply-layernorm-1p --apply-wd-to-qk-layernorm --weight-decay 0.5 {DROPOUT}",
     "gpt-neox": f"{ROPE} --rotary-percent 0.25 --use-parallel-residual --no-bias-gelu-fusion {UNTIED} {DROPOUT}",
+    "phi": f"{ROPE} --rotary-percent 0.5 --use-parallel-residual --share-parallel-norm --output-layer-bias {UNTIED}"
+           f" --init-method-std 0.1 {DROPOUT}",
+    "opt": f"--relu --learned-position-offset 2 --output-layer-bias --init-method-std 0.1 {DROPOUT}",
     "gpt-neox-capped-in-chunks": "--use-parallel-residual --final-logit-softcapping 0.5 --init-method-std 0.3"
                                  " --cross-entropy-chunk-tokens 7",
 }  # fmt: skip

@@ -305,6 +305,26 @@ def residual_settings(cfg: ModelSettings) -> Problems:
             yield problem(cfg, field, "contradicts --apply-residual-connection-post-layernorm", "choose one of the two")
 
 
+def shared_norm_settings(cfg: ModelSettings) -> Problems:
+    """Reject --share-parallel-norm without --use-parallel-residual, with norms after branches, with layernorm in
+    --recompute-modules, and with Transformer Engine, whose norms belong to one branch."""
+    if not cfg.share_parallel_norm:
+        return
+    if not cfg.use_parallel_residual:
+        yield problem(cfg, "share_parallel_norm", "requires --use-parallel-residual", "add that flag")
+    if cfg.norm_placement != "pre":
+        yield problem(cfg, "share_parallel_norm", f"contradicts --norm-placement {cfg.norm_placement}", "remove one")
+    if "layernorm" in (cfg.recompute_modules or ()):
+        yield problem(cfg, "share_parallel_norm", "contradicts layernorm in --recompute-modules", "leave it out there")
+    if cfg.transformer_impl == "transformer_engine":
+        yield problem(cfg, "share_parallel_norm", "contradicts --transformer-impl transformer_engine", "remove one")
+
+
+def output_bias_settings(cfg: ModelSettings) -> Problems:
+    if cfg.output_layer_bias and cfg.logits_scaling != 1.0:
+        yield problem(cfg, "output_layer_bias", "contradicts --logits-scaling", "remove one")
+
+
 def embedding_norm_settings(cfg: ModelSettings) -> Problems:
     """Reject --embed-layernorm together with --norm-placement post, --use-parallel-residual or
     --apply-residual-connection-post-layernorm, one problem each."""

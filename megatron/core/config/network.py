@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 from megatron.core.config.cli import flag
 from megatron.core.config.groups import FlagGroup
 from megatron.core.config.optional import OptionalGroup
-from megatron.core.config.ranges import AnyFloat, Dim, Layers, NonNegativeFloat, PositiveFloat, Probability, Range
+from megatron.core.config.ranges import (
+    AnyFloat,
+    Dim,
+    Layers,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    Probability,
+    Range,
+)
 
 
 @dataclass(kw_only=True)
@@ -55,6 +64,12 @@ class NetworkSizeConfig(FlagGroup):
     use_parallel_residual: bool = False
     """Parallel branches: attention and feed-forward network both read the layer's input, each through its norm
     (GPT-NeoX). Pipeline stages then cannot split a layer."""
+
+    share_parallel_norm: bool = False
+    """One norm for all branches of --use-parallel-residual (Phi, Falcon 7B, Cohere)."""
+
+    learned_position_offset: NonNegativeInt = 0
+    """Rows of the learned position table before the row of the first position (RoBERTa, OPT: 2)."""
 
     apply_embedding_scaling: bool = False
     """Multiply embeddings by the square root of the hidden size, rounded to the weights' format (Gemma)."""

@@ -38,7 +38,7 @@ def used_fields(group: type[OptionalGroup], settings: object) -> Iterator[str]:
 
 @dataclass(kw_only=True)
 class MultiplierConfig(OptionalGroup):
-    """Multipliers"""
+    """Multipliers and output bias"""
 
     embedding_multiplier: PositiveFloat = 1.0
     """Factor of the embeddings (Granite)."""
@@ -48,6 +48,9 @@ class MultiplierConfig(OptionalGroup):
 
     logits_scaling: PositiveFloat = 1.0
     """Divisor of the output layer's logits (Granite)."""
+
+    output_layer_bias: bool = False
+    """Bias in the output layer (Phi)."""
 
 
 @dataclass(kw_only=True)

@@ -102,12 +102,19 @@ def one_piece(pieces: Iterable[Piece]) -> Piece:
 
 
 def residual_branch(
-    mixer: Piece, config: Config, *, name: str, norm_name: str, describe_norm: NormDescription = norm
+    mixer: Piece,
+    config: Config,
+    *,
+    name: str,
+    norm_name: str,
+    describe_norm: NormDescription = norm,
+    reads_norm: bool = False,
 ) -> Piece:
     """Describe the branch x + dropout(mixer(norm(x))): ``mixer`` with its parameters under ``name``, and norms before
     it (``norm_name``), after it (``post_<name>_layernorm``), or both, by ``norm_placement``. The last op also saves the
-    dropout mask. Adds the settings of branches to the mixer's."""
-    before, behind = config.norm_placement != "post", config.norm_placement != "pre"
+    dropout mask. Adds the settings of branches to the mixer's. ``reads_norm``: it reads an earlier branch's norm
+    (``share_parallel_norm``)."""
+    before, behind = config.norm_placement != "post" and not reads_norm, config.norm_placement != "pre"
     post_name = f"post_{name}_layernorm"
     entry = describe_norm(norm_name, config.hidden_size, config) if before else []
     leave = describe_norm(post_name, config.hidden_size, config) if behind else []

@@ -53,20 +53,31 @@ class Branch:
     """
 
     def __init__(
-        self, layer: nn.Module, spec: BranchSpec, config: TransformerConfig, layer_number: int, groups: ProcessGroups
+        self,
+        layer: nn.Module,
+        spec: BranchSpec,
+        config: TransformerConfig,
+        layer_number: int,
+        groups: ProcessGroups,
+        *,
+        reads_norm_of: Branch | None = None,
     ) -> None:
         """Build norm or norms, mixer and dropout and register them on ``layer`` under the names of ``spec``. Without a
-        norm before the mixer a cast to the compute dtype takes its name. Raises UserError for a mixer with an
+        norm before the mixer a cast to the compute dtype takes its name. ``reads_norm_of``: the branch whose norm is
+        this branch's too. Raises UserError for a mixer with an
         unsupported ``forward`` (:func:`accepts_context`) or, under context parallelism, without a declared layout."""
         self.layer, self.name, self.norm_name, self.dropout_name = layer, spec.name, spec.norm_name, spec.dropout_name
         self.post_norm_name = spec.post_norm_name
+        if reads_norm_of is not None:
+            self.norm_name = reads_norm_of.norm_name
         norm_before, norm_after = (
             build_module(spec.norm, config, config.hidden_size, config.norm_epsilon, groups=groups) if wanted else None
             for wanted in (config.norm_placement != "post", config.norm_placement != "pre")
         )
         mixer = _build_mixer(spec.mixer, config, layer_number, groups)
         site = ("layer", layer_number, f"{spec.site} output")
-        layer.add_module(self.norm_name, norm_before or ToDtype(config.params_dtype))
+        if reads_norm_of is None:
+            layer.add_module(self.norm_name, norm_before or ToDtype(config.params_dtype))
         layer.add_module(self.name, mixer)
         if norm_after is not None:
             layer.add_module(self.post_norm_name, norm_after)
@@ -74,10 +85,10 @@ class Branch:
         accepts_context(type(mixer).forward)  # raises for an unsupported signature at construction
         self._keeping, self._run = norm_output(config), recompute_policy(config, spec.name)
         self._offload = offload_policy(config, "mlp_norm" if spec.name == "mlp" else "attn_norm")
-        # a recomputed mixer gets its input as another tensor object, and halves are gathered before the layer: both
-        # would lose the copies
+        # a shared norm has several readers; a recomputed mixer gets its input as another tensor object, and halves are
+        # gathered before the layer: all would lose the copies
         delayed = config.fp8 is not None and config.fp8_recipe == "delayed"
-        self._may_cast = delayed and self._run is keep and not config.tp_comm_overlap
+        self._may_cast = delayed and self._run is keep and not config.tp_comm_overlap and not config.share_parallel_norm
         self._multiplier = config.residual_multiplier
         self.normed_is_residual = config.apply_residual_connection_post_layernorm
         """Whether the mixer's output is added to the norm's output instead of its input."""

@@ -23,18 +23,24 @@ def describe_layer(spec: ModuleSpec | Callable[..., object], config: Config, pla
         return (describe(config, place),)
     slots = branch_specs(getattr(spec, "submodules", None))  # submodules of custom classes may be any object
     own = [each for each in slots if isinstance(each, BranchSpec)] if isinstance(slots, Sequence) else []
-    pieces = [_describe_branch(each, config, place) for each in own]
+    shared = config.share_parallel_norm
+    pieces = [_describe_branch(spec, config, place, shared and index > 0) for index, spec in enumerate(own)]
     return (one_piece(pieces),)
 
 
-def _describe_branch(spec: BranchSpec, config: Config, place: LayerPlace) -> Piece:
+def _describe_branch(spec: BranchSpec, config: Config, place: LayerPlace, reads_norm: bool = False) -> Piece:
     """Return the description of one residual branch, from the ``describe`` attributes of the classes of its mixer and
     its norm. A norm without the attribute is described as a built-in one. A mixer without it, or either with None,
-    makes the branch unknown (``is_known`` False), without parameters."""
+    makes the branch unknown (``is_known`` False), without parameters. ``reads_norm``: of the first branch."""
     describe = getattr(getattr(spec.mixer, "module", spec.mixer), "describe", None)
     describe_norm = getattr(getattr(spec.norm, "module", spec.norm), "describe", norm)
     if describe is None or describe_norm is None:
         return Piece(spec.name, is_branch=True, is_known=False)
     return residual_branch(
-        describe(config, place), config, name=spec.name, norm_name=spec.norm_name, describe_norm=describe_norm
+        describe(config, place),
+        config,
+        name=spec.name,
+        norm_name=spec.norm_name,
+        describe_norm=describe_norm,
+        reads_norm=reads_norm,
     )

@@ -7,6 +7,8 @@ Any other list of branches (``branch.py``) works too. With ``use_parallel_residu
 
   x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))
 
+where norm' is norm with ``share_parallel_norm``.
+
 Only x passes from one branch to the next, so that a pipeline stage may end between any two. Adding a branch's output
 and the next branch's norm are one kernel if both are on the same stage.
 
@@ -26,7 +28,7 @@ from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.transformer.branch import Branch
+from megatron.core.transformer.branch import Branch, Stream
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.overlap import Segmented, Segments, runs_its_segments
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
@@ -85,7 +87,10 @@ class TransformerLayer(Segmented):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"{', '.join(twice)}: given to two modules; parameters are called by these names, one each")
         held = specs if branches is None else specs[branches.start : branches.stop]
-        self.branches = [Branch(self, spec, config, layer_number, groups) for spec in held]
+        self.branches = list[Branch]()
+        for spec in held:
+            first = self.branches[0] if self.branches and config.share_parallel_norm else None
+            self.branches.append(Branch(self, spec, config, layer_number, groups, reads_norm_of=first))
         if config.embed_layernorm and layer_number == 1 and held[0] is specs[0]:
             self.branches[0].normed_is_residual = True  # its first norm is the embedding's norm
         self._order = self._parallel_branches if config.use_parallel_residual else self._sequential_branches
@@ -96,10 +101,11 @@ class TransformerLayer(Segmented):
 
     def _parallel_branches(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run all branches on the same input [s, b, h] and add their outputs to it one after another, as a generator
-        (``use_parallel_residual``). Each branch has its own norm."""
-        streams = []
+        (``use_parallel_residual``). Each branch has a norm, or all read the norm of the first."""
+        streams = list[Stream]()
         for branch in self.branches:  # chain the stream through the norms: their backward accumulates its gradient
-            streams.append(branch.enter(hidden_states))
+            shares = streams and self.config.share_parallel_norm
+            streams.append(streams[0] if shares else branch.enter(hidden_states))
             hidden_states = streams[-1].residual
         for branch, stream in zip(self.branches, streams):
             hidden_states = branch.add(hidden_states, (yield from branch.mix(stream, ctx)), ctx)

@@ -49,6 +49,7 @@ ELSEWHERE: dict[str, object] = {
     "group_query_attention": False,
     "model_family": "gpt",
     "bert_binary_head": True,
+    "bert_num_tokentypes": None,
     "decoder_num_layers": None,
     "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,
@@ -58,12 +59,13 @@ _SIZES = {
     "vocab_size": 2**31 - 1,
     "max_position_embeddings": 2**31 - 1,
     "decoder_num_layers": 2048,
+    "bert_num_tokentypes": 2**16,
     "num_moe_experts": 4096,
     "relative_attention_num_buckets": 2**16,
     "relative_attention_max_distance": 2**31 - 1,
 }
 """Maximum values of sizes that have no range: they bound the plan of all layers and experts."""
-_OPTIONAL_SIZES = ("decoder_num_layers", "num_moe_experts")
+_OPTIONAL_SIZES = ("decoder_num_layers", "num_moe_experts", "bert_num_tokentypes")
 WITHOUT_MEANING = {"apply_query_key_layer_scaling"}
 """Settings in the description that affect the computation method, but not its result."""
 
@@ -91,6 +93,8 @@ class Family:
     """Local name without ``.weight`` or ``.bias``, with ``*`` or a number for the layer -> HF layout.
 
     In HF names, ``{before}`` is the index of the previous layer (after all layers: of the last layer)."""
+    names: Callable[[Table], Mapping[str, TensorLayout | str]] = lambda settings: {}
+    """Entries of ``weights`` that depend on the settings."""
     unused: tuple[str, ...] = ()
     """Patterns of HF tensors to ignore (masks, rotary tables); ``{num_layers}`` is the number of layers."""
     base: str = "model."
@@ -206,6 +210,7 @@ class Family:
         """Yield (local name, unpadded global shape, HF layout with layer numbers inserted) for every tensor of the
         model of completed settings; multi-token prediction layers are numbered after the decoder's. Raises UserError at
         the first local tensor that the family lacks."""
+        weights = {**self.weights, **self.names(settings)}
         for name, shape in described(settings)[0].items():
             found = re.fullmatch(r"(encoder|decoder|mtp)\.layers\.(\d+)\.(.*)", name)
             layer, patterns = "", [name]
@@ -214,10 +219,10 @@ class Family:
                 rest = found[3].removeprefix("mtp_model_layer.")
                 patterns.append(f"{found[1] if rest == found[3] else 'decoder'}.layers.*.{rest}")
             keys = [(key, end) for each in patterns for key, end in ((each, ""), _stem(each))]
-            key, end = next(((key, end) for key, end in keys if key in self.weights), ("", ""))
+            key, end = next(((key, end) for key, end in keys if key in weights), ("", ""))
             if not key:
                 raise UserError(f"{self.model_type} has no tensor for {name}")
-            layout = self.weights[key]
+            layout = weights[key]
             layout = TensorLayout(layout) if isinstance(layout, str) else layout.of(shape)
             before = str(int(layer or settings["num_layers"]) - 1)
             names = [each.replace("{before}", before).replace("*", layer, 1) for each in layout.names]

@@ -60,12 +60,15 @@ def save(
     kind = dtype or model.tensors[EMBEDDING].dtype
     tensors |= {name: LazyTensor.of(torch.zeros(shape, dtype=kind)) for name, shape in chosen.blank(settings).items()}
     kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
-    config = chosen.save_settings(settings) | {"torch_dtype": max(set(kinds), key=kinds.count)}
+    saved = chosen.save_settings(settings)
+    config = saved | {"torch_dtype": max(set(kinds), key=kinds.count)}
     config |= {name: before[name] for name in sorted(chosen.passive & before.keys() - OWN)}
     tokenizer = ExportedTokenizer()  # a folder's own config.json and tokenizer go along as they are
     if not before:
         tokenizer = export_tokenizer(settings, model.assets, settings["vocab_size"])
         config |= {**dict.fromkeys(TOKENS), **tokenizer.ids}
+    # RoBERTa's positions depend on a token id
+    config |= {name: value for name, value in saved.items() if value is not None}
     generation = None if chosen.model_family == "bert" else _generation(model.assets, config)
     with nullcontext(folder) if isinstance(folder, Target) else Target(folder) as target:
         try:

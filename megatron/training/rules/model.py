@@ -39,6 +39,11 @@ def position_embedding_consistent(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "add_position_embedding", "contradicts learned positions", "--position-embedding-type none")
 
 
+def position_offset_needs_learned_positions(cfg: PretrainConfig) -> Problems:
+    if cfg.model.learned_position_offset and cfg.embeddings.position_embedding_type != "learned_absolute":
+        yield problem(cfg, "learned_position_offset", "requires learned positions", "remove it")
+
+
 def rotary_settings_need_rotary(cfg: PretrainConfig) -> Problems:
     """Reject --use-rope-scaling, --rotary-seq-len-interpolation-factor and --rotary-interleaved unless
     --position-embedding-type is rope or yarn. Checks nothing for multi-latent attention."""

@@ -19,7 +19,7 @@ from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.core.models.bert.bert_model import BertModel, LabelsAt
-from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.bert.config import BertConfig, num_tokentypes
 from megatron.core.models.bert.description import most_masked, predicted_per_rank
 from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.core.tokenizers.base import Tokenizer
@@ -45,7 +45,7 @@ class BertTask(LanguageModelTask):
         config = cfg.family.transformers(cfg)["encoder"]
         return BertModel(
             config=config,
-            num_tokentypes=2 if cfg.group(BertConfig).bert_binary_head else 0,
+            num_tokentypes=num_tokentypes(cfg.group(BertConfig)),
             transformer_layer_spec=get_bert_block_spec(config, cfg.model.transformer_impl == "transformer_engine"),
             **self.model_arguments(pre_process, post_process, vp_stage),
             add_binary_head=cfg.group(BertConfig).bert_binary_head,

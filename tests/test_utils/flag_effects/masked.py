@@ -61,6 +61,13 @@ def relative_positions(cfg):
     return len(model.encoder_relative_pos_emb.table), model.max_distance
 
 
+def token_types(cfg):
+    from megatron.training.tasks.bert import BertTask
+    from megatron.training.verify.layout_trace import with_synthetic_data
+
+    return len(with_synthetic_data(BertTask, 61)(cfg).model_provider().embedding.tokentype_embeddings.weight)
+
+
 def shape_of_rows(cfg):
     """Rows of a micro-batch, and whether they hold padding."""
     from megatron.training.data.loader import KeyedDataset, collate
@@ -82,6 +89,7 @@ ROWS = [
     Probe("--mask-prob 0.3", of_samples("masking_probability"), 0.3, base=BERT, without=WITHOUT),
     Probe("--short-seq-prob 0.5", of_samples("short_sequence_probability"), 0.5, base=BERT, without=WITHOUT),
     Probe("--bert-no-binary-head", names_of_heads, []),
+    Probe("--bert-num-tokentypes 3", token_types, 3, base=BERT, without=WITHOUT, family="bert"),
     Probe("--use-packed-sequence", shape_of_rows, (1, True), base=BERT, without=WITHOUT, family="bert"),
     Probe("--decoder-num-layers 5", decoder_depth, 5, **T5),
     Probe("--decoder-seq-length 12", answer_length, 12, **T5),

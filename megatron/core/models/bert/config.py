@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from megatron.core.config.cli import flag
 from megatron.core.config.optional import OptionalGroup
+from megatron.core.config.ranges import PositiveInt
 
 
 @dataclass(kw_only=True)
@@ -18,5 +19,13 @@ class BertConfig(OptionalGroup):
     bert_binary_head: bool = flag("--bert-no-binary-head", default=True)
     """Train on pairs of texts, with the binary head for their order and token types (pretrain_bert.py)."""
 
+    bert_num_tokentypes: PositiveInt | None = None
+    """Token types with an embedding; default: 2 with the binary head, else none (pretrain_bert.py)."""
+
     use_packed_sequence: bool = False
     """Pack the samples of a micro-batch in one row, without padding; attention separates them (pretrain_bert.py)."""
+
+
+def num_tokentypes(group: BertConfig) -> int:
+    """Return the rows of the token-type embedding; 0: none."""
+    return group.bert_num_tokentypes or (2 if group.bert_binary_head else 0)

@@ -8,23 +8,24 @@ from dataclasses import replace
 from megatron.core.config.problems import Settings
 from megatron.core.description.model import Config, LayerPlace, ModelDescription, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, norm, stream_elements
-from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.bert.config import BertConfig, num_tokentypes
 from megatron.core.models.common import description as common
 
-SETTINGS_OF_HEADS = ("bert_binary_head",)
+SETTINGS_OF_HEADS = ("bert_binary_head", "bert_num_tokentypes")
 
 
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
     """Return the description of the BERT that ``cfg`` defines. Its head is counted at the masked positions it computes,
     not at all tokens."""
-    binary = cfg.group(BertConfig).bert_binary_head
+    group = cfg.group(BertConfig)
+    binary = group.bert_binary_head
     described = describe_bert(
         cfg.model,
         common.Vocabulary.of_settings(cfg, vocab_size),
         seq_length=cfg.data.seq_length,
         max_sequence_length=cfg.embeddings.max_position_embeddings,
         position_embedding_type=cfg.embeddings.position_embedding_type,
-        num_tokentypes=2 if binary else 0,
+        num_tokentypes=num_tokentypes(group),
         add_binary_head=binary,
     )
     predicted, needed = predicted_per_rank(cfg), most_masked(cfg)
@@ -82,8 +83,7 @@ def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piec
     if config.add_bias_linear:
         params.append(Param("lm_head.dense.bias", (hidden,), ndim=1))
     params += [*norm("lm_head.layer_norm", hidden, config), output]
-    stored = None if output.stored is None else output.stored[:1]
-    params.append(Param("output_layer.bias", output.shape[:1], {"tp": 0}, stored, ndim=1))
+    params.append(common.output_bias(output))
     if binary:
         for name, rows in (("pooler.dense", hidden), ("binary_head", 2)):
             params += [Param(f"{name}.weight", (rows, hidden)), Param(f"{name}.bias", (rows,), ndim=1)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.config.problems import Problems, Settings, problem
-from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.bert.config import BertConfig, num_tokentypes
 from megatron.core.models.common.masked_data import reads_text
 
 WITHOUT_MASK = (
@@ -22,6 +22,13 @@ def packed_sequences(cfg: Settings) -> Problems:
     if cfg.group(BertConfig).use_packed_sequence and cfg.model.attention_dropout:
         reason = "requires attention kernels for variable lengths, which have no dropout"
         yield problem(cfg, "use_packed_sequence", reason, "--attention-dropout 0")
+
+
+def pairs_have_two_types(cfg: Settings) -> Problems:
+    """Reject --bert-num-tokentypes 1 with the binary head, whose samples have two types."""
+    group = cfg.group(BertConfig)
+    if group.bert_binary_head and num_tokentypes(group) < 2:
+        yield problem(cfg, "bert_num_tokentypes", "is too small for pairs of texts", "2, or add --bert-no-binary-head")
 
 
 def tokenizer_has_mask(cfg: Settings) -> Problems:

@@ -21,6 +21,9 @@ SETTINGS = (
     "position_embedding_type",
     "untie_embeddings_and_output_weights",
     "use_parallel_residual",
+    "share_parallel_norm",
+    "learned_position_offset",
+    "output_layer_bias",
     "apply_embedding_scaling",
     "final_logit_softcapping",
     "embedding_multiplier",
@@ -66,9 +69,10 @@ def layer_descriptions(spec: Any, num_layers: int, built_in: LayerDescription) -
 
 def attention_and_feed_forward(config: Config, attention: Piece, feed_forward: Piece) -> tuple[Piece, ...]:
     """Return the layer's two branches, or one combined piece with parallel residual branches."""
+    shared = config.share_parallel_norm
     branches = (
         parts.residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
-        parts.residual_branch(feed_forward, config, name="mlp", norm_name="pre_mlp_layernorm"),
+        parts.residual_branch(feed_forward, config, name="mlp", norm_name="pre_mlp_layernorm", reads_norm=shared),
     )
     return (parts.one_piece(branches),) if config.use_parallel_residual else branches
 
@@ -96,7 +100,8 @@ def describe_embedding(config: Config, word: Param, positions: int, settings: tu
     """
     params = [word]
     if positions:
-        params.append(Param("embedding.position_embeddings.weight", (positions, config.hidden_size)))
+        rows = positions + config.learned_position_offset
+        params.append(Param("embedding.position_embeddings.weight", (rows, config.hidden_size)))
     elements = parts.stream_elements(config)
     # the look-up reads and writes a row, backward reads its gradient and adds it to an fp32 gradient
     traffic = (3.0 * parts.activation_bytes(config) + 2 * 4) * elements
@@ -117,5 +122,13 @@ def describe_head(config: Config, output: Param, seq_length: int, final_norm: st
     copies = 2 if config.final_logit_softcapping else 1
     logits = (Saved("logits", copies * stored * item),) if config.cross_entropy_chunk_tokens is None else ()
     loss = Op("cross entropy", "cross entropy", traffic=3.0 * item * stored, saved=logits)
-    norms = [*parts.norm(final_norm, hidden, config)]
-    return Piece("output layer", (*norms, output), (final, output_gemm, loss))
+    params = [*parts.norm(final_norm, hidden, config), output]
+    if config.output_layer_bias:
+        params.append(output_bias(output))
+    return Piece("output layer", tuple(params), (final, output_gemm, loss))
+
+
+def output_bias(output: Param) -> Param:
+    """Return the bias [v] of the output layer of weight ``output``, split over TP along v."""
+    name, stored = f"{output.name.removesuffix('.weight')}.bias", None if output.stored is None else output.stored[:1]
+    return Param(name, output.shape[:1], {"tp": 0}, stored, ndim=1)

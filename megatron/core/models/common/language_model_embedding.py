@@ -62,7 +62,9 @@ class LanguageModelEmbedding(nn.Module):
         )
         self.borrowed = (self.word_embeddings.weight,)
         """Read by ``scattered``, which is not the module's ``forward``."""
-        self.position_embeddings = FullEmbedding(config, max_sequence_length, groups) if learned_positions else None
+        self.position_offset = config.learned_position_offset
+        positions = max_sequence_length + self.position_offset
+        self.position_embeddings = FullEmbedding(config, positions, groups) if learned_positions else None
         self.tokentype_embeddings = FullEmbedding(config, num_tokentypes, groups) if num_tokentypes else None
         self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding", fused=dropout_is_fused(config))
         self.scale = 1.0
@@ -82,6 +84,8 @@ class LanguageModelEmbedding(nn.Module):
         them, times the scale, after dropout. With sequence parallelism the result is this rank's part of s
         (reduce-scatter or split). AssertionError if a table's ids are None; ids without a table are ignored."""
         ids_sb = input_ids.t()  # transpose the ids: transposing the vectors would copy h times as much
+        if self.position_embeddings is not None and self.position_offset:
+            position_ids = position_ids + self.position_offset
         others = [(self.position_embeddings, position_ids), (self.tokentype_embeddings, tokentype_ids)]
         added = [(table, ids) for table, ids in others if table is not None]
         if self.sequence_parallel and not added:

@@ -79,7 +79,7 @@ class GPTModel(LanguageModule):
                 config, transformer_layer_spec, branches=branches, post_layer_norm=self.post_process, groups=self.groups
             )
             if self.post_process:
-                self.output_layer = self.build_output_layer()
+                self.output_layer = self.build_output_layer(bias=config.output_layer_bias)
                 if mtp_block_spec is not None:
                     self.mtp = prediction.MultiTokenPredictionBlock(config, mtp_block_spec, groups=self.groups)
         self._has_side_losses = any(modules_with_statistics([self]))

@@ -127,7 +127,5 @@ def _head(config: Config, output: Param, sizes: EncoderDecoder, shared: bool) ->
     """Describe the final norm of the decoder, the output layer and the loss, with costs per encoder token. A shared
     output weight has a bias unless ``scale_decoder_outputs`` is set."""
     head = common.describe_head(config, output, sizes.decoder_length)
-    stored = None if output.stored is None else output.stored[:1]
-    bias = Param("lm_head.output_layer.bias", output.shape[:1], {"tp": 0}, stored, ndim=1)
-    more = [bias] if shared and not config.scale_decoder_outputs else []
+    more = [common.output_bias(output)] if shared and not config.scale_decoder_outputs else []
     return replace(head, params=(*head.params, *more)).scaled_to_tokens(sizes.share)

@@ -14,7 +14,7 @@ from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import QueryKeyValue, Weights
 from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
 
-OURS, LAYER = "encoder.layers.*", "bert.encoder.layer.*"
+OURS = "encoder.layers.*"
 EXACT_GELU = Choice(
     "hidden_act",
     {
@@ -57,29 +57,43 @@ COMMON: tuple[Rule, ...] = (
     Fixed({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
     FixedKeys({"position_embedding_type": "absolute"}), Ignored(("classifier_dropout",)),
 )  # fmt: skip
+
+
+def encoder(base: str) -> Weights:
+    """Return {our name: HF name or layout} of embeddings and layers without norms; ``base``: prefix of HF names."""
+    layer = f"{base}.encoder.layer.*"
+    return {
+        "embedding.word_embeddings": f"{base}.embeddings.word_embeddings",
+        "embedding.position_embeddings": f"{base}.embeddings.position_embeddings",
+        "embedding.tokentype_embeddings": f"{base}.embeddings.token_type_embeddings",
+        f"{OURS}.self_attention.linear_qkv": QueryKeyValue(
+            *(f"{layer}.attention.self.{part}" for part in ("query", "key", "value"))
+        ),
+        f"{OURS}.self_attention.linear_proj": f"{layer}.attention.output.dense",
+        f"{OURS}.mlp.linear_fc1": f"{layer}.intermediate.dense",
+        f"{OURS}.mlp.linear_fc2": f"{layer}.output.dense",
+    }
+
+
+def post_norms(base: str) -> Weights:
+    """Return {our name: HF name} of norms that follow residual sums; ``base``: prefix of HF names."""
+    output = f"{base}.encoder.layer.{{before}}.output.LayerNorm"
+    return {
+        "encoder.layers.0.input_layernorm": f"{base}.embeddings.LayerNorm",
+        f"{OURS}.input_layernorm": output,
+        f"{OURS}.pre_mlp_layernorm": f"{base}.encoder.layer.*.attention.output.LayerNorm",
+        "encoder.final_layernorm": output,
+    }
+
+
 WEIGHTS: Weights = {
-    **{
-        f"embedding.{each}_embeddings": f"bert.embeddings.{theirs}_embeddings"
-        for each, theirs in (("word", "word"), ("position", "position"), ("tokentype", "token_type"))
-    },
-    f"{OURS}.self_attention.linear_qkv": QueryKeyValue(
-        *(f"{LAYER}.attention.self.{each}" for each in ("query", "key", "value"))
-    ),
-    f"{OURS}.self_attention.linear_proj": f"{LAYER}.attention.output.dense",
-    f"{OURS}.mlp.linear_fc1": f"{LAYER}.intermediate.dense",
-    f"{OURS}.mlp.linear_fc2": f"{LAYER}.output.dense",
+    **encoder("bert"),
     "lm_head.dense": "cls.predictions.transform.dense",
     "lm_head.layer_norm": "cls.predictions.transform.LayerNorm",
     "output_layer": "cls.predictions.decoder",
     "output_layer.bias": "cls.predictions.bias",
     "pooler.dense": "bert.pooler.dense",
     "binary_head": "cls.seq_relationship",
-}
-POST_NORMS: Weights = {
-    "encoder.layers.0.input_layernorm": "bert.embeddings.LayerNorm",
-    f"{OURS}.input_layernorm": "bert.encoder.layer.{before}.output.LayerNorm",
-    f"{OURS}.pre_mlp_layernorm": f"{LAYER}.attention.output.LayerNorm",
-    "encoder.final_layernorm": "bert.encoder.layer.{before}.output.LayerNorm",
 }
 OLD_NAMES = {
     "LayerNorm.gamma": "LayerNorm.weight",
@@ -95,7 +109,7 @@ BERT = Family(
     "bert", "BertForPreTraining", models="BERT",
     limits=("models that decode",),
     config=(*COMMON, has_pairs("BertForMaskedLM"), Fixed({"apply_residual_connection_post_layernorm": True})),
-    weights={**WEIGHTS, **POST_NORMS},
+    weights={**WEIGHTS, **post_norms("bert")},
     unused=(r"bert\.embeddings\.position_ids",),
     base="bert.", model_family="bert", also_read=("BertForMaskedLM", "BertModel", "BertForNextSentencePrediction"),
     aliases=OLD_NAMES, heads=HEADS, blank=one_token_type,
@@ -109,8 +123,8 @@ MEGATRON_BERT = replace(
     also_read=("MegatronBertForMaskedLM", "MegatronBertModel", "MegatronBertForNextSentencePrediction"),
     weights={
         **WEIGHTS,
-        f"{OURS}.input_layernorm": f"{LAYER}.attention.ln",
-        f"{OURS}.pre_mlp_layernorm": f"{LAYER}.ln",
+        f"{OURS}.input_layernorm": "bert.encoder.layer.*.attention.ln",
+        f"{OURS}.pre_mlp_layernorm": "bert.encoder.layer.*.ln",
         "encoder.final_layernorm": "bert.encoder.ln",
     },
 )

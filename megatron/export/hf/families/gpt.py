@@ -4,7 +4,7 @@ from megatron.export.hf.attention_settings import Rope, equal_heads
 from megatron.export.hf.families import llama
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import QueryKeyValue, TensorLayout
-from megatron.export.hf.settings import Choice, Fixed, FixedKeys, Ignored, Rule, Same, same
+from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, same
 
 GELU = {
     "gelu_new": {"bias_gelu_fusion": True},
@@ -13,6 +13,22 @@ GELU = {
     "gelu": {"bias_gelu_fusion": False},
 }
 """Activations of layers with biases: the fused form is the tanh approximation."""
+
+RELU = {"relu": {"relu": True}}
+
+
+def activation(key: str, default: str, relu: bool = False) -> Computed:
+    """Return the rule of the activation ``key`` of a network with optional biases: without them GELU is exact here,
+    whatever its fusion. ``relu``: the family also has ReLU."""
+    options = {**GELU, **(RELU if relu else {})}
+    choice = Choice(key, {name: {"relu": False, **option} for name, option in options.items()}, default)
+
+    def save(settings: Table) -> dict[str, object]:
+        is_plain = not settings["add_bias_linear"]
+        return choice.save({**settings, "bias_gelu_fusion": False} if is_plain else settings)
+
+    return Computed((key,), ("relu", "bias_gelu_fusion"), choice.load, save, choice.limits)
+
 
 SIZES: tuple[Rule, ...] = (
     *same(num_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head", vocab_size="vocab_size",

@@ -173,6 +173,8 @@ SPECS = {
     "olmo-2": {"swiglu": True, "norm_placement": "post", "normalization": "RMSNorm", "qk_layernorm": True,
                "qk_layernorm_across_heads": True, "kv_channels": 12},
     "gpt-neox": {"use_parallel_residual": True, "num_query_groups": 2, "mtp_num_layers": 1},
+    "phi": {"use_parallel_residual": True, "share_parallel_norm": True, "output_layer_bias": True, "mtp_num_layers": 1},
+    "opt": {"relu": True, "learned_position_offset": 2},
     "nemotron": {"squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
 }
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "normalization": "RMSNorm"}

@@ -24,6 +24,7 @@ def problems(family, text, world_size=1):
     ("bert", "ByteLevelTokenizer --bert-no-binary-head", "--tokenizer-type", "no cls, sep and mask tokens"),
     ("bert", "BertWordPieceCase --seq-length 4 --max-position-embeddings 4", "--seq-length 4", "at least 5"),
     ("bert", "BertWordPieceCase --seq-length 4 --mask-prob 0.4", "--seq-length 4", "leaves 1 token for text"),
+    ("bert", "BertWordPieceCase --bert-num-tokentypes 1", "--bert-num-tokentypes 1", "is too small for pairs of texts"),
     ("bert", "BertWordPieceCase --mask-prob 0.03", "--mask-prob 0.03", "none of the 29 tokens of a sample; at least "
      "0.035"),
     ("t5", "BertWordPieceCase --seq-length 3", "--seq-length 3", "at least 4"),

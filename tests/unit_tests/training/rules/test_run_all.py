@@ -19,6 +19,7 @@ BATCH = "--micro-batch-size 2 --lr 1e-3 --train-iters 10"
 SAMPLES = "--micro-batch-size 2 --lr 1e-3 --train-samples 100"
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
 TINY = f"{MODEL} {BATCH} {DATA}"
+ONE_NORM = "--use-parallel-residual --share-parallel-norm"
 
 
 def problems(text, world_size=1, base=TINY, **options):
@@ -118,6 +119,13 @@ def test_consistent_settings_pass(text):
         ("--qk-layernorm --qk-layernorm-across-heads", "--qk-layernorm-across-heads: is not supported with --norm"),
         ("--use-parallel-residual --apply-residual-connection-post-layernorm", "--use-parallel-residual: contradicts"),
         ("--norm-placement post --apply-residual-connection-post-layernorm", "--norm-placement post: contradicts"),
+        ("--share-parallel-norm", "--share-parallel-norm: requires --use-parallel-residual; add that flag"),
+        (f"{ONE_NORM} --norm-placement sandwich", "--share-parallel-norm: contradicts --norm-placement sandwich"),
+        (f"{ONE_NORM} --recompute-granularity selective --recompute-modules layernorm",
+         "--share-parallel-norm: contradicts layernorm in --recompute-modules"),
+        ("--output-layer-bias --logits-scaling 2", "--output-layer-bias: contradicts --logits-scaling; remove one"),
+        ("--learned-position-offset 2 --position-embedding-type rope",
+         "--learned-position-offset 2: requires learned positions; remove it"),
         ("--rotary-base-local 100 --window-size 7,0", "--rotary-base-local 100.0: needs rotary positions"),
         ("--rotary-base-local 100", "--rotary-base-local 100.0: requires --window-size; add --window-size"),
         ("--no-rope-freq 2", "--no-rope-freq 2: needs rotary positions; add --position-embedding-type rope"),
