@@ -29,12 +29,18 @@ _GETTERS: dict[str, Callable[[], object]] = {
 
 
 class ProcessGroupCollection:
-    """Torch process groups by Megatron-LM's short names (``tp``, ``dp_cp``, ``expt_dp``, ...)."""
+    """Torch process groups by Megatron-LM's short names (``tp``, ``dp_cp``, ``expt_dp``, ...). Groups that were not set
+    are None."""
 
     def __init__(self, **groups: object) -> None:
         if unknown := sorted(groups.keys() - _GETTERS.keys()):
             raise ValueError(f"ProcessGroupCollection: unknown groups {', '.join(unknown)}; choose from {_NAMES}")
         vars(self).update(groups)
+
+    def __getattr__(self, name: str) -> None:
+        if name not in _GETTERS:
+            raise AttributeError(f"ProcessGroupCollection has no group {name!r}; choose from {_NAMES}")
+        return None
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import serve_other_names
+from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
 from megatron.core.groups import process_groups
 from megatron.core.groups.copy_engines.choice import start_copy_engines
@@ -75,10 +76,10 @@ def initialize_model_parallel(
     with copy engines it waits for the device. Raises RuntimeError if groups exist already.
 
     Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); UserError otherwise,
-    before any group exists. ``order`` lists the axes from the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline
-    stages next to each other. ``hybrid_context_parallel`` adds groups of every power of two of data- and
-    context-parallel ranks (:func:`get_step_groups`). ``nccl_communicator_config_path`` names a YAML file
-    (``nccl_options.py``).
+    before any group exists, also for model chunks without a pipeline. ``order`` lists the axes from the fastest to the
+    slowest, ``tp-cp-ep-pp-dp`` puts pipeline stages next to each other; axes of size 1 may be left out.
+    ``hybrid_context_parallel`` adds groups of every power of two of data- and context-parallel ranks
+    (:func:`get_step_groups`). ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``).
     ``copy_engines``: over NCCL, groups whose ranks share a host get copy engines for supported collectives
     (``copy_engines/``). ``group_of_one``: see :func:`start_single_process_group`. Keywords of Megatron-LM without
     effect here are logged with the reason; unknown keywords raise TypeError.
@@ -87,6 +88,11 @@ def initialize_model_parallel(
     _explain_keywords(without_effect)
     if _state is not None:
         raise RuntimeError("model parallelism is already initialised; call destroy_model_parallel() first")
+    if (virtual_pipeline_model_parallel_size or 1) > 1 and pipeline_model_parallel_size == 1:
+        raise UserError(
+            f"virtual_pipeline_model_parallel_size {virtual_pipeline_model_parallel_size}: requires "
+            "pipeline_model_parallel_size > 1; leave it out"
+        )
     timeout = timedelta(minutes=distributed_timeout_minutes)
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     grid = process_groups.RankGrid.from_world(

@@ -89,6 +89,12 @@ def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str
         if getattr(given, field) is not None and getattr(resolved.flat, field) is None:
             flag = f"--{field.replace('_', '-')} {getattr(given, field)}"
             yield f"{flag}: no effect without --recompute-granularity full; whole layers are not recomputed"
+    if given.delay_wgrad_compute and not resolved.flat.delay_wgrad_compute:
+        yield "--delay-wgrad-compute: no effect, as --pipeline-model-parallel-size is 1"
+    if modules := set(given.offload_modules or ()) - set(resolved.model.offload_modules or ()):
+        yield f"--offload-modules {' '.join(sorted(modules))}: no effect, as --recompute-modules saves less of them"
+    if given.fp8_param_gather and not resolved.flat.fp8_param_gather:
+        yield "--fp8-param-gather: no effect without --bf16; weights are gathered in fp32, with the same results"
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if getattr(given, name) and not getattr(resolved.flat, name):
             yield f"--{name.replace('_', '-')}: no effect with --use-torch-fsdp2, which shards all parameters"

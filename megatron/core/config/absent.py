@@ -28,6 +28,7 @@ from megatron.core.config.ranges import INT64_MAX, Range
 
 OPERANDS = "*"
 LEAVE_OUT = "remove it"
+FOREIGN = "exists in Megatron-LM, is not available here"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Absent:
             return cli.Problem(typed, f"is a flag of {program}", fix=fix)
         reason = {
             "retired": "is not a flag any more",
-            "foreign": "exists in Megatron-LM, is not available here",
+            "foreign": FOREIGN,
             "removed": "was removed from Megatron-LM",
         }[self.status]
         return cli.Problem(typed, reason, fix=self.answer or LEAVE_OUT)
@@ -249,13 +250,17 @@ class TakesSettings(type):
 
 def _rejected(name: str, value: object) -> Iterator[cli.Problem]:
     """Yield a problem if the setting ``name``, which has no field here, has a value other than its default: for names
-    outside the table any true value, for ``not yet`` rows any value but the default and None. Rows without effect
+    that only command lines have any true value, for others any value but the default and None. Rows without effect
     pass."""
     row = settings().get(name)
     if row is None:
         if value:
-            yield cli.Problem(name, "exists in Megatron-LM, is not available here", value, LEAVE_OUT)
+            yield cli.Problem(name, FOREIGN, value, LEAVE_OUT)
         return
     default, row = row.settings[name], _answer_to(row, value)
-    if row.status == "not yet" and value != default and value is not None:
+    if value is None or value == default:
+        return
+    if row.status == "not yet":
         yield cli.Problem(name, f"{row.answer} not available yet", value, LEAVE_OUT)
+    elif row.status == "foreign":
+        yield cli.Problem(name, FOREIGN, value, row.answer or LEAVE_OUT)

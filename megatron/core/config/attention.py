@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -20,9 +21,14 @@ def parse_window(text: str) -> tuple[int, int]:
         parts = []
     if len(parts) == 1:
         parts.append(0)
-    if len(parts) != 2 or min(parts) < -1 or max(parts) >= 2**31:
-        raise ValueError("must be two integers, -1 (unlimited) or larger, such as 127,0")
+    check_window(parts)
     return parts[0], parts[1]
+
+
+def check_window(window: Sequence[int]) -> None:
+    """Raise ValueError unless ``window`` has two integers from -1 (unlimited) to below 2^31."""
+    if len(window) != 2 or min(window) < -1 or max(window) >= 2**31:
+        raise ValueError("must be two integers, -1 (unlimited) or larger, such as 127,0")
 
 
 _LONGEST_PATTERN = 2048
@@ -37,11 +43,16 @@ def parse_layer_pattern(text: str) -> int | list[int]:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):  # Python 3.10 runs out of "memory" over deep parentheses
         raise ValueError(_PATTERN) from None
-    if isinstance(value, list) and (not value or len(value) > _LONGEST_PATTERN or set(value) - {0, 1}):
-        raise ValueError(_PATTERN)
-    if isinstance(value, int) and not 1 <= value <= _LONGEST_PATTERN:
-        raise ValueError(f"must be 1 to {_LONGEST_PATTERN}, or a list of 0 and 1")
+    check_layer_pattern(value)
     return value
+
+
+def check_layer_pattern(pattern: int | list[int]) -> None:
+    """Raise ValueError unless ``pattern`` is an integer from 1 to 2048 or a list of as many zeros and ones."""
+    if isinstance(pattern, list) and (not pattern or len(pattern) > _LONGEST_PATTERN or set(pattern) - {0, 1}):
+        raise ValueError(_PATTERN)
+    if isinstance(pattern, int) and not 1 <= pattern <= _LONGEST_PATTERN:
+        raise ValueError(f"must be 1 to {_LONGEST_PATTERN}, or a list of 0 and 1")
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
@@ -115,11 +126,13 @@ class AttentionConfig(FlagGroup):
     qk_l2_norm: bool = False
     """Scale queries and keys of every head to unit length times sqrt(channels), without weights (Llama 4)."""
 
-    window_size: tuple[int, int] | None = flag("--window-size", parse=parse_window, metavar="LEFT,RIGHT")
+    window_size: tuple[int, int] | None = flag(
+        "--window-size", parse=parse_window, check=check_window, metavar="LEFT,RIGHT"
+    )
     """Sliding-window attention: tokens to the left and right that a token attends to, such as 127,0; -1: unlimited."""
 
     window_attn_skip_freq: int | list[int] | None = flag(
-        "--window-attn-skip-freq", parse=parse_layer_pattern, metavar="N|LIST"
+        "--window-attn-skip-freq", parse=parse_layer_pattern, check=check_layer_pattern, metavar="N|LIST"
     )
     """Layers with full attention despite --window-size: every N-th, or those with a 0 in a list of 0 and 1."""
 
@@ -130,7 +143,9 @@ class AttentionConfig(FlagGroup):
     rotary_interleaved: bool = False
     """Rotate adjacent channels (0, 1), (2, 3) ... instead of (0, d/2), (1, d/2 + 1) ..."""
 
-    no_rope_freq: int | list[int] | None = flag("--no-rope-freq", parse=parse_layer_pattern, metavar="N|LIST")
+    no_rope_freq: int | list[int] | None = flag(
+        "--no-rope-freq", parse=parse_layer_pattern, check=check_layer_pattern, metavar="N|LIST"
+    )
     """Layers without rotary positions despite --position-embedding-type rope (SmolLM3): every N-th, or those with a 1
     in a list of 0 and 1."""
 

@@ -72,7 +72,7 @@ def flag(
     parse: Callable[[str], object] | None = None,
     metavar: str | None = None,
     on: str | None = None,
-    check: Callable[[str], object] | None = None,
+    check: Callable[[Any], object] | None = None,
     meant: Mapping[str, str] | None = None,
 ) -> Any:
     """Return a dataclass field whose flag is irregular.
@@ -163,10 +163,10 @@ class FlagSpec:
         """Return why a value that a program set (not text) is invalid, checking each item of a list; empty if it is
         valid or None."""
         try:
-            for item in value if isinstance(value, list) else [value]:
+            for item in value if isinstance(value, list) and self.nargs is not None else [value]:
                 if item is not None:
                     self.check(item)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: a value of another type
             return str(error)
         return ""
 

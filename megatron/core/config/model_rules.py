@@ -16,7 +16,7 @@ from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK, experts_in_fp8
 from megatron.core.config.memory import OFFLOADED_MODULES
 from megatron.core.config.model_settings import ModelSettings
-from megatron.core.config.moe import expert_tensor_ranks
+from megatron.core.config.moe import MoEConfig, expert_tensor_ranks
 from megatron.core.config.problems import Problems, collect_rules, common_divisors, nearest_multiples
 
 BATCH_INVARIANT_PARTS = 8
@@ -163,7 +163,7 @@ def activation_offload(cfg: ModelSettings) -> Problems:
     if cfg.recompute_granularity == "full":
         reason = "contradicts --recompute-granularity full, which saves no tensors of these modules"
         yield problem(cfg, "offload_modules", reason, "choose one")
-    recomputed = set(cfg.recompute_modules or ("core_attn",)) if cfg.recompute_granularity == "selective" else set()
+    recomputed = recomputed_modules(cfg)
     for name in modules:
         reason = fix = ""
         if name not in OFFLOADED_MODULES:
@@ -176,6 +176,19 @@ def activation_offload(cfg: ModelSettings) -> Problems:
             reason, fix = "saves the output of attention, which core_attn keeps on the device", "add core_attn"
         if reason:
             yield problem(cfg, "offload_modules", f"{name} {reason}", fix)
+
+
+def recomputed_modules(cfg: ModelSettings) -> set[str]:
+    """Return the modules of selective recomputation; empty without it."""
+    return set(cfg.recompute_modules or ("core_attn",)) if cfg.recompute_granularity == "selective" else set()
+
+
+def offloadable_modules(cfg: ModelSettings) -> list[str]:
+    """Return --offload-modules without those whose saved tensors recomputation discards or leaves on the device."""
+    recomputed = recomputed_modules(cfg)
+    names = [name for name in cfg.offload_modules or () if not recomputed.intersection(_NOT_SAVED.get(name, ()))]
+    has_attention = "core_attn" in {*names, *recomputed} or "core_attn" not in (cfg.offload_modules or ())
+    return [name for name in names if name != "attn_proj" or has_attention]
 
 
 _NOT_SAVED = {
@@ -495,7 +508,7 @@ def model_problems(cfg: ModelSettings, explicit: Collection[str]) -> Problems:
 
 def library_problems(cfg: ModelSettings, explicit: Collection[str]) -> list[Problem]:
     """Return the same problems in terms of fields, and those that other checks of the command line cover: query groups
-    of latent attention, sequence parallelism without tensor parallelism, dropout outside [0, 1), dispatchers."""
+    of latent attention, sequence parallelism without tensor parallelism."""
     fields = {name: spec.field for spec in _flags().values() for name in spec.names}
 
     def named(text: str) -> str:
@@ -509,7 +522,12 @@ def library_problems(cfg: ModelSettings, explicit: Collection[str]) -> list[Prob
         found.append(Problem("num_query_groups", "excludes multi_latent_attention", cfg.num_query_groups, "remove it"))
     if cfg.sequence_parallel and cfg.tensor_model_parallel_size == 1:
         found.append(Problem("sequence_parallel", "needs tensor_model_parallel_size > 1", True))
-    checked = ["num_query_groups", "hidden_dropout", "attention_dropout"]
-    checked += [] if cfg.num_moe_experts is None else ["moe_token_dispatcher_type"]
-    reasons = {name: _flags()[name].refusal(getattr(cfg, name)) for name in checked}
-    return found + [Problem(name, reason, getattr(cfg, name)) for name, reason in reasons.items() if reason]
+    return found
+
+
+def invalid_values(cfg: ModelSettings) -> list[Problem]:
+    """Return a problem for each field whose value its flag would reject: outside its range, or not among its choices.
+    Dense models may have any choice of experts, which programs pass to all models."""
+    ignored = {spec.field for spec in flags_of(MoEConfig) if spec.choices} if cfg.num_moe_experts is None else set()
+    reasons = {name: spec.refusal(getattr(cfg, name)) for name, spec in _flags().items() if name not in ignored}
+    return [Problem(name, reason, getattr(cfg, name)) for name, reason in reasons.items() if reason]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.core.config.attention import parse_layer_pattern
+from megatron.core.config.attention import check_layer_pattern, parse_layer_pattern
 from megatron.core.config.cli import flag
 from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.ranges import Dim, NonNegativeFloat, NumRanks, PositiveFloat, Probability
@@ -25,7 +25,9 @@ class MoEConfig(OptionalGroup):
     num_moe_experts: Dim | None = flag("--num-experts")
     """Number of experts per layer; set, feed-forward networks are mixtures of experts."""
 
-    moe_layer_freq: int | list[int] = flag("--moe-layer-freq", default=1, parse=parse_layer_pattern, metavar="N|LIST")
+    moe_layer_freq: int | list[int] = flag(
+        "--moe-layer-freq", default=1, parse=parse_layer_pattern, check=check_layer_pattern, metavar="N|LIST"
+    )
     """Layers with experts: the first and every N-th after it, or those with a 1 in a list of 0 and 1 such as
     [0]*3+[1]*58."""
 

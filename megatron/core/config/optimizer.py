@@ -147,3 +147,14 @@ class OptimizerConfig(RegularizationConfig, MuonConfig, MixedPrecisionConfig, me
 
     overlap_param_gather: bool = False
     """Whether the all-gather of updated weights overlaps with the next forward."""
+
+    muon_momentum: Probability = 0.95
+    """As in the group of the command line, whose default is 0.9."""
+
+    fp8_recipe: str | None = None
+    """Accepted for programs; each weight declares its storage."""
+
+    @classmethod
+    def in_our_words(cls, given: dict[str, object]) -> dict[str, object]:
+        """Drop a flag of the training loop."""
+        return {name: value for name, value in given.items() if name != "barrier_with_L1_time"}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from megatron.core.config.cli import ConfigError, Problem, derived
 from megatron.core.config.model_parallel_config import ModelParallelConfig
-from megatron.core.config.model_rules import library_problems
+from megatron.core.config.model_rules import invalid_values, library_problems
 from megatron.core.config.model_settings import ModelSettings, following_sizes
 from megatron.core.config.moe import MoEConfig
 
@@ -44,10 +45,35 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
     use_cpu_initialization: bool = derived(False)
     """Build the model on the CPU, not on the current GPU."""
 
+    attention_softmax_in_fp32: bool = True
+    """As in the group of the command line, whose default is False."""
+
+    bias_gelu_fusion: bool = False
+    """As in the group of the command line, whose default is True (the tanh approximation of GELU)."""
+
     @property
-    def layernorm_epsilon(self) -> float:
-        """The older name of ``norm_epsilon``."""
-        return self.norm_epsilon
+    def activation_func(self) -> Any:
+        """The torch function of the feed-forward network, under Megatron-LM's name. Imports torch."""
+        import torch
+        import torch.nn.functional as F
+
+        if self.squared_relu:
+            return lambda x: F.relu(x).square()
+        if self.quick_geglu:
+            return lambda x: x * torch.sigmoid(1.702 * x)
+        if self.geglu:
+            return partial(F.gelu, approximate="tanh")
+        return F.silu if self.swiglu else F.relu if self.relu else F.gelu
+
+    @property
+    def bias_activation_fusion(self) -> bool:
+        """Whether the activation has a fused kernel, under Megatron-LM's name."""
+        return self.bias_swiglu_fusion if self.gated_linear_unit else self.bias_gelu_fusion
+
+    @property
+    def persist_layer_norm(self) -> bool:
+        """Opposite of ``no_persist_layer_norm``, under Megatron-LM's name."""
+        return not self.no_persist_layer_norm
 
     @classmethod
     def in_our_words(cls, given: dict[str, object]) -> dict[str, object]:
@@ -61,12 +87,14 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         # older names take precedence: ``dataclasses.replace`` passes all fields in addition to the requested names
         settings = {name: value for name, value in given.items() if name not in _RENAMED}
         settings |= {_RENAMED[name]: value for name, value in given.items() if name in _RENAMED}
-        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"):
             if not isinstance(settings.get(name, []), list):
                 settings[name] = [settings[name]]
         if "bias_activation_fusion" in settings:
             fused = settings.pop("bias_activation_fusion")
             settings = {"bias_gelu_fusion": fused, "bias_swiglu_fusion": fused} | settings
+        if settings.get("mtp_num_layers") == 0:
+            settings["mtp_num_layers"] = None
         settings.pop("barrier_with_L1_time", None)  # this and the next are flags of the training loop
         if settings.get("cuda_graph_impl", "none") == "none":
             settings = {name: value for name, value in settings.items() if not name.startswith("cuda_graph_")}
@@ -88,22 +116,39 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             if (value := getattr(self, name)) is None or value < 1:
                 raise ConfigError([Problem(name, "must be a positive integer", value)])
+        if problems := invalid_values(self):  # before other checks, which compute with the values
+            raise ConfigError(problems)
         derived_sizes = following_sizes(self)
         for name, value in derived_sizes.items():
             setattr(self, name, value)
         if problems := library_problems(self, vars(self).keys() - derived_sizes.keys()):
             raise ConfigError(problems)
+        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
+            reason = "requires pipeline_model_parallel_size > 1"
+            size = self.virtual_pipeline_model_parallel_size
+            raise ConfigError([Problem("virtual_pipeline_model_parallel_size", reason, size, "remove it")])
         if self.virtual_pipeline_model_parallel_size is not None and self.num_virtual_stages_per_pipeline_rank is None:
             self.num_virtual_stages_per_pipeline_rank = self.virtual_pipeline_model_parallel_size
+
+
+def _older_name(name: str) -> property:
+    """Return a property that reads and writes the field ``name``."""
+    return property(lambda config: getattr(config, name), lambda config, value: setattr(config, name, value))
+
+
+for _older, _name in _RENAMED.items():
+    setattr(TransformerConfig, _older, _older_name(_name))
 
 
 def config_from_settings(settings: Any, config_class: type[TransformerConfig] | None = None) -> TransformerConfig:
     """Return the configuration of the transformer that flat ``settings``, such as ``get_args()``, describe. Expert
     settings of a model without experts are ignored. ``config_class``: class to build; None: TransformerConfig."""
+    config_class = config_class or TransformerConfig
     names = {field.name for field in fields(ModelSettings)}
+    names |= {"rotary_base", "rotary_percent"} & {field.name for field in fields(config_class)}
     if settings.num_moe_experts is None:
         names -= {field.name for field in fields(MoEConfig)}
-    return (config_class or TransformerConfig)(**{name: getattr(settings, name) for name in names})
+    return config_class(**{name: getattr(settings, name) for name in names})
 
 
 @dataclass(kw_only=True)
@@ -112,6 +157,16 @@ class MLATransformerConfig(TransformerConfig):
     line has other defaults)."""
 
     multi_latent_attention: bool = True
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     q_lora_rank: int | None = 512
     kv_lora_rank: int = 512
+    rope_type: Literal["rope", "yarn"] | None = "yarn"
     rotary_scaling_factor: float = 40.0
+    yarn_original_max_position_embeddings: int | None = 4096
+
+    rotary_base: float = 10000
+    """Base of the rotary frequencies; the models' ``rotary_base`` is ignored."""
+
+    rotary_percent: float = 1.0
+    """Fraction of the rotary channels that are rotated with ``rope_type`` "rope"; the models' ``rotary_percent`` is
+    ignored."""

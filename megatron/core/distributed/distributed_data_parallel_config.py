@@ -37,3 +37,9 @@ class DistributedDataParallelConfig(metaclass=TakesSettings):
 
     pad_buckets_for_high_nccl_busbw: bool = False
     """Whether bucket sizes are padded to a multiple of 2^16 elements, for NCCL bandwidth."""
+
+    fp8_param_gather: bool = False
+    """Accepted for programs; each weight declares its storage, which decides about the bytes of its all-gather."""
+
+    delay_wgrad_compute: bool = False
+    """Accepted for programs; gradients are reduced when they exist."""

@@ -199,7 +199,8 @@ class RankGrid:
 
     def __post_init__(self) -> None:
         """Raise UserError for ``cp_levels`` that are not two sizes with product ``cp``; optimizer instances that do not
-        divide dp * cp or ``edp``; a size below 1; an ``order`` that is no permutation of the default; a world not
+        divide dp * cp or ``edp``; a size below 1; an ``order`` with an unknown or repeated axis, or
+        without an axis larger than 1; a world not
         divisible by expert-tensor x expert x pipeline size; or an order with which both grids have different pipeline
         groups."""
         if self.cp_levels is not None and (len(self.cp_levels) != 2 or math.prod(self.cp_levels) != self.cp):
@@ -215,8 +216,14 @@ class RankGrid:
         for axis in ("tp", "cp", "dp", "pp", "ep"):
             if getattr(self, axis) < 1:
                 raise UserError(f"{axis} size is {getattr(self, axis)}; every axis needs a size of at least 1")
-        if sorted(self.order.split("-")) != sorted(DEFAULT_ORDER.split("-")):
-            raise UserError(f"order {self.order!r} must be a permutation of {DEFAULT_ORDER!r}")
+        named, axes = self.order.lower().split("-"), DEFAULT_ORDER.split("-")
+        unnamed = [axis for axis in axes if axis not in named]
+        if len(set(named)) < len(named) or set(named) - set(axes):
+            raise UserError(f"order {self.order!r}: must list axes of {DEFAULT_ORDER!r}, each once")
+        if large := [axis for axis in unnamed if getattr(self, axis) > 1]:
+            sizes = ", ".join(f"{axis} of size {getattr(self, axis)}" for axis in large)
+            raise UserError(f"order {self.order!r}: must list {sizes}; an axis may be left out at size 1")
+        object.__setattr__(self, "order", "-".join(named + unnamed))
         if self.world_size % (self.expert_tp * self.ep * self.pp):
             raise UserError(
                 f"expert grid: world size {self.world_size} is not divisible by expert-tensor-parallel "

@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from megatron.core.config.errors import UserError
@@ -13,14 +14,22 @@ from megatron.core.config.errors import UserError
 
 @dataclass
 class ModuleSpec:
-    """Class, or function that returns a module, with its constructor arguments and the specs of its slots.
+    """Class with its constructor arguments and the specs of its slots. Calling the spec builds the module.
 
-    Functions that make specs return a new one at each call, because programs may modify them before building.
+    ``module`` may also be ``("package.module", "Name")``, which is imported when it is built, or a Python function:
+    one with a required parameter ``groups`` returns the module, any other one fills the slot itself. Functions that
+    make specs return a new one at each call, because programs may modify them before building.
     """
 
-    module: Callable[..., object]
+    module: Callable[..., object] | tuple[str, str]
     params: dict[str, object] = field(default_factory=dict)
     submodules: Any = None
+    metainfo: dict[str, object] = field(default_factory=dict)
+    """Notes of programs; not read."""
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Same as :func:`build_module`."""
+        return build_module(self, *args, **kwargs)
 
 
 @dataclass
@@ -56,17 +65,27 @@ class BranchSpec:
 
 def build_module(spec: ModuleSpec | Callable[..., object], *args: object, **kwargs: object) -> Any:
     """Instantiate a spec or a class; a spec's submodules are passed as ``submodules``. A class with a required
-    parameter ``groups`` that is not passed gets the groups of ``parallel_state``.
+    parameter ``groups`` that is not passed gets the groups of ``parallel_state``. A Python function
+    without such a parameter is returned as it is, as in Megatron-LM.
     """
     if not isinstance(spec, ModuleSpec):
         spec = ModuleSpec(spec)
+    module = get_module(spec)
+    if isinstance(module, FunctionType) and not _needs_groups(module):
+        return module
     if spec.submodules is not None:
         kwargs["submodules"] = spec.submodules
-    if "groups" not in {*spec.params, *kwargs} and _needs_groups(spec.module):
+    if "groups" not in {*spec.params, *kwargs} and _needs_groups(module):
         from megatron.core import parallel_state  # late import, needs torch: rules and --dry-run read specs without it
 
         kwargs["groups"] = parallel_state.get_process_groups()
-    return spec.module(*args, **spec.params, **kwargs)
+    return module(*args, **spec.params, **kwargs)
+
+
+def get_module(spec: ModuleSpec | Callable[..., object]) -> Callable[..., Any]:
+    """Return the class or function of a spec, imported if the spec names it; other arguments as they are."""
+    module = spec.module if isinstance(spec, ModuleSpec) else spec
+    return import_module(module) if isinstance(module, tuple | list) else module  # type: ignore[return-value]
 
 
 def _needs_groups(module: Callable[..., object]) -> bool:

@@ -9,6 +9,7 @@ import copy
 import math
 import os
 
+from megatron.core.config.model_rules import offloadable_modules
 from megatron.core.config.model_settings import following_sizes
 from megatron.core.config.moe import depends_on_micro_batch, expert_tensor_ranks
 from megatron.core.schedules import batch_size as batch_sizes
@@ -87,6 +88,7 @@ def needs_built_in_layers(cfg: FlatConfig) -> list[str]:
         f"--pipeline-schedule {cfg.pipeline_schedule}": cfg.pipeline_schedule in ("zero-bubble", "zero-bubble-h2"),
         "--recompute-modules layernorm": "layernorm" in (cfg.recompute_modules or ()),
         "--fine-grained-activation-offloading": cfg.fine_grained_activation_offloading,
+        "--fp8-param-gather": cfg.fp8 is not None and cfg.fp8_param_gather,
         f"--num-query-groups {groups} below --tensor-model-parallel-size {tp}": groups is not None and tp > groups,
     }
     return [flag for flag, needed in needs.items() if needed]
@@ -94,8 +96,9 @@ def needs_built_in_layers(cfg: FlatConfig) -> list[str]:
 
 def _without_effect(cfg: FlatConfig) -> dict[str, object]:
     """Return new values that switch off settings of features that are not enabled: save intervals without --save,
-    recompute method and layers without full recomputation, the distributed optimizer under --use-torch-fsdp2. Scripts
-    vary one flag and keep related flags."""
+    recompute method and layers without full recomputation, the distributed optimizer under --use-torch-fsdp2, delayed
+    weight gradients without a pipeline, offloading of recomputed modules, fp8 gathers of fp32 weights. Scripts vary one
+    flag and keep related flags."""
     values: dict[str, object] = {}
     if not cfg.save:
         values.update(save_interval=None, save_retain_interval=None, save_hf_interval=None, async_save=False)
@@ -104,6 +107,13 @@ def _without_effect(cfg: FlatConfig) -> dict[str, object]:
         values.update(recompute_method=None, recompute_num_layers=None)
     if cfg.use_torch_fsdp2:
         values.update(use_distributed_optimizer=False, overlap_param_gather=False)
+    if cfg.pipeline_model_parallel_size == 1:
+        values["delay_wgrad_compute"] = False
+    if cfg.fine_grained_activation_offloading and cfg.offload_modules and cfg.recompute_granularity == "selective":
+        modules = offloadable_modules(cfg)
+        values.update(offload_modules=modules or None, fine_grained_activation_offloading=bool(modules))
+    if cfg.fp8 is not None and not (cfg.bf16 or cfg.fp16):
+        values["fp8_param_gather"] = False
     return values
 
 

@@ -68,8 +68,9 @@ class TrainingConfig(FlagGroup):
     """CUDA graphs. local: record the forward and backward pass of one micro-batch and replay it for the others, so that
     the GPU never waits for the host. Requires the full model on every rank and fixed shapes."""
 
-    cuda_graph_warmup_steps: Annotated[int, Range(1, 2**20)] = 3
-    """Iterations without a graph before --cuda-graph-impl records one; kernels are loaded and tuned in them."""
+    cuda_graph_warmup_steps: Annotated[int, Range(0, 2**20)] = 3
+    """Iterations without a graph before --cuda-graph-impl records one; kernels are loaded and tuned in them. 0
+    counts as 1."""
 
     iterations_to_skip: list[PositiveInt] = flag("--iterations-to-skip", default_factory=list)
     """Iterations whose data is consumed without an update, for example around a bad batch."""

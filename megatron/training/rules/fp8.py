@@ -53,8 +53,8 @@ def fp8_devices(cfg: PretrainConfig) -> Problems:
 
 
 def fp8_backend(cfg: PretrainConfig) -> Problems:
-    """With Transformer Engine's layers, reject delayed scaling, whose state is in no checkpoint, weight gradients in
-    higher precision, and fp8 weight gathers."""
+    """With Transformer Engine's layers, reject delayed scaling, whose state is in no checkpoint, and weight gradients
+    in higher precision."""
     model, reason = cfg.model, f"is not supported with --transformer-impl {ENGINE}"
     if model.fp8 is None or model.transformer_impl != ENGINE:
         return
@@ -62,13 +62,11 @@ def fp8_backend(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "fp8_recipe", f"{reason}: checkpoints would not hold its scales", "tensorwise")
     if not model.fp8_wgrad:
         yield problem(cfg, "fp8_wgrad", reason, "remove it, or --transformer-impl local")
-    if model.fp8_param_gather:
-        yield problem(cfg, "fp8_param_gather", reason, "remove it, or --transformer-impl local")
 
 
 def fp8_param_gather(cfg: PretrainConfig) -> Problems:
-    """Reject --fp8-param-gather without fp8, without sharded optimizer state, in full precision, or with fewer key and
-    value heads than tensor-parallel ranks, whose shared weights have separate scales."""
+    """Reject --fp8-param-gather without fp8, without sharded optimizer state, or with fewer key and value heads than
+    tensor-parallel ranks, whose shared weights have separate scales."""
     model, field = cfg.model, "fp8_param_gather"
     if not model.fp8_param_gather:
         return
@@ -77,8 +75,6 @@ def fp8_param_gather(cfg: PretrainConfig) -> Problems:
     if not (cfg.distributed.use_torch_fsdp2 or cfg.distributed.use_distributed_optimizer):
         fix = "add --use-distributed-optimizer or --use-torch-fsdp2"
         yield problem(cfg, field, "requires sharded optimizer state", fix)
-    if not (model.bf16 or model.fp16):
-        yield problem(cfg, field, "requires half precision", "add --bf16")
     groups, tp = model.num_query_groups, model.tensor_model_parallel_size
     if groups and groups < tp and not model.multi_latent_attention:
         reason = f"is not supported with fewer key and value heads ({groups}) than tensor-parallel ranks ({tp})"

@@ -47,11 +47,11 @@ def one_pipeline_split(cfg: PretrainConfig) -> Problems:
 
 def pipeline_settings_need_pipeline(cfg: PretrainConfig) -> Problems:
     """With one pipeline rank, reject each flag about stages, virtual stages, pipeline layouts, embedding and loss
-    accounting, --pipeline-schedule and --delay-wgrad-compute that is set."""
+    accounting, and --pipeline-schedule that is set."""
     if cfg.model.pipeline_model_parallel_size != 1:
         return
     whole = "whole_layers_in_pipeline_split"
-    fields = (*_SIZES, *_FAMILIES[0], *_FAMILIES[2], whole, "pipeline_schedule", "delay_wgrad_compute")
+    fields = (*_SIZES, *_FAMILIES[0], *_FAMILIES[2], whole, "pipeline_schedule")
     for field in fields:
         if getattr(cfg.flat, field):
             fix = "remove it, or give more ranks than one"

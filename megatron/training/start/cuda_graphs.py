@@ -171,5 +171,5 @@ def make_forward_backward(cfg: PretrainConfig, device: torch.device) -> Callable
     plain = choose_runner()
     if cfg.training.cuda_graph_impl == "none":
         return plain
-    stream = torch.cuda.Stream(device)
-    return GraphedForwardBackward(plain, device, warmup_steps=cfg.training.cuda_graph_warmup_steps, stream=stream)
+    stream, warmup_steps = torch.cuda.Stream(device), max(1, cfg.training.cuda_graph_warmup_steps)
+    return GraphedForwardBackward(plain, device, warmup_steps=warmup_steps, stream=stream)

@@ -83,7 +83,7 @@ def _collected(rank, world_size):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     some = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-    assert not hasattr(some, "dp") and some.tp is groups.tp
+    assert some.dp is None and some.tp is groups.tp and not hasattr(some, "xp")
     first = library_utils.is_pp_first_stage(groups.pp), library_utils.is_pp_last_stage(groups.tp)
     with pytest.raises(ValueError, match="required_pgs: unknown groups data"):
         ProcessGroupCollection.use_mpu_process_groups(["data"])

@@ -1,6 +1,5 @@
 """Rank grids, process groups and the getters that programs use."""
 
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,7 +64,9 @@ def test_equal_ranks_share_a_communicator_but_messages_between_stages_have_their
         (lambda: RankGrid.from_world(6, tp=4), "not divisible by tensor-model-parallel 4"),
         (lambda: RankGrid(tp=0), "at least 1"),
         (lambda: RankGrid(dp=3, ep=2), "expert grid"),
-        (lambda: RankGrid(order="tp-dp"), "permutation"),
+        (lambda: RankGrid(order="tp-tp-dp"), "must list axes of 'tp-cp-ep-dp-pp', each once"),
+        (lambda: RankGrid(order="tp-xp"), "must list axes"),
+        (lambda: RankGrid(order="tp-dp", pp=2, cp=3), "must list cp of size 3, pp of size 2"),
     ],
 )
 def test_impossible_grids_say_why(make, message):
@@ -182,5 +183,25 @@ def _getters_of_a_real_world(rank, world_size):
 
 
 def test_getters_and_handles_in_a_world_of_four(gloo_pool):
-    assert gloo_pool.run(_getters_of_a_real_world, 4) == [(0, 0, 2, 0, 0), (1, 0, 4, 1, 0), (0, 1, 2, 2, 2), (1, 1, 4,
-    3, 2)]
+    assert gloo_pool.run(_getters_of_a_real_world, 4) == [
+        (0, 0, 2, 0, 0),
+        (1, 0, 4, 1, 0),
+        (0, 1, 2, 2, 2),
+        (1, 1, 4, 3, 2),
+    ]
+
+
+@pytest.mark.parametrize("order, full", [("tp-dp-pp", "tp-dp-pp-cp-ep"), ("tp-pp-dp", "tp-pp-dp-cp-ep"),
+                                         ("TP-CP-EP-DP-PP", "tp-cp-ep-dp-pp")])  # fmt: skip
+def test_axes_of_size_one_may_be_left_out_of_an_order(order, full):
+    short, long = (RankGrid.from_world(8, tp=2, pp=2, order=name) for name in (order, full))
+    for axis in ("tp", "pp", "dp", "cp"):
+        assert short.sizes == long.sizes and short._rank_lists(short.sizes, axis) == long._rank_lists(long.sizes, axis)
+
+
+def test_model_chunks_without_a_pipeline_are_refused():
+    with pytest.raises(
+        ValueError, match="virtual_pipeline_model_parallel_size 2: requires pipeline_model_parallel_siz"
+    ):
+        parallel_state.initialize_model_parallel(1, 1, 2)
+    assert not parallel_state.model_parallel_is_initialized()

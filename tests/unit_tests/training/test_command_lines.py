@@ -21,6 +21,8 @@ EXPERTS = (
 )
 SIDE_LOSS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
 LATENTS = "--multi-latent-attention --q-lora-rank 192 --kv-lora-rank 64 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
+EIGHT_BITS = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 
 OUR_ATTENTION = "--attention-dropout 0.1: built-in attention is used, because Transformer Engine's"
@@ -59,6 +61,18 @@ LINES = [
     (f"{EXPERTS} {SIDE_LOSS} --moe-permute-fusion --moe-router-fusion", "--moe-permute-fusion accepted without effect"),
     (f"{EXPERTS} {SIDE_LOSS} --overlap-moe-expert-parallel-comm --delay-wgrad-compute --pipeline-model-parallel-size 2"
      " --expert-model-parallel-size 2", "--overlap-moe-expert-parallel-comm: off, as capacity, sinkhorn, quantiles"),
+    (f"{EXPERTS} {SIDE_LOSS} --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+     "--delay-wgrad-compute: no effect, as --pipeline-model-parallel-size is 1"),
+    ("--use-megatron-fsdp --megatron-fsdp-main-params-dtype fp32 --megatron-fsdp-main-grads-dtype fp32 "
+     "--megatron-fsdp-grad-comm-dtype fp32", "--megatron-fsdp-main-grads-dtype fp32 accepted without effect: master"),
+    (f"{EIGHT_BITS} {SHARDED}", "built-in layers are used instead, because --fp8-param-gather requires them"),
+    (f"--optimizer muon --no-use-layer-wise-param-layout {SHARDED}", "--no-use-layer-wise-param-layout accepted"),
+    (f"{OFFLOAD} attn_norm core_attn attn_proj --recompute-modules layernorm mlp --recompute-granularity selective",
+     "--offload-modules attn_norm: no effect, as --recompute-modules saves less"),
+    (f"{EXPERTS} {SIDE_LOSS} {OFFLOAD} expert_fc1 moe_act attn_norm mlp_norm qkv_linear core_attn attn_proj "
+     "--recompute-granularity selective --recompute-modules layernorm mla_up_proj mlp moe_act --kv-lora-rank 16 "
+     "--multi-latent-attention --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16",
+     "--offload-modules attn_norm attn_proj core_attn expert_fc1 mlp_norm moe_act qkv_linear: no effect"),
     (f"{EXPERTS} {SIDE_LOSS} --moe-token-dispatcher-type flex --moe-enable-deepep --moe-deepep-num-sms 20",
      "--moe-token-dispatcher-type flex: uses the alltoall dispatcher"),
 ]  # fmt: skip
@@ -109,6 +123,21 @@ def test_line_passes_and_says_what_is_done_otherwise(text, notice, caplog):
     assert sum(notice in each for each in said) == 1, said
     assert len(said) == len(set(said))
     assert "the settings are consistent" in dry_run_report(cfg)
+
+
+def test_fp8_gathers_of_fp32_weights_are_off(caplog):
+    with caplog.at_level(logging.INFO):
+        cfg = dry_run(f"{BASE.replace('--bf16', '')} {EIGHT_BITS} {SHARDED} --transformer-impl local")
+    assert not cfg.model.fp8_param_gather and cfg.model.fp8 == "hybrid"
+    assert any(each.message.startswith("--fp8-param-gather: no effect without --bf16") for each in caplog.records)
+
+
+def test_modules_that_are_recomputed_are_not_offloaded():
+    line = f"{BASE} {OFFLOAD} attn_norm core_attn attn_proj --recompute-granularity selective"
+    cfg = dry_run(f"{line} --recompute-modules layernorm")
+    assert cfg.model.offload_modules == ["core_attn", "attn_proj"] and cfg.model.fine_grained_activation_offloading
+    cfg = dry_run(f"{line} --recompute-modules layernorm --offload-modules attn_norm")
+    assert cfg.model.offload_modules is None and not cfg.model.fine_grained_activation_offloading
 
 
 def test_saving_intervals_without_a_folder_are_taken(caplog):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, latent_rotary, yarn_scaling
 from megatron.core.config.errors import UserError
-from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.config.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.common.description import Vocabulary
 
@@ -62,12 +62,14 @@ class LanguageModelSettings:
         return Vocabulary(self.vocab_size, shared, self.make_vocab_size_divisible_by)
 
     def rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """Return the rotary embedding of ``config`` at ``rotary_base``: with latent attention over its rope dims for
-        every kind, else over ``kv_channels`` for "rope" (scaled with ``rope_scaling``) and "yarn"; None for other
-        kinds. Raises UserError for an unknown kind."""
+        """Return the rotary embedding of ``config`` at ``rotary_base`` (an MLATransformerConfig has its own): with
+        latent attention over its rope dims for every kind, else over ``kv_channels`` for "rope" (scaled with
+        ``rope_scaling``) and "yarn"; None for other kinds. Raises UserError for an unknown kind."""
         kind = self.position_embedding_type
         if kind not in ("learned_absolute", "rope", "yarn", "none"):
             raise UserError(f"position_embedding_type {kind!r}: choose learned_absolute, rope, yarn or none")
+        if isinstance(config, MLATransformerConfig):
+            return latent_rotary(config, config.rotary_base, config.rotary_percent)
         if config.multi_latent_attention:
             return latent_rotary(config, self.rotary_base, self.rotary_percent)
         if kind not in ("rope", "yarn"):

@@ -23,7 +23,7 @@ LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "
 def make_config(**overrides):
     sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "params_dtype": torch.float64}
     rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True}
-    return TransformerConfig(**{**sizes, **rates, "init_method_std": 0.3, **overrides})
+    return TransformerConfig(**{**sizes, **rates, "init_method_std": 0.3, "bias_gelu_fusion": True, **overrides})
 
 
 def make_model(config=None, **overrides):

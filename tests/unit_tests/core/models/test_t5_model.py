@@ -56,7 +56,7 @@ KINDS = {
 
 def make_config(**fields):
     options = {"params_dtype": torch.float64, "use_cpu_initialization": True, **SIZES, **fields}
-    return TransformerConfig(**options)
+    return TransformerConfig(**{"bias_gelu_fusion": True, **options})
 
 
 def make_model(kind="learned", **options):

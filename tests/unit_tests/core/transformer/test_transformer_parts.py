@@ -27,7 +27,7 @@ from megatron.core.transformer.branch import accepts_context
 from megatron.core.transformer.initial_values import embedding_init, output_weight_init, weight_init
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import L2Norm, build_norm
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, layer_branches
 from tests.test_utils.reference_attention import reference_attention
 
@@ -66,9 +66,7 @@ def test_queries_of_another_sequence_see_the_real_keys_of_their_row():
     assert (~mask[:, 0]).int().tolist() == [[[1, 1, 1], [1, 1, 1]], [[1, 1, 0], [1, 1, 0]]]
 
 
-@pytest.mark.parametrize(
-    "skip, layers", [(None, [1, 2, 3, 4]), (2, [1, 3]), (3, [1, 2, 4]), ([1, 0, 0, 1], [1, 4])]
-)
+@pytest.mark.parametrize("skip, layers", [(None, [1, 2, 3, 4]), (2, [1, 3]), (3, [1, 2, 4]), ([1, 0, 0, 1], [1, 4])])
 def test_layers_with_a_window(skip, layers):
     assert [n for n in range(1, 5) if layer_window((7, 0), skip, n)] == layers
     assert layer_window(None, skip, 1) is None and layer_window((-1, -1), None, 1) is None
@@ -151,17 +149,42 @@ def test_a_rate_of_zero_or_evaluation_is_the_identity_and_missing_coordinates_ar
 
 
 def test_specs_pass_parameters_and_submodules():
-    def make(*args, **kwargs):
-        return args, kwargs
+    class Made:
+        def __init__(self, *args, **kwargs):
+            self.passed = args, kwargs
 
-    built = build_module(ModuleSpec(make, {"a": 1}, submodules="s"), 2, b=3)
-    assert built == ((2,), {"a": 1, "b": 3, "submodules": "s"})
-    assert build_module(make, 2, b=3) == ((2,), {"b": 3})
+    spec = ModuleSpec(Made, {"a": 1}, submodules="s")
+    for built in (build_module(spec, 2, b=3), spec(2, b=3)):
+        assert built.passed == ((2,), {"a": 1, "b": 3, "submodules": "s"})
+    assert build_module(Made, 2, b=3).passed == ((2,), {"b": 3})
 
     def grouped(*args, groups):
         return groups
 
     assert build_module(ModuleSpec(grouped, params={"groups": SINGLE_PROCESS})) is SINGLE_PROCESS
+
+
+def test_specs_name_modules_as_in_megatron_lm():
+    spec = ModuleSpec(module=("torch.nn", "Linear"), params={"bias": False})
+    assert get_module(spec) is torch.nn.Linear and get_module(torch.nn.Linear) is torch.nn.Linear
+    built = build_module(spec, 3, out_features=5)
+    assert type(built) is torch.nn.Linear and built.weight.shape == (5, 3) and built.bias is None
+    with pytest.raises(UserError, match="NoSuchClass"):
+        build_module(ModuleSpec(module=("torch.nn", "NoSuchClass")))
+
+
+def test_a_function_fills_its_slot():
+    """Megatron-LM's slots of bias, dropout and addition hold functions."""
+
+    def function(x):
+        return x + 1
+
+    for spec in (function, ModuleSpec(function), ModuleSpec(module=(__name__, "_increment"))):
+        assert build_module(spec, 2)(2) == 3
+
+
+def _increment(x):
+    return x + 1
 
 
 def test_a_copy_of_a_layer_computes_with_its_own_weights():

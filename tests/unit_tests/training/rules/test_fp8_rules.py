@@ -90,7 +90,6 @@ def test_consistent_settings_pass(text, ranks):
     # gathers of fp8 weights
     ("--fp8-param-gather --bf16 --use-distributed-optimizer", 2, "--fp8-param-gather: gathers weights of fp8 layers,"),
     (f"{FP8} --fp8-param-gather --bf16", 2, "--fp8-param-gather: requires sharded optimizer state; add"),
-    (f"{FP8} --fp8-param-gather --use-distributed-optimizer", 2, "--fp8-param-gather: requires half precision; add"),
 ])  # fmt: skip
 def test_contradictions_name_flag_value_and_fix(text, ranks, expected):
     found = problems(text, ranks)
@@ -135,7 +134,6 @@ ENGINE = "--transformer-impl transformer_engine"
 
 @pytest.mark.parametrize("text, expected", [
     (DELAYED, "--fp8-recipe delayed: "), (f"{FP8} --no-fp8-wgrad", "--no-fp8-wgrad: "),
-    (f"{FP8} --fp8-param-gather --bf16 --use-distributed-optimizer", "--fp8-param-gather: "),
 ])  # fmt: skip
 def test_layers_of_transformer_engine_support_less(text, expected):
     """An installed package is another rule."""
