@@ -1,0 +1,172 @@
+"""Predicted steps, rates, days and costs equal the definition in ``tests/reference/planner.py`` on random layouts."""
+
+import json
+import random
+import re
+
+import pytest
+
+from megatron.console import run_tool
+from megatron.core.pipeline_parallel.simulate import simulate
+from megatron.training.report.advice import peak_memory
+from megatron.training.report.memory import stored_parameters
+from megatron.training.report.pipeline import run_schedule, run_stages, stage_pieces
+from megatron.training.report.plan.cluster import build_cluster
+from megatron.training.report.plan.search import apply
+from megatron.training.report.plan.step_time import predict_step
+from megatron.training.report.plan.summary import prediction_rows
+from tests.reference import planner
+from tests.unit_tests.training.report.plan.test_plan import settings
+
+VOCAB = 50000
+MODEL = (
+    "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048"
+    f" --vocab-size {VOCAB} --group-query-attention --num-query-groups 4 --ffn-hidden-size 3072 --global-batch-size 64"
+    " --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
+)
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1536"
+
+
+def random_flags(draw):
+    """Return (flags, nodes, GPUs per node) of a layout that may be impossible."""
+    words = []
+
+    def choose(flag, *values):
+        if (value := draw.choice(values)) is not None:
+            words.append(f"{flag} {value}" if value is not True else flag)
+        return value
+
+    tp = choose("--tensor-model-parallel-size", 1, 1, 2, 4)
+    pp = choose("--pipeline-model-parallel-size", 1, 1, 2, 4)
+    cp = choose("--context-parallel-size", 1, 1, 2, 4)
+    choose("--micro-batch-size", 1, 2)
+    if draw.random() < 0.4:
+        words.append(EXPERTS)
+        ep = choose("--expert-model-parallel-size", 1, 2, 4)
+        choose("--expert-tensor-parallel-size", 1, None)
+        choose("--moe-token-dispatcher-type", "alltoall", "allgather")
+        words += ["--sequence-parallel"] if tp > 1 else []
+        words += ["--moe-router-load-balancing-type none"] if ep == 1 else []
+    elif tp > 1 and choose("--sequence-parallel", True, True, None):
+        choose("--tp-comm-overlap", True, None)
+    if cp > 1:
+        choose("--cp-comm-type", "p2p", "a2a", "allgather")
+    if pp > 1:
+        choose("--num-virtual-stages-per-pipeline-rank", None, 2)
+        choose("--pipeline-schedule", None, None, "zero-bubble")
+    if choose("--use-distributed-optimizer", True, None):
+        if choose("--overlap-grad-reduce", True, None):
+            choose("--overlap-param-gather", True, None)
+    else:
+        choose("--overlap-grad-reduce", True, None)
+    choose("--accumulate-allreduce-grads-in-fp32", None, True)
+    if EXPERTS not in words:
+        choose("--fp8-format hybrid --fp8-recipe", None, None, "tensorwise", "delayed")
+    recompute = draw.choice([None, None, "selective --recompute-modules layernorm mlp_act", "selective", "full"])
+    if recompute and not (EXPERTS in words and "mlp_act" in recompute):
+        full = " --recompute-method uniform --recompute-num-layers 1" if recompute == "full" else ""
+        words.append(f"--recompute-granularity {recompute}{full}")
+    return " ".join(words), draw.choice([1, 2, 4]), draw.choice([4, 8])
+
+
+def expected_parts(cfg, hardware, factor):
+    description = cfg.describe(VOCAB)
+    stages = run_stages(cfg, VOCAB, description)
+
+    def params(chunks):
+        stored = [each for chunk in chunks for each in stored_parameters(cfg, stage_pieces(description, chunk))]
+        return [(each.elements, each.param.is_expert) for each in stored]
+
+    plan = planner.Plan(cfg, hardware, description, stages, factor)
+    schedule = run_schedule(cfg, plan.num_microbatches) if plan.pp > 1 else None
+    return plan.predict(lambda stage: stage_pieces(description, stage), params, schedule, simulate)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_of_a_step_equal_the_definition_on_random_layouts(seed):
+    """Long schedules are extrapolated, by at most 0.2 % of the step."""
+    draw, seen, axes = random.Random(seed), 0, set()
+    while seen < 30:
+        flags, nodes, per_node = random_flags(draw)
+        cfg = apply(settings(f"{MODEL} {flags}"), {}, nodes * per_node)
+        if isinstance(cfg, str) or cfg.training.global_batch_size % (cfg.training.micro_batch_size):
+            continue
+        gpu = draw.choice(["H200", "H100", "H800", "A100"])
+        nic = draw.choice([400.0, 100.0])
+        factor = draw.choice([1.0, 1.3])
+        found = predict_step(
+            cfg, build_cluster(gpu, nodes, per_node, nic_gbits=nic), VOCAB, {"dense": factor, "small": factor}
+        )
+        expected = expected_parts(cfg, planner.Hardware(gpu, nodes, per_node, nic), factor)
+        parts = {part: seconds for part, seconds in found.parts.items() if abs(seconds) > 1e-12}
+        assert parts.keys() | {"bubble"} == expected.keys() | {"bubble"}, flags
+        for part, seconds in expected.items():
+            error = 2e-3 * found.seconds if part == "bubble" else 1e-9 * seconds
+            assert parts.get(part, 0.0) == pytest.approx(seconds, abs=error), (part, flags, gpu, nodes)
+        assert found.seconds == pytest.approx(sum(expected.values()), rel=2e-3)
+        axes |= {word for word in flags.split() if word.startswith("--")}
+        seen += 1
+    assert len(axes) >= 15, axes
+
+
+@pytest.mark.parametrize(
+    "layout, nodes",
+    [
+        ("--tensor-model-parallel-size 2 --micro-batch-size 1", 1),
+        ("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --micro-batch-size 1", 2),
+        ("--context-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 1", 1),
+    ],
+)
+def test_rates_days_and_costs_of_the_command_equal_the_definition(capsys, layout, nodes):
+    """Ranks differ from data-parallel ranks in every layout."""
+    flags = f"{MODEL} {layout}"
+    words = ["--gpu", "H100", "--nodes", str(nodes), "--tokens", "3e11", "--gpu-hour-price", "2.5", "--json"]
+    assert run_tool("plan", [*flags.split(), *words]) == 0
+    records = json.loads(capsys.readouterr().out)["layouts"]
+    assert len(records) >= 2
+    flops = planner.dense_flops_per_token(16, 1024, 3072, 16, 4, 64, 2048, VOCAB, gated=True)
+    ranks = 8 * nodes
+    for record in records:
+        cfg = apply(settings(f"{flags} {record['flags']}"), {}, ranks)
+        time = predict_step(cfg, build_cluster("H100", nodes, 8), VOCAB)
+        seconds = time.seconds * planner.slowest_rank(ranks)
+        expected = planner.rates(seconds, ranks, 989, 64, 2048, flops, tokens=3e11, price=2.5)
+        expected |= {
+            "seconds_per_step": seconds,
+            "memory_gib": peak_memory(cfg, VOCAB) / 1024**3,
+            "bubble": time.parts.get("bubble", 0.0) / time.seconds,
+            "exposed_communication": sum(
+                seconds for part, seconds in time.parts.items() if part.endswith(" communication")
+            )
+            / time.seconds,
+        }
+        for name, value in expected.items():
+            assert record[name] == pytest.approx(value, rel=1e-9), (name, record["flags"])
+
+
+@pytest.mark.parametrize("layout, ranks", [("--tensor-model-parallel-size 4", 16), ("", 8), ("", 2)])
+def test_days_and_gpu_hours_of_a_dry_run_are_those_of_all_samples_on_all_ranks(layout, ranks):
+    cfg = apply(settings(f"{MODEL} {layout}"), {}, ranks)
+    samples = 7_000_000
+    need = peak_memory(cfg, VOCAB) / 1024**3
+    for gpu, gib, row in zip(("H100", "H200"), (80, 141), prediction_rows(cfg, VOCAB, samples), strict=True):
+        cluster = build_cluster(gpu, -(-ranks // 8), min(ranks, 8))
+        seconds = predict_step(cfg, cluster, VOCAB).seconds * planner.slowest_rank(ranks)
+        expected = planner.rates(seconds, ranks, 1, 64, 2048, 1, tokens=samples * 2048, price=1)
+        name, text = row
+        assert name == f"predicted on {gpu}" and text.startswith("fits, ")
+        numbers = [float(number.replace(",", "")) for number in re.findall(r"[\d,]*\.?\d+(?:e[+-]?\d+)?", text)]
+        reserved = gib - numbers[1]
+        assert 1 <= reserved <= 5, "CUDA context and libraries"
+        shown = [need, gib - reserved, seconds, expected["days"], expected["gpu_hours"]]
+        assert numbers == pytest.approx(shown, rel=6e-3), text
+
+
+def test_a_layout_that_is_too_large_for_one_gpu_kind_is_named():
+    large = MODEL.replace("--hidden-size 1024", "--hidden-size 8192").replace("--num-layers 16", "--num-layers 20")
+    cfg = apply(settings(large), {}, 8)
+    need = peak_memory(cfg, VOCAB) / 1024**3
+    assert 80 < need < 138
+    on_h100, on_h200 = (text for _, text in prediction_rows(cfg, VOCAB, 1000))
+    assert on_h100.startswith("does NOT fit, ") and on_h200.startswith("fits, ")

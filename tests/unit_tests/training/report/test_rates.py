@@ -1,0 +1,109 @@
+"""Time and cost of the dry run: the slowest measured row of the axes in use decides, on all ranks."""
+
+import re
+
+import pytest
+
+from megatron.training.report import rates
+from megatron.training.report.dry_run import dry_run_report
+from megatron.training.report.plan.search import apply
+from megatron.training.report.rates import MeasuredRate, cost_rows, measured_rates, nearest_rate
+from tests.reference import planner
+from tests.unit_tests.training.report.plan.test_plan import settings
+
+MODEL = (
+    "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --max-position-embeddings 4096"
+    " --vocab-size 32000 --global-batch-size 32 --untie-embeddings-and-output-weights --disable-bias-linear"
+)
+TP4, PP2, CP2 = (
+    "--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 2", "--context-parallel-size 2",
+)  # fmt: skip
+FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+TABLE = [
+    MeasuredRate("one-slow", "dense", {}, 500.0, "GPU"),
+    MeasuredRate("one", "dense", {}, 600.0, "GPU"),
+    MeasuredRate("tp2", "dense", {"tp": 2}, 560.0, "GPU"),
+    MeasuredRate("tp4", "dense", {"tp": 4}, 450.0, "GPU"),
+    MeasuredRate("tp8", "dense", {"tp": 8}, 300.0, "GPU"),
+    MeasuredRate("pp2", "dense", {"pp": 2}, 550.0, "GPU"),
+    MeasuredRate("tp2-pp2", "dense", {"tp": 2, "pp": 2}, 100.0, "GPU"),
+    MeasuredRate("fp8", "dense, fp8 tensorwise", {}, 900.0, "GPU"),
+    MeasuredRate("fp8-tp2", "dense, fp8 tensorwise", {"tp": 2}, 50.0, "GPU"),
+    MeasuredRate("experts", "experts", {}, 10.0, "GPU"),
+]
+
+
+def resolved(flags, ranks):
+    cfg = apply(settings(f"{MODEL} {flags}"), {}, ranks)
+    assert not isinstance(cfg, str), cfg
+    return cfg
+
+
+@pytest.mark.parametrize(
+    "flags, ranks, row, tflops",
+    [
+        ("", 8, "one", 600.0),  # the fastest without axes
+        (TP4, 8, "tp4", 450.0),  # the largest that does not exceed 4
+        ("--tensor-model-parallel-size 2", 8, "tp2", 560.0),
+        (PP2, 8, "pp2", 550.0),
+        (f"{TP4} {PP2}", 8, "tp4", 450.0),  # the slowest of both axes; rows of two axes do not count
+        (f"--tensor-model-parallel-size 2 {PP2}", 8, "pp2", 550.0),
+        (CP2, 8, "one", 600.0),  # an axis without a row
+        (FP8, 8, "one, fp8", 900.0),
+        (f"{TP4} {FP8}", 8, "tp4, fp8", 450.0 * 900 / 600),
+    ],
+)
+def test_the_slowest_row_of_the_used_axes_is_the_nearest(monkeypatch, flags, ranks, row, tflops):
+    monkeypatch.setattr(rates, "measured_rates", lambda: TABLE)
+    nearest = nearest_rate(resolved(flags, ranks))
+    assert (nearest.row, nearest.tflops) == (row, pytest.approx(tflops))
+
+
+def numbers(text):
+    return [float(number.replace(",", "")) for number in re.findall(r"[\d,]*\.?\d+(?:e[+-]?\d+)?", text)]
+
+
+@pytest.mark.parametrize(
+    "flags, ranks, tflops, more",
+    [
+        ("", 8, 600.0, 1.0), (TP4, 16, 450.0, 1.0), (f"{TP4} {PP2}", 32, 450.0, 1.0),
+        (f"{TP4} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 16, 450.0, 4 / 3),
+    ],
+)  # fmt: skip
+def test_time_of_a_dry_run_is_all_flops_over_the_rate_of_all_ranks(monkeypatch, flags, ranks, tflops, more):
+    monkeypatch.setattr(rates, "measured_rates", lambda: TABLE)
+    cfg, samples = resolved(flags, ranks), 500_000_000
+    flops = planner.dense_flops_per_token(8, 2048, 8192, 16, 16, 128, 4096, 32000, gated=False)
+    rows = dict(cost_rows(cfg, flops * 4096 * 32, samples))
+    seconds = flops * 4096 * 32 * more / (ranks * tflops * 1e12)
+    assert numbers(rows["time per iteration"])[:2] == pytest.approx([seconds, tflops], rel=6e-3)
+    assert ("x 4/3 for full recomputation" in rows["time per iteration"]) == (more > 1)
+    hours = seconds * samples / 32 / 3600
+    assert hours > 48 and "days" in rows["full run"]
+    assert numbers(rows["full run"]) == pytest.approx([hours / 24, hours * ranks], rel=6e-3)
+
+
+@pytest.mark.parametrize("samples, unit", [(30_000, "min"), (4_000_000, "hours"), (500_000_000, "days")])
+def test_the_full_run_of_a_report_is_computed_from_its_iterations(monkeypatch, samples, unit):
+    """The report multiplies the FLOPs of a global batch; --train-iters and --train-samples are the same run."""
+    monkeypatch.setattr(rates, "measured_rates", lambda: TABLE)
+    flops = planner.dense_flops_per_token(8, 2048, 8192, 16, 16, 128, 4096, 32000, gated=False) * 4096 * samples
+    hours = flops / (16 * 450.0e12) / 3600
+    expected = {"min": hours * 60, "hours": hours, "days": hours / 24}[unit]
+    cfg = resolved(TP4, 16).with_settings(train_iters=samples // 32)
+    (row,) = (line for line in dry_run_report(cfg).splitlines() if line.startswith("  full run"))
+    shown, unit_shown, gpu_hours = re.search(r"([\d,.]+) (\w+), ([\d,.e+]+) GPU-hours", row).groups()
+    assert unit_shown == unit
+    assert float(shown.replace(",", "")) == pytest.approx(expected, rel=6e-3)
+    assert float(gpu_hours.replace(",", "")) == pytest.approx(16 * hours, rel=6e-3)
+
+
+def test_runs_in_32_bits_are_not_predicted():
+    cfg = resolved("", 8).with_settings(bf16=False)
+    assert nearest_rate(cfg) is None and "not predicted" in dict(cost_rows(cfg, 1e15, 1000))["time"]
+
+
+def test_packaged_rates_hold_a_row_without_axes_for_every_kind():
+    kinds = {rate.kind for rate in measured_rates()}
+    assert {rate.kind for rate in measured_rates() if not rate.axes} == kinds
+    assert all(100 < rate.tflops < 989 for rate in measured_rates())
