@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 import re
 import time
@@ -132,8 +133,9 @@ def key_figures(run: Run) -> list[tuple[str, str]]:
         if recent:
             found.append((f"{loss}, mean of the last {len(recent)}", f"{sum(recent) / len(recent):.4f}"))
     for (loss, data), series in list(run.evaluation.items())[:2]:
-        place = min(range(len(series.y)), key=lambda each: series.y[each])
-        found.append((f"lowest {loss}, {data}", f"{series.y[place]:.4f} at {series.x[place]:,}"))
+        if points := [(y, x) for x, y in zip(series.x, series.y) if math.isfinite(y)]:
+            lowest, iteration = min(points)
+            found.append((f"lowest {loss}, {data}", f"{lowest:.4f} at {iteration:,}"))
     speeds = {"tokens_per_second": "tokens/s", "tflops_per_device": "TFLOP/s per GPU", "mfu": "MFU"}
     for key, name in speeds.items():
         values = sorted(run.timing.get(key, Series()).y)
