@@ -2,7 +2,7 @@
 
 Inputs are the description of a model (operations with FLOPs, sizes and bytes), its stages and its schedule, which other
 tests compare with real models. The time of everything follows here from formulas of its own: GEMMs, attention, memory
-traffic, collectives with their volumes, virtual stages, optimizer, and from the time the rates, MFU, days and GPU-hours.
+traffic, collectives with their volumes, virtual stages, optimizer; rates, MFU, days and GPU-hours follow from the time.
 
 A collective of S bytes over n ranks moves (n - 1) / n S per rank and link: all-gather, reduce-scatter and all-to-all
 once, all-reduce twice (a reduce-scatter, then an all-gather).
@@ -32,7 +32,7 @@ class Hardware:
 
     def __init__(self, gpu, nodes, gpus_per_node, nic_gbits=400.0):
         row = next(row for row in rows_of("gpus.tsv") if row[0] == gpu)
-        names = "memory_gib peak gemm weight_gradient fp8 forward backward terabytes nvlink".split()
+        names = ("gib", "peak", "gemm", "weight_gradient", "fp8", "forward", "backward", "terabytes", "nvlink")
         self.__dict__.update(zip(names, map(float, row[1:10])))
         self.bandwidth = self.terabytes * 1e12
         self.nodes, self.per_node, self.cards = nodes, gpus_per_node, nic_gbits / 400
@@ -209,11 +209,27 @@ class Plan:
 
     # ---- stages
 
-    def stage(self, pieces):
+    def fully_sharded(self, elements, times):
+        """Weights are gathered for the forward pass and, if they were freed, for backward; gradients are reduced."""
+        d = self.cfg.distributed
+        ranks, grad = (self.dp * self.cp, self.tp), 4 if self.cfg.optimizer.accumulate_allreduce_grads_in_fp32 else 2
+        gather = self.hardware.collective("shard", 2 * elements, *ranks)
+        backward = self.hardware.collective("shard", grad * elements, *ranks)
+        backward += gather if d.torch_fsdp2_reshard_after_forward else 0
+        compute = [sum(value for (phase, _), value in times.items() if phase in phases) for phases in ("F", "IW")]
+        part = "data communication"
+        return {
+            ("F", part): max(gather / 20, gather - 0.9 * compute[0]),
+            ("I", part): max(backward / 20, backward - 0.9 * compute[1]),
+        }
+
+    def stage(self, pieces, params):
         """A stage is at least as slow as the host starts its kernels, 40 microseconds each."""
         m, found = self.cfg.model, defaultdict(float)
         for piece in pieces:
             add(found, self.piece(piece))
+        if self.cfg.distributed.use_torch_fsdp2:
+            add(found, self.fully_sharded(sum(elements for elements, _ in params), dict(found)))
         for key in found:
             found[key] *= self.factor
         branches = sum(piece.is_branch for piece in pieces)
@@ -246,17 +262,19 @@ class Plan:
     def after_backward(self, params, cost):
         """Optimizer and data-parallel collectives of the parameters [(elements of a rank, is expert)] of one pipeline
         rank, whose first stage has the times ``cost``."""
-        d, m = self.cfg.distributed, self.cfg.model
+        d = self.cfg.distributed
         dense = sum(elements for elements, expert in params if not expert)
         experts = sum(elements for elements, expert in params if expert)
         groups = [(dense, self.dp * self.cp, self.tp)]
         groups.append((experts, self.world // (self.ep * self.etp * self.pp), self.ep * self.etp))
-        sharded = d.use_distributed_optimizer
+        sharded = d.use_distributed_optimizer or d.use_torch_fsdp2
         grad = 4 if self.cfg.optimizer.accumulate_allreduce_grads_in_fp32 else 2
         state = 2 + 8  # remainder of the master, two fp32 moments
         updated = sum(elements / (ranks if sharded else 1) for elements, ranks, _ in groups)
         # gradients are zeroed and read, the state is read and written, weights are written
         found = {"optimizer": 1e-3 + updated * (2 * grad + 2 * state + 2) / self.hardware.bandwidth}
+        if d.use_torch_fsdp2:
+            return found
         collective = self.hardware.collective
         if sharded:
             reduce = sum(collective("shard", size * grad, ranks, stride) for size, ranks, stride in groups)
@@ -275,13 +293,14 @@ class Plan:
 
     def predict(self, pieces_of, params_of, schedule, simulate):
         """Seconds of the step by part. ``pieces_of(stage)``, ``params_of(stages of a rank)``: contents."""
-        costs = [self.stage(pieces_of(stage)) for stage in self.stages]
+        costs = [self.stage(pieces_of(stage), params_of([stage])) for stage in self.stages]
         duration = self.pipeline(costs, schedule, simulate)
         parts = defaultdict(float)
         for cost in costs:  # every chunk of every rank, for all micro-batches; the mean over the ranks
             for (_, part), seconds in cost.items():
                 parts[part] += seconds * self.num_microbatches / self.pp
         parts["bubble"] = duration - sum(parts.values())
+        self.idle = parts["bubble"] / duration
         ends = [self.after_backward(params_of(self.stages[rank :: self.pp]), costs[rank]) for rank in range(self.pp)]
         for part, seconds in max(ends, key=lambda end: sum(end.values())).items():
             parts[part] += seconds

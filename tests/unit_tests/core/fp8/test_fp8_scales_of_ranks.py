@@ -58,9 +58,7 @@ def casts_of_a_step(rank, world_size, flags):
     with ExitStack() as stack:
         stack.enter_context(narrow_fp8_experts())
         cfg = configure(argv, world_size, "bf16")
-        parts = build_components(
-            cfg, with_synthetic_data(task_class("gpt"), VOCAB_SIZE)(cfg), initialize_megatron(cfg)
-        )
+        parts = build_components(cfg, with_synthetic_data(task_class("gpt"), VOCAB_SIZE)(cfg), initialize_megatron(cfg))
         for module, name, kind in (
             (experts, "cast_groups", "rows of experts"),
             (experts, "cast_tensor", "expert"),

@@ -175,7 +175,10 @@ def test_short_uses_of_time_are_shown(tmp_path):
 
 def test_remaining_time_in_the_folder_of_a_resumed_run_counts_its_own_iterations(tmp_path):
     """The first 1,000 iterations are in another folder: --load and --save differ."""
-    times = [start(1000, train_iters=1200), *(timing(i, time=NOW - 1000 + 8 * (i - 1000)) for i in range(1005, 1051, 5))]
+    times = [
+        start(1000, train_iters=1200),
+        *(timing(i, time=NOW - 1000 + 8 * (i - 1000)) for i in range(1005, 1051, 5)),
+    ]
     write(tmp_path / "metrics.jsonl", [train(i) for i in range(1001, 1051)])
     write(tmp_path / "timing.jsonl", times)
     left = seconds_of(figures_of(page_of(tmp_path))["remaining, about"])

@@ -107,3 +107,23 @@ def test_packaged_rates_hold_a_row_without_axes_for_every_kind():
     kinds = {rate.kind for rate in measured_rates()}
     assert {rate.kind for rate in measured_rates() if not rate.axes} == kinds
     assert all(100 < rate.tflops < 989 for rate in measured_rates())
+
+
+@pytest.mark.parametrize("flags, kind", [
+    ("--hidden-size 1536", "small"), ("--hidden-size 1552", "dense"),
+    ("--num-experts 4 --moe-ffn-hidden-size 4096", "experts"),
+    ("--num-experts 4 --moe-ffn-hidden-size 4064", "fine experts"),
+    (FP8, "dense, fp8 tensorwise"), ("--fp8-format hybrid", "dense, fp8 delayed"),
+])  # fmt: skip
+def test_models_have_the_kind_of_the_measured_rows_with_their_sizes(flags, kind):
+    assert rates.model_kind(resolved(flags, 8)) == kind
+
+
+@pytest.mark.parametrize("hours, text", [
+    (0.5, "30 min"), (0.999, "59.9 min"), (1, "1 hours"), (47.9, "47.9 hours"), (48, "2.0 days"),
+    (24000, "1,000.0 days"),
+])  # fmt: skip
+def test_durations_have_the_unit_of_their_size(monkeypatch, hours, text):
+    monkeypatch.setattr(rates, "measured_rates", lambda: TABLE)
+    flops = 8 * 600.0e12 * 3600  # of an hour
+    assert dict(cost_rows(resolved("", 8), flops, hours * 32))["full run"].startswith(f"{text}, ")
