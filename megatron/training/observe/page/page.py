@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import os
 import re
 import time
@@ -18,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from megatron.core.safe_files import create_file
-from megatron.training.observe.page.charts import Chart, Line, draw, draw_rows, short
+from megatron.training.observe.page.charts import Chart, Line, draw, draw_rows, finite, short
 from megatron.training.observe.page.run_folder import Run, Series, is_number, number, read_run, table
 from megatron.training.observe.plan_comparison import plan_shares
 
@@ -133,8 +132,8 @@ def key_figures(run: Run) -> list[tuple[str, str]]:
         if recent:
             found.append((f"{loss}, mean of the last {len(recent)}", f"{sum(recent) / len(recent):.4f}"))
     for (loss, data), series in list(run.evaluation.items())[:2]:
-        if points := [(y, x) for x, y in zip(series.x, series.y) if math.isfinite(y)]:
-            lowest, iteration = min(points)
+        known = finite(series)
+        for lowest, iteration in sorted(zip(known.y, known.x))[:1]:
             found.append((f"lowest {loss}, {data}", f"{lowest:.4f} at {iteration:,}"))
     speeds = {"tokens_per_second": "tokens/s", "tflops_per_device": "TFLOP/s per GPU", "mfu": "MFU"}
     for key, name in speeds.items():
