@@ -128,8 +128,7 @@ def key_figures(run: Run) -> list[tuple[str, str]]:
     total = f" of {run.train_iters:,}" if run.train_iters else ""
     found = [("iteration", f"{run.iteration:,}{total}"), ("samples", short(run.samples)), ("tokens", short(run.tokens))]
     for loss in run.losses[:1]:
-        recent = [value for value in run.train[loss].y[-100:] if value == value]
-        if recent:
+        if recent := finite(run.train[loss]).y[-100:]:
             found.append((f"{loss}, mean of the last {len(recent)}", f"{sum(recent) / len(recent):.4f}"))
     for (loss, data), series in list(run.evaluation.items())[:2]:
         known = finite(series)
