@@ -1,8 +1,8 @@
 """The planner's prediction of a training step, written from docs/guides/planning.md and the papers of its terms.
 
 Inputs are the description of a model (operations with FLOPs, sizes and bytes), its stages and its schedule, which other
-tests compare with real models. The time of everything follows here from formulas of its own: GEMMs, attention, memory
-traffic, collectives with their volumes, virtual stages, optimizer; rates, MFU, days and GPU-hours follow from the time.
+tests compare with real models. The formulas of all times are written again here: GEMMs, attention, memory traffic,
+collectives with their volumes, virtual stages, optimizer; rates, MFU, days and GPU-hours follow from the time.
 
 A collective of S bytes over n ranks moves (n - 1) / n S per rank and link: all-gather, reduce-scatter and all-to-all
 once, all-reduce twice (a reduce-scatter, then an all-gather).
@@ -21,7 +21,7 @@ from statistics import NormalDist
 MICROSECOND = 1e-6
 
 
-def rows_of(name):
+def read_rows(name):
     """Rows of a table of measured constants."""
     text = files("megatron.training.report.plan").joinpath(name).read_text()
     return list(csv.reader((line for line in text.splitlines() if not line.startswith("#")), delimiter="\t"))
@@ -31,7 +31,7 @@ class Hardware:
     """GPUs of one kind in nodes."""
 
     def __init__(self, gpu, nodes, gpus_per_node, nic_gbits=400.0):
-        row = next(row for row in rows_of("gpus.tsv") if row[0] == gpu)
+        row = next(row for row in read_rows("gpus.tsv") if row[0] == gpu)
         names = ("gib", "peak", "gemm", "weight_gradient", "fp8", "forward", "backward", "terabytes", "nvlink")
         self.__dict__.update(zip(names, map(float, row[1:10])))
         self.bandwidth = self.terabytes * 1e12
@@ -40,7 +40,7 @@ class Hardware:
 
     def bus(self, link, kind, size):
         """Bytes per second: straight lines between measured points over the logarithm of the size."""
-        points = sorted((float(mb) * 1e6, float(rate)) for name, what, mb, rate, *_ in rows_of("links.tsv")
+        points = sorted((float(mb) * 1e6, float(rate)) for name, what, mb, rate, *_ in read_rows("links.tsv")
                         if name == link and what == kind)  # fmt: skip
         if size < points[0][0]:
             rate = points[0][1] * size / points[0][0]
@@ -60,7 +60,7 @@ class Hardware:
         nvlink = self.bus("nvlink", measured, size)
         if in_node == ranks:
             slowest = nvlink
-        elif kind == "all_to_all":  # messages to other nodes and within the node travel at the same time
+        elif kind == "all_to_all":  # messages to other nodes and within the node are sent at the same time
             away = (ranks - in_node) / ranks * size
             return latency + max(away / self.bus("nic", "shard", away), size * (in_node - 1) / ranks / nvlink)
         else:  # one card per rank of the node
@@ -291,9 +291,9 @@ class Plan:
         found["data communication"] = reduce + gather
         return found
 
-    def predict(self, pieces_of, params_of, schedule, simulate):
-        """Seconds of the step by part. ``pieces_of(stage)``, ``params_of(stages of a rank)``: contents."""
-        costs = [self.stage(pieces_of(stage), params_of([stage])) for stage in self.stages]
+    def predict(self, list_pieces, list_params, schedule, simulate):
+        """Seconds of the step by part. ``list_pieces(stage)``, ``list_params(stages of a rank)``: contents."""
+        costs = [self.stage(list_pieces(stage), list_params([stage])) for stage in self.stages]
         duration = self.pipeline(costs, schedule, simulate)
         parts = defaultdict(float)
         for cost in costs:  # every chunk of every rank, for all micro-batches; the mean over the ranks
@@ -301,7 +301,7 @@ class Plan:
                 parts[part] += seconds * self.num_microbatches / self.pp
         parts["bubble"] = duration - sum(parts.values())
         self.idle = parts["bubble"] / duration
-        ends = [self.after_backward(params_of(self.stages[rank :: self.pp]), costs[rank]) for rank in range(self.pp)]
+        ends = [self.after_backward(list_params(self.stages[rank :: self.pp]), costs[rank]) for rank in range(self.pp)]
         for part, seconds in max(ends, key=lambda end: sum(end.values())).items():
             parts[part] += seconds
         return {part: seconds for part, seconds in parts.items() if abs(seconds) > 1e-12}
@@ -318,7 +318,7 @@ def slowest_rank(ranks):
 
 
 def dense_flops_per_token(layers, hidden, ffn, heads, kv_heads, channels, seq, vocab, *, gated):
-    """Forward and backward FLOPs per token: 6 per weight of a GEMM, and causal scores, of which half are computed."""
+    """Forward and backward FLOPs per token: 6 per weight of a GEMM, and the half of the scores that a causal mask keeps."""
     attention = hidden * channels * (heads + 2 * kv_heads) + heads * channels * hidden
     mlp = hidden * ffn * (3 if gated else 2)
     scores = 2 * 2 * heads * channels * seq / 2 * 3  # two products with seq / 2 keys, forward and twice backward

@@ -139,7 +139,7 @@ def test_records_read_back_as_what_they_were_written_from():
 # the file
 
 
-def test_flush_writes_whole_lines_and_fsyncs_once_what_shall_last(tmp_path, monkeypatch):
+def test_flush_writes_complete_lines_and_fsyncs_durable_records_once(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     file = MetricsFile(tmp_path / "run" / "metrics.jsonl")
@@ -166,7 +166,7 @@ def test_resume_then_training_gives_the_bytes_of_an_uninterrupted_run(tmp_path, 
     assert crashed.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_what_resume_cuts_is_kept_beside_the_file(tmp_path):
+def test_records_that_resume_removes_move_to_a_cut_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):  # two rollbacks to the same checkpoint
         write(path, range(len(iterations_of(path)) + 1 if path.exists() else 1, 6))
@@ -189,7 +189,7 @@ def test_a_torn_last_line_is_repaired(tmp_path, torn):
     assert path.read_bytes() == whole
 
 
-def test_a_clean_resume_leaves_the_file_alone(tmp_path):
+def test_a_resume_without_later_records_does_not_change_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
     before = path.stat()
@@ -208,7 +208,7 @@ def test_final_evaluations_are_cut_when_training_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("at", ["before", "after"])
-def test_killed_while_cutting_leaves_a_whole_file(tmp_path, monkeypatch, at):
+def test_a_kill_while_cutting_leaves_a_complete_file(tmp_path, monkeypatch, at):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 6))
     replace = os.replace

@@ -249,7 +249,7 @@ def test_the_timeline_shows_restarts_rollbacks_failures_and_skipped_iterations(t
     assert "timeline" in page_of(folder).by_id
 
 
-def test_a_process_that_was_killed_is_told_from_one_that_stopped(tmp_path):
+def test_a_restart_after_a_kill_says_that_no_end_was_recorded(tmp_path):
     run = read_run(write_run(tmp_path, [start(), timing(10), start(10)]), NOW)
     assert run.events[-1].text == "2 ranks; the process before recorded no end"
 

@@ -1,5 +1,5 @@
-"""Values on the page about a run equal those computed from its records by the definitions here. The data tell formulas
-apart: several log intervals of different lengths, a resume with repeated iterations, a validation whose lowest loss is
+"""Values on the page about a run equal those computed from its records by definitions. Wrong formulas give other
+numbers for these data: several log intervals of different lengths, a resume with repeated iterations, a validation whose lowest loss is
 not the last, iterations with different numbers of tokens."""
 
 import math
@@ -18,27 +18,27 @@ from tests.unit_tests.training.observe.test_page import NOW, end, start, timing,
 FIRST_START = NOW - 90_000
 
 
-def figures_of(text):
+def read_figures(text):
     """Name -> value of the key figures."""
     head = text[text.index('id="figures"') : text.index("</dl>")]
     return {unescape(name): unescape(value) for name, value in re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", head)}
 
 
-def value_of(text):
+def parse_number(text):
     """The number of a figure such as 1.234k, 40.0% or 3.00 GiB."""
     number, unit = re.match(r"([\d.,]+(?:e[+-]\d+)?)([kMGT%]?)", text).groups()
     factor = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "%": 0.01}[unit]
     return float(number.replace(",", "")) * factor
 
 
-def seconds_of(text):
+def parse_duration(text):
     """Seconds of a duration such as ``1 day, 2:03:04``."""
     days, _, clock = text.rpartition(", ")
     hours, minutes, seconds = map(int, clock.split(":"))
     return 86400 * int(days.split()[0] if days else 0) + 3600 * hours + 60 * minutes + seconds
 
 
-def curves_of(text, key):
+def read_curves(text, key):
     """(class, label) -> points (x, y) of the lines of a chart, and label -> number in its legend."""
     figure = text[text.index(f'id="{key}"') :]
     figure = figure[: figure.index("</figure>")]
@@ -49,7 +49,7 @@ def curves_of(text, key):
         points = [(x0 + float(x) / 1000 * (x1 - x0), y1 - float(y) / 300 * (y1 - y0)) for x, y in places]
         curves[kind.split()[0], unescape(label)] = points
     legend = dict(re.findall(r'<span class="key \w+">(.*?) <b>(.*?)</b>', figure))
-    return curves, {unescape(name): value_of(value) for name, value in legend.items()}, (x1 - x0, y1 - y0)
+    return curves, {unescape(name): parse_number(value) for name, value in legend.items()}, (x1 - x0, y1 - y0)
 
 
 def assert_points(points, xs, ys, spans):
@@ -65,8 +65,8 @@ def valid(i, loss, dataset=None, **more):
 
 
 class ResumedRun:
-    """Records of iterations 1 to 43, of which the last three were lost, and 41 to 75 of 120 after a restart a day
-    later."""
+    """Records of iterations 1 to 40, of 41 to 43, which were lost, and of 41 to 75 after a restart a day later; the
+    run has 120."""
 
     def __init__(self, seed):
         draw = random.Random(seed)
@@ -116,15 +116,15 @@ class ResumedRun:
         return folder
 
 
-def page_of(folder, age=60.0):
+def build_text(folder, age=60.0):
     changed = max(path.stat().st_mtime for path in folder.iterdir())
     return build_page(read_run(folder, changed + age))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_figures_of_a_resumed_run_equal_the_definition(tmp_path, seed):
+def test_read_figures_a_resumed_run_equal_the_definition(tmp_path, seed):
     run = ResumedRun(seed)
-    figures = figures_of(page_of(run.write(tmp_path)))
+    figures = read_figures(build_text(run.write(tmp_path)))
     assert figures["iteration"] == "75 of 120" and figures["samples"] == "300"
     timings = list(run.timing.values())
     busy = sum(record["iterations"] * record["seconds_per_iteration"] for record in timings)
@@ -140,20 +140,20 @@ def test_figures_of_a_resumed_run_equal_the_definition(tmp_path, seed):
     }
     for name, value in expected.items():
         tolerance = {"abs": 6e-4} if figures[name].endswith("%") else {"rel": 2e-3}
-        assert value_of(figures[name]) == pytest.approx(value, **tolerance), (name, figures[name])
+        assert parse_number(figures[name]) == pytest.approx(value, **tolerance), (name, figures[name])
     assert figures["memory, peak"].endswith(" GiB") and "NaN iterations" not in figures
     assert figures["lowest lm loss, validation-a"] == "1.7500 at 40"
     assert figures["lowest lm loss, validation-b"] == "1.2500 at 60"
-    assert seconds_of(figures["wall time"]) == pytest.approx(run.wall, abs=1)
-    assert seconds_of(figures["remaining, about"]) == pytest.approx(run.wall / 75 * (120 - 75), abs=1)
+    assert parse_duration(figures["wall time"]) == pytest.approx(run.wall, abs=1)
+    assert parse_duration(figures["remaining, about"]) == pytest.approx(run.wall / 75 * (120 - 75), abs=1)
 
 
 def test_the_use_of_time_adds_up_to_the_wall_time(tmp_path):
     run = ResumedRun(0)
-    text = page_of(run.write(tmp_path))
+    text = build_text(run.write(tmp_path))
     table = text[text.index('<section id="time">') :]
     rows = re.findall(r'<tr><td>(.*?)</td><td class="num">(.*?)</td><td class="num">(.*?)</td>', table)
-    uses = {name: (seconds_of(seconds), value_of(share)) for name, seconds, share in rows}
+    uses = {name: (parse_duration(seconds), parse_number(share)) for name, seconds, share in rows}
     expected = {
         "iterations": sum(each["iterations"] * each["seconds_per_iteration"] for each in run.timing.values()),
         "evaluation": run.evaluations,
@@ -170,10 +170,10 @@ def test_short_uses_of_time_are_shown(tmp_path):
     times = [start(), timing(10, iterations=1, seconds_per_iteration=0.5), end(10)]
     write(tmp_path / "metrics.jsonl", [train(1)])
     write(tmp_path / "timing.jsonl", times)
-    assert "<td>iterations</td>" in page_of(tmp_path)
+    assert "<td>iterations</td>" in build_text(tmp_path)
 
 
-def test_remaining_time_in_the_folder_of_a_resumed_run_counts_its_own_iterations(tmp_path):
+def test_remaining_time_in_the_folder_of_a_resumed_run_starts_at_its_first_iteration(tmp_path):
     """The first 1,000 iterations are in another folder: --load and --save differ."""
     times = [
         start(1000, train_iters=1200),
@@ -181,14 +181,14 @@ def test_remaining_time_in_the_folder_of_a_resumed_run_counts_its_own_iterations
     ]
     write(tmp_path / "metrics.jsonl", [train(i) for i in range(1001, 1051)])
     write(tmp_path / "timing.jsonl", times)
-    left = seconds_of(figures_of(page_of(tmp_path))["remaining, about"])
+    left = parse_duration(read_figures(build_text(tmp_path))["remaining, about"])
     assert left == pytest.approx(8 * 150, abs=1)
 
 
 def test_charts_show_every_record_of_a_short_run(tmp_path):
     run = ResumedRun(1)
-    text = page_of(run.write(tmp_path))
-    curves, legend, spans = curves_of(text, "chart-lm-loss")
+    text = build_text(run.write(tmp_path))
+    curves, legend, spans = read_curves(text, "chart-lm-loss")
     assert_points(curves["strong", "training"], run.losses, run.losses.values(), spans)
     assert_points(curves["dots", "validation-a"], run.valid, run.valid.values(), spans)
     assert_points(curves["dots", "validation-b"], run.other, run.other.values(), spans)
@@ -197,7 +197,7 @@ def test_charts_show_every_record_of_a_short_run(tmp_path):
         "max-allocated": [each["memory"]["mem-max-allocated-bytes"] / 1024**3 for each in run.timing.values()],
         "allocated": [each["memory"]["mem-allocated-bytes"] / 1024**3 for each in run.timing.values()],
     }
-    curves, legend, spans = curves_of(text, "chart-memory")
+    curves, legend, spans = read_curves(text, "chart-memory")
     assert "memory, GiB" in text and legend.keys() == memory.keys()
     for name, values in memory.items():
         assert_points(curves["strong", name], run.timing, values, spans)
@@ -206,10 +206,10 @@ def test_charts_show_every_record_of_a_short_run(tmp_path):
         ("chart-tokens-per-second", "tokens_per_second", "tokens per second"),
         ("chart-tflops-per-device", "tflops_per_device", "TFLOP/s per GPU"),
     ):
-        curves, legend, spans = curves_of(text, key)
+        curves, legend, spans = read_curves(text, key)
         values = [each[field] for each in run.timing.values()]
         assert_points(curves["strong", name], run.timing, values, spans)
-    curves, _, spans = curves_of(text, "chart-seconds")
+    curves, _, spans = read_curves(text, "chart-seconds")
     values = [each["seconds_per_iteration"] for each in run.timing.values()]
     assert_points(curves["strong", "iteration"], run.timing, values, spans)
 
@@ -219,7 +219,7 @@ def test_long_charts_show_the_means_and_extremes_of_400_runs_of_points(tmp_path,
     draw = np.random.default_rng(length)
     losses = draw.normal(3, 1, length)
     write(tmp_path / "metrics.jsonl", [train(i + 1, **{"lm loss": float(loss)}) for i, loss in enumerate(losses)])
-    curves, _, spans = curves_of(page_of(tmp_path), "chart-lm-loss")
+    curves, _, spans = read_curves(build_text(tmp_path), "chart-lm-loss")
     strong, pale = curves["strong", ""], curves["pale", "training"]
     assert len(strong) == 400 and len(pale) <= 800
     if length % 400 == 0:
@@ -245,7 +245,7 @@ def test_long_charts_show_the_means_and_extremes_of_400_runs_of_points(tmp_path,
     ],
 )
 def test_a_run_is_silent_after_ten_log_intervals_but_not_before_ten_minutes(tmp_path, settings, seconds, limit):
-    """The pace of the last record counts, not of the first."""
+    """The last record gives the pace."""
     records = [timing(10, seconds_per_iteration=1e-3), timing(20, seconds_per_iteration=seconds)]
     write(tmp_path / "metrics.jsonl", [train(i) for i in range(1, 21)])
     write(tmp_path / "timing.jsonl", [start(settings=settings), *records])
@@ -261,12 +261,12 @@ def test_the_lowest_validation_loss_is_finite(tmp_path, values, expected):
     records = [valid(10 * (i + 1), str(value) if value != value or value == math.inf else value)
                for i, value in enumerate(values)]  # fmt: skip
     write(tmp_path / "metrics.jsonl", [train(1), *records])
-    assert figures_of(page_of(tmp_path)).get("lowest lm loss, validation") == expected
+    assert read_figures(build_text(tmp_path)).get("lowest lm loss, validation") == expected
 
 
 def test_timeline_names_every_kind_of_event_with_its_number(tmp_path):
     run = ResumedRun(2)
-    text = page_of(run.write(tmp_path))
+    text = build_text(run.write(tmp_path))
     rows = dict(re.findall(r'aria-label="([^":]+): (\d+)"', text[text.index('<section id="timeline">') :]))
     assert rows == {
         "starts": "2", "evaluations": "4", "checkpoints": "4", "skipped": "4", "rollbacks": "1", "failures": "1",
@@ -274,10 +274,10 @@ def test_timeline_names_every_kind_of_event_with_its_number(tmp_path):
 
 
 def test_hardware_is_named_if_it_is_known(tmp_path):
-    text = page_of(ResumedRun(0).write(tmp_path / "known"))
+    text = build_text(ResumedRun(0).write(tmp_path / "known"))
     assert "2 x NVIDIA H100 · written" in text
     versions = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", text[text.index('id="versions"') :]))
     assert versions["device"] == "NVIDIA H100" and versions["ranks"] == "2"
     write(tmp_path / "unknown" / "metrics.jsonl", [train(1)])
-    text = page_of(tmp_path / "unknown")
+    text = build_text(tmp_path / "unknown")
     assert '<p class="soft">written' in text and "<title>unknown</title>" in text
