@@ -318,7 +318,7 @@ def slowest_rank(ranks):
 
 
 def dense_flops_per_token(layers, hidden, ffn, heads, kv_heads, channels, seq, vocab, *, gated):
-    """Forward and backward FLOPs per token: 6 per weight of a GEMM, and the half of the scores that a causal mask keeps."""
+    """Forward and backward FLOPs per token: 6 per weight of a GEMM, and causal scores (half)."""
     attention = hidden * channels * (heads + 2 * kv_heads) + heads * channels * hidden
     mlp = hidden * ffn * (3 if gated else 2)
     scores = 2 * 2 * heads * channels * seq / 2 * 3  # two products with seq / 2 keys, forward and twice backward

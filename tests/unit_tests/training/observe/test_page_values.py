@@ -1,6 +1,8 @@
-"""Values on the page about a run equal those computed from its records by definitions. Wrong formulas give other
-numbers for these data: several log intervals of different lengths, a resume with repeated iterations, a validation whose lowest loss is
-not the last, iterations with different numbers of tokens."""
+"""Values on the page about a run equal those computed from its records by definitions.
+
+Wrong formulas give other numbers for these data: several log intervals of different lengths, a resume with repeated
+iterations, a validation whose lowest loss is not the last, iterations with different numbers of tokens.
+"""
 
 import math
 import random
@@ -65,8 +67,8 @@ def valid(i, loss, dataset=None, **more):
 
 
 class ResumedRun:
-    """Records of iterations 1 to 40, of 41 to 43, which were lost, and of 41 to 75 after a restart a day later; the
-    run has 120."""
+    """Records of iterations 1 to 75 of 120. The first process lost iterations 41 to 43; the second one started a day
+    later, from iteration 40."""
 
     def __init__(self, seed):
         draw = random.Random(seed)
