@@ -124,6 +124,7 @@ def generate_texts(
         streams[engine.add(request)] = index, TextStream(tokenizer, prompt, stops)
     while engine.has_work:
         for output in engine.step():
+            output.completion.check()
             index, stream = streams[output.request]
             if output.token is not None:
                 texts[index] += stream.push(output.token)

@@ -15,6 +15,7 @@ each step, the other ranks call ``follow`` (``generate`` does).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,8 +27,7 @@ from megatron.core.attention.cached_layout import Chunk, PagedCache
 from megatron.core.config.errors import UserError
 from megatron.core.inference.pages import PagePool
 from megatron.core.inference.requests import Completion, Output, Request, TokenScore
-from megatron.core.inference.runner import FAILED, Runner
-from megatron.core.inference.sampling import NOT_FINITE
+from megatron.core.inference.runner import Runner
 from megatron.core.inference.scheduler import Limits, Scheduler
 from megatron.core.inference.scheduler import Sequence as Running
 from megatron.core.inference.step import OutputRow, StepPlan, common_plans
@@ -149,13 +149,15 @@ class Engine:
 
     def completions(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yield the completions of ``requests`` in their order, each as soon as it and all before it are complete. Call
-        it on rank 0."""
+        it on rank 0. Raises UserError if the logits of a request are not finite."""
         numbers = [self.add(request) for request in requests]
         done: dict[int, Completion] = {}
         for number in numbers:
             while number not in done:
                 done |= {each.request: each.completion for each in self.step() if each.completion.finish_reason}
-            yield done.pop(number)
+            completion = done.pop(number)
+            completion.check()
+            yield completion
 
     # ---- steps
 
@@ -171,8 +173,8 @@ class Engine:
         return graphs.num_graphs
 
     def step(self) -> list[Output]:
-        """Run one step on all ranks; return the progress of the requests that got a token or ended. Call it on rank 0
-        while :attr:`has_work`."""
+        """Run one step on all ranks; return the progress of the requests that got a token or ended. A request whose
+        logits are not finite fails, the others continue. Call it on rank 0 while :attr:`has_work`."""
         batch = self.scheduler.plan()
         assert batch, "step() without work"
         planned = [(running, Chunk(running.num_cached, count, tuple(running.pages))) for running, count in batch]
@@ -188,6 +190,12 @@ class Engine:
                     running.completion.route_parts.append(part)
         outputs = []
         for (running, samples), values in zip(owners, results):
+            if running.completion.finish_reason is not None:  # a row before has failed
+                continue
+            if any(map(math.isnan, values)):
+                self.scheduler.fail(running)
+                outputs.append(Output(running.number, None, running.completion))
+                continue
             score = _score(values, running.request.top_logprobs)
             if not samples:
                 running.completion.prompt_scores.append(score)
@@ -199,21 +207,18 @@ class Engine:
                 Output(running.number, score.token if len(running.ids) > before else None, running.completion)
             )
         for running, _ in batch:
-            if not running.request.max_new_tokens and running.num_cached == len(running.ids):
+            done = running.completion.finish_reason is not None
+            if not done and not running.request.max_new_tokens and running.num_cached == len(running.ids):
                 self.scheduler.append(running, None)
                 outputs.append(Output(running.number, None, running.completion))
         return outputs
 
     def run_plan(self, plan: StepPlan) -> tuple[list[list[float]], Tensor]:
-        """Run ``plan`` on all ranks and return the results of :meth:`Runner.run`. Call it on rank 0. Raises UserError
-        if the logits of a row that samples are not finite."""
+        """Run ``plan`` on all ranks and return the results of :meth:`Runner.run`. Call it on rank 0."""
         if self._world.size > 1:
             self._broadcast(plan.encode())
-        found, routes = self._run(plan)
-        results = found.tolist()
-        if any(values[0] == FAILED for values in results):
-            raise UserError(NOT_FINITE)
-        return results, routes
+        results, routes = self._run(plan)
+        return results.tolist(), routes
 
     def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         self._on_step()

@@ -90,6 +90,13 @@ class PagePool:
         self._pages.clear()
         self._contents.clear()
 
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        """Forget the contents of the pages published under ``keys``; sequences that hold these pages keep them."""
+        for key in keys:
+            page = self._pages.pop(key, None)
+            if page is not None:
+                del self._contents[page]
+
     def stored_key(self, page: int) -> bytes:
         """Return the key of a published page."""
         return self._contents[page][0]

@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.inference.sampling import PLAIN, Sampling
+from megatron.core.config.errors import UserError
+from megatron.core.inference.sampling import NOT_FINITE, PLAIN, Sampling
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,14 @@ class Completion:
     """One entry per prompt token if requested; None for the first."""
     finish_reason: FinishReason | None = None
     """``stop``: a stop token; ``length``: ``max_new_tokens`` or the maximum sequence length; ``cancelled``:
-    :meth:`Engine.cancel`. None: running."""
+    :meth:`Engine.cancel`; ``failed``: logits are NaN or infinite. None: running."""
     route_parts: list[Tensor] = field(default_factory=list, repr=False)
     """Experts of the tokens of each step, int32 [layers, tokens, k]; -1 in layers without experts."""
+
+    def check(self) -> None:
+        """Raise UserError if the request failed."""
+        if self.finish_reason == "failed":
+            raise UserError(NOT_FINITE)
 
     @property
     def routes(self) -> dict[int, Tensor]:

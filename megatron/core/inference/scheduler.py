@@ -172,6 +172,11 @@ class Scheduler:
         if len(completion.tokens) >= request.max_new_tokens or len(sequence.ids) >= self.limits.max_length:
             self.finish(sequence, "length")
 
+    def fail(self, sequence: Sequence) -> None:
+        """End a running sequence whose logits are not finite. No other sequence reuses its cached pages."""
+        self.pool.withdraw(sequence.keys)
+        self.finish(sequence, "failed")
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a running or waiting sequence and release its pages."""
         sequence.completion.finish_reason = reason

@@ -296,3 +296,40 @@ def test_layers_that_cannot_cache_are_named():
     layer.self_attention.__class__ = Mixer
     with pytest.raises(UserError, match=r"generation with a cache is not supported by .*Mixer"):
         engine(model)
+
+
+@pytest.mark.parametrize(("name", "batch_invariant"), [
+    *((name, False) for name in MODELS if name != "tied"), ("learned", True), ("latent", True),
+])  # fmt: skip
+def test_a_request_with_logits_that_are_not_finite_fails_alone(name, batch_invariant):
+    """Two tokens have NaN embeddings, mostly 0, which also fills padding rows. Prompts share a first page with failing
+    ones, fail in their scores, fail in the second chunk, or reuse freed pages with NaN keys."""
+    fields = {"batch_invariant_mode": True, "ffn_hidden_size": 24} if batch_invariant else {}
+    model = build(name, torch.float32, **fields)
+    greedy, shared = Sampling(temperature=0), [3, 4, 5, 6]
+    healthy = [[*shared, 9], [*shared, 7, 8, 9], [2, 1], [5, 4, 3, 2, 1, 6]]
+    expected = engine(model).generate([Request(prompt=x, max_new_tokens=4, sampling=greedy) for x in healthy])
+    used = {token for prompt, done in zip(healthy, expected) for token in (*prompt, *done.tokens)}
+    low, bad = sorted(set(range(VOCAB)) - used)[:2]
+    model.embedding.word_embeddings.weight.data[[low, bad]] = torch.nan
+    poisoned = [[low], [*shared, bad], [*shared, 7, 8, bad], [bad, *shared, 1, 2], [bad, 3]]
+    requests = [Request(prompt=x, max_new_tokens=4, prompt_logprobs=n % 2 == 1, sampling=greedy, top_logprobs=1)
+                for n, x in enumerate([*poisoned, *healthy])]  # fmt: skip
+    rng = random.Random(name)
+    for pages in (7, 40):
+        served, done = engine(model, pages, max_tokens=rng.choice((2, 6, 40))), {}
+        numbers = {served.add(requests[index]): index for index in rng.sample(range(len(requests)), len(requests))}
+        while served.has_work:
+            for output in served.step():
+                if output.completion.finish_reason:
+                    assert numbers[output.request] not in done
+                    done[numbers[output.request]] = output.completion
+        assert len(done) == len(requests) and served.pool.num_free == served.pool.num_usable
+        for index, completion in done.items():
+            if index < len(poisoned):
+                assert (completion.finish_reason, completion.tokens) == ("failed", []), requests[index].prompt
+            else:
+                assert completion.tokens == expected[index - len(poisoned)].tokens, requests[index].prompt
+        assert served.pool.match([bad, *shared, 1, 2]) == []
+    with pytest.raises(UserError, match="logits are NaN or infinite"):
+        served.generate(requests)
