@@ -4,13 +4,17 @@
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "def main():"}'
 
 On several GPUs: torchrun --nproc-per-node 2 -m megatron serve --load RUN/checkpoints
-Only programs on this machine can connect; another --host requires --token. A chat page is at http://127.0.0.1:8000/.
+Only programs on this machine can connect; another --host requires a token: a file (--token-file FILE), or the
+environment variable MEGATRON_SERVE_TOKEN. A chat page is at http://127.0.0.1:8000/.
 Requires: pip install starlette uvicorn
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +22,7 @@ from contextlib import suppress
 from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
     from megatron.training.trained_model import TrainedModel
 
 MAX_BODY_BYTES = 4 * 2**20
+TOKEN_VARIABLE = "MEGATRON_SERVE_TOKEN"
+END_SECONDS = 15
+"""Time that the ranks have to end together."""
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
@@ -44,21 +51,51 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model-name", metavar="NAME", help="name in requests; default: the folder's name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
     parser.add_argument("--port", type=int, default=8000, help="port; 0: any free one")
-    parser.add_argument("--token", help="secret that requests must send as Authorization: Bearer TOKEN")
+    parser.add_argument(
+        "--token-file", metavar="FILE", help=f"file with the secret that requests must send; default: {TOKEN_VARIABLE}"
+    )
+    parser.add_argument("--token", help="the secret itself, which other users of this machine see in the process list")
     parser.add_argument("--max-sequences", type=int, default=64, metavar="N", help="texts generated at the same time")
     parser.add_argument("--max-requests", type=int, default=512, metavar="N", help="texts that wait or are generated")
     parser.add_argument("--max-prompts", type=int, default=128, metavar="N", help="texts of one request")
+    parser.add_argument(
+        "--watchdog-timeout-seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="end if the engine, or another rank, makes no progress for this time; 0: never",
+    )
     args = parser.parse_args(argv)
     for name in ("max_sequences", "max_requests", "max_prompts"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port {args.port}: must be between 0 and 65535")
-    if args.token is not None and not args.token.strip():
-        raise UserError("--token: must not be empty")
+    if args.watchdog_timeout_seconds != 0 and not 1 <= args.watchdog_timeout_seconds <= 10**6:
+        raise UserError(f"--watchdog-timeout-seconds {args.watchdog_timeout_seconds}: must be 0, or 1 to 1000000")
+    args.token = read_token(args)
     if not is_loopback(args.host) and args.token is None:
-        raise UserError(f"--host {args.host}: other machines can connect; add --token SECRET")
+        raise UserError(f"--host {args.host}: other machines can connect; add --token-file FILE")
     return args
+
+
+def read_token(args: argparse.Namespace) -> str | None:
+    """Return the secret of --token-file, --token or the environment variable; None without one. Raises UserError for a
+    file that cannot be read, and a secret that is no text of an HTTP header."""
+    if args.token_file is not None and args.token is not None:
+        raise UserError("--token: must not be given with --token-file; remove it")
+    source, token = "--token", args.token
+    if args.token_file is not None:
+        source = f"--token-file {args.token_file}"
+        try:
+            token = Path(args.token_file).read_bytes()[: 2**16].decode("latin-1").strip()
+        except OSError as error:
+            raise UserError(f"{source}: cannot be read ({error.strerror})") from error
+    elif token is None and TOKEN_VARIABLE in os.environ:
+        source, token = TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE]
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        raise UserError(f"{source}: must have a secret of letters, digits and signs, without spaces; write one into it")
+    return token
 
 
 def is_loopback(host: str) -> bool:
@@ -83,11 +120,15 @@ def main(argv: Sequence[str]) -> int:
     trained = load_gpt(args)
     limits = Limits(trained.cfg.data.seq_length, max_sequences=args.max_sequences)
     engine = Engine(trained.model, limits, cuda_graphs=args.cuda_graph_impl == "local")
+    if not engine.is_first_rank:  # a signal to all ranks ends rank 0, which then ends the others
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     return on_first_rank(engine, lambda: serve(engine, trained, args)) or 0
 
 
 def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C; return the exit code. Runs on rank 0."""
+    """Serve until SIGINT or SIGTERM; return the exit code. Runs on rank 0. After a failure of the engine the process
+    ends here with code 1."""
     from megatron.core.inference.server import app
     from megatron.core.inference.server.protocol import Served
     from megatron.core.inference.server.service import EngineService
@@ -95,21 +136,32 @@ def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> in
     length = engine.scheduler.limits.max_length
     name = args.model_name or Path(args.load).resolve().name
     served = Served(name, trained.tokenizer, length, min(args.max_prompts, args.max_requests))
-    server = app.Server(EngineService(engine, args.max_requests), served, MAX_BODY_BYTES)
+    service = EngineService(engine, args.max_requests, args.watchdog_timeout_seconds)
+    server = app.Server(service, served, MAX_BODY_BYTES)
     try:
         listening = app.listen(args.host, args.port)
     except OSError as error:
         raise UserError(
             f"--host {args.host} --port {args.port}: cannot listen ({error.strerror}); use another"
         ) from error
-    with listening, suppress(KeyboardInterrupt):  # uvicorn has ended when it passes the signal on
+    with listening, suppress(KeyboardInterrupt):
         program, started = app.build_program(server, args.token), time.monotonic()
         if count := engine.record_graphs():
             print(f"recorded {count} CUDA graphs in {time.monotonic() - started:.1f} s", flush=True)
         address = f"[{args.host}]" if ":" in args.host else args.host
         print(f"serving {name} on http://{address}:{listening.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         program.run([listening])
-    if server.service.failure is not None and server.service.failure.is_fault:
-        sys.stderr.write(f"error: {server.service.failure}\n")
-        return 1
+    if service.failure is not None and service.failure.is_fault:
+        sys.stderr.write(f"error: {service.failure}\n")
+        _exit_at_once()
+    # a stopped rank does not answer the collectives of the end
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(END_SECONDS if engine.num_ranks > 1 else 0)
     return 0
+
+
+def _exit_at_once() -> NoReturn:
+    """End the process with code 1, without its threads and process groups: these may wait for another rank forever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

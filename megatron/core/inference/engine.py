@@ -254,15 +254,30 @@ class Engine:
         """Whether this rank schedules."""
         return self._world.is_first
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that run each step."""
+        return self._world.size
+
     def follow(self) -> None:
         """Run the steps of rank 0 until it calls :meth:`stop`."""
         while (values := self._broadcast(None)) is not None:
             if values:
                 self._run(StepPlan.decode(values))
+            else:
+                self._count_ranks()
 
     def keep_alive(self) -> None:
-        """Show the other ranks that rank 0 waits for requests: collectives time out."""
+        """Exchange a sign of life with the other ranks, which wait for requests: collectives time out. Waits for every
+        rank."""
         self._broadcast({})
+        self._count_ranks()
+
+    def _count_ranks(self) -> None:
+        if self._world.size > 1:
+            ones = torch.ones(1, device=self.runner.device)
+            dist.all_reduce(ones, group=self._world.handle)
+            assert int(ones) == self._world.size
 
     def stop(self) -> None:
         """End :meth:`follow` on the other ranks."""

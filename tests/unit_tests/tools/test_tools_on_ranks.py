@@ -93,11 +93,10 @@ def test_ranks_score_tasks_as_one_rank(gloo_pool, folder, tmp_path):
 
 def serve(rank, world_size):
     """Return the tokens of two requests with an idle time between them."""
-    service.IDLE_SECONDS = 0.05
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     config = make_config(**LLAMA, tensor_model_parallel_size=world_size)
     engine = Engine(make_model(config), Limits(max_length=16), num_pages=9, page_size=4)
-    return on_first_rank(engine, lambda: answers(service.EngineService(engine, 4)))
+    return on_first_rank(engine, lambda: answers(service.EngineService(engine, 4, limit=0.2)))
 
 
 def answers(served):

@@ -72,6 +72,11 @@ class Choice:
         self.finish_reason = "stop" if self._stream.stopped else event.finish_reason
         return piece
 
+    @property
+    def num_unreported(self) -> int:
+        """Number of log-probabilities that :meth:`logprobs` returns."""
+        return len(self._scores) if self.job.logprobs else 0
+
     def logprobs(self) -> dict[str, object] | None:
         """Return the log-probabilities of the tokens since the last call; None if they are not requested."""
         if not self.job.logprobs:

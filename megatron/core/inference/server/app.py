@@ -1,21 +1,28 @@
-"""HTTP server with OpenAI's interface: the only file that imports Starlette and uvicorn (``pip install
-'megatron-pretraining[serve]'``). Handlers run in uvicorn's event loop, the engine in its own thread."""
+"""HTTP server with OpenAI's interface: this file imports Starlette, ``connections.py`` uvicorn (``pip install
+'megatron-pretraining[serve]'``).
+
+Handlers run in uvicorn's event loop, the engine in its own thread. Work that grows with a request or an answer
+(JSON, tokenization, log-probabilities) runs in a few other threads, so that it delays no stream.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hmac
-import json
+import logging
 import re
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import uvicorn
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -24,16 +31,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron.core.config.errors import UserError
 from megatron.core.inference.server.answers import Answer, Choice
+from megatron.core.inference.server.connections import BODY_SECONDS, MAX_CONNECTIONS, Program
 from megatron.core.inference.server.fields import Fields, RequestError, checked_type
+from megatron.core.inference.server.json_text import json_bytes
 from megatron.core.inference.server.protocol import Job, Served, check_model, read_chat, read_completion, read_megatron
-from megatron.core.inference.server.service import EngineFailed, EngineService, Event, Overloaded
+from megatron.core.inference.server.service import EngineFailed, EngineService, Event, Overloaded, RequestFailed
 
+logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("chat.html")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 OPEN_PATHS = ("/", "/health")
 """Paths that need no token."""
-GRACE = 5
-"""Seconds that requests in progress have to finish after a signal."""
+NUM_THREADS = 4
+"""Threads that read requests and write answers; more would take time from the engine's thread."""
+MAX_DETOKENIZED = 2**18
+"""Largest number of tokens of a text; the tokenizer blocks all threads during its work."""
+LARGE_SCORES = 64
+"""Number of log-probabilities from which a chunk of a stream is written in another thread."""
+LARGE_ANSWER = 2**20
+"""Bytes of an answer after which unused memory is returned to the system."""
+READING_BODIES = 64
+"""Number of bodies of the maximum size for which there is memory while they arrive."""
+Result = TypeVar("Result")
 Updates = AsyncGenerator[tuple[Choice, str], None]
 """New texts of choices."""
 
@@ -69,6 +88,8 @@ class Server:
 
     def __init__(self, service: EngineService, served: Served, max_bytes: int) -> None:
         self.service, self.served, self.max_bytes = service, served, max_bytes
+        self._num_reading = 0
+        """Bytes of bodies that are incomplete."""
         self._created = int(time.time())
 
     def app(self, token: str | None) -> Starlette:
@@ -76,6 +97,8 @@ class Server:
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            threads = ThreadPoolExecutor(NUM_THREADS, "server")
+            asyncio.get_running_loop().set_default_executor(threads)
             self.service.start()
             try:
                 yield
@@ -94,7 +117,9 @@ class Server:
         routes.append(Route("/tokenize", self.tokenize, methods=["POST"]))
         routes.append(Route("/detokenize", self.detokenize, methods=["POST"]))
         routes.append(Route("/api", self.megatron, methods=["PUT", "POST"]))
-        handlers: dict[Any, Any] = {UserError: _failed, HTTPException: _http_failed, ClientDisconnect: _gone}
+        handlers: dict[Any, Any] = {
+            UserError: _failed, HTTPException: _http_failed, ClientDisconnect: _gone, Exception: _bug
+        }  # fmt: skip
         app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
         app.add_middleware(Guard, token=token)
         return app
@@ -102,8 +127,12 @@ class Server:
     # ---- small answers
 
     async def page(self, _: Request) -> Response:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": policy})
+        policy = (
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
 
     async def health(self, _: Request) -> Response:
         if self.service.failure is not None:
@@ -125,22 +154,33 @@ class Server:
         })  # fmt: skip
 
     async def tokenize(self, request: Request) -> Response:
-        fields = Fields(await self._body(request))
+        return await self._in_thread(request, self._tokens)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._in_thread(request, self._text)
+
+    def _tokens(self, fields: Fields) -> dict[str, object]:
         check_model(fields, self.served)
         text, tokenizer = checked_type("prompt", fields.raw("prompt"), str), self.served.tokenizer
         special = fields.get("add_special_tokens", bool, True)
         fields.finish({}, ())
         ids = tokenizer.tokenize(text) if special else tokenizer.tokenize_sentences([text], False)[0].tolist()
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.served.max_length})
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.served.max_length}
 
-    async def detokenize(self, request: Request) -> Response:
-        fields = Fields(await self._body(request))
+    def _text(self, fields: Fields) -> dict[str, object]:
         check_model(fields, self.served)
         ids = [checked_type("tokens", each, int) for each in checked_type("tokens", fields.raw("tokens"), list)]
         fields.finish({}, ())
+        if len(ids) > MAX_DETOKENIZED:
+            raise RequestError(f"tokens: are {len(ids)}, at most {MAX_DETOKENIZED} are allowed", "tokens")
         if not all(0 <= each < self.served.tokenizer.vocab_size for each in ids):
             raise RequestError("tokens: outside of the tokenizer's vocabulary", "tokens")
-        return JSONResponse({"prompt": self.served.tokenizer.detokenize(ids)})
+        return {"prompt": self.served.tokenizer.detokenize(ids)}
+
+    async def _in_thread(self, request: Request, compute: Callable[[Fields], dict[str, object]]) -> Response:
+        """Return the JSON that ``compute`` returns for the fields of ``request``."""
+        body = await self._body(request)
+        return _response(await asyncio.to_thread(lambda: json_bytes(compute(Fields(body)))))
 
     # ---- generation
 
@@ -153,14 +193,16 @@ class Server:
     async def megatron(self, request: Request) -> Response:
         try:
             answer = await self._read(request, read_megatron)
-            return JSONResponse(answer.megatron(await self._texts(request, answer)))
+            texts = await self._texts(request, answer)
+            return _response(await asyncio.to_thread(lambda: json_bytes(answer.megatron(texts))))
         except UserError as error:  # its client prints the key "message"
             return _error_response(error, {"message": str(error)})
 
     async def _answer(self, request: Request, read: Callable[[Fields, Served], Job]) -> Response:
         answer = await self._read(request, read)
         if not answer.job.stream:
-            return JSONResponse(answer.full(await self._texts(request, answer)))
+            texts = await self._texts(request, answer)
+            return _response(await asyncio.to_thread(lambda: json_bytes(answer.full(texts))))
         updates = self._updates(answer)
         # errors of the first step still have a status
         first = await _unless_gone(request, anext(updates))
@@ -168,8 +210,8 @@ class Server:
 
     async def _read(self, request: Request, read: Callable[[Fields, Served], Job]) -> Answer:
         """Read a request in another thread: long texts take time to tokenize."""
-        fields = Fields(await self._body(request))
-        return Answer(await asyncio.to_thread(read, fields, self.served), self.served)
+        body = await self._body(request)
+        return await asyncio.to_thread(lambda: Answer(read(Fields(body), self.served), self.served))
 
     async def _texts(self, request: Request, answer: Answer) -> list[str]:
         """Return the texts of all choices. A client that leaves cancels them."""
@@ -211,39 +253,61 @@ class Server:
             self.service.cancel(tickets)
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body. Raises RequestError beyond ``max_bytes``."""
+        """Return the body. Raises RequestError beyond ``max_bytes``, or if the client is slow."""
+        try:
+            return await asyncio.wait_for(self._receive(request), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            message = f"the body did not arrive within {BODY_SECONDS} s"
+            raise RequestError(message, status=408) from None
+
+    async def _receive(self, request: Request) -> bytes:
         data = bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > self.max_bytes:
-                raise RequestError(f"the body has more than {self.max_bytes} bytes", status=413)
-        return bytes(data)
+        try:
+            async for part in request.stream():
+                data += part
+                self._num_reading += len(part)
+                if len(data) > self.max_bytes:
+                    raise RequestError(f"the body has more than {self.max_bytes} bytes", status=413)
+                if self._num_reading > READING_BODIES * self.max_bytes:
+                    raise Overloaded("too many bodies arrive at the same time: try again later")
+            return bytes(data)
+        finally:
+            self._num_reading -= len(data)
 
 
-async def _events(answer: Answer, first: tuple[Choice, str], updates: Updates) -> AsyncIterator[str]:
+async def _events(answer: Answer, first: tuple[Choice, str], updates: Updates) -> AsyncIterator[bytes]:
     """Yield the server-sent events of an answer whose ``first`` update has been read."""
 
-    def data(value: object) -> str:
-        return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    def write(choice: Choice, piece: str) -> bytes:
+        return _event(answer.chunk(choice, piece))
 
     try:
         for chunk in answer.first_chunks():
-            yield data(chunk)
+            yield _event(chunk)
         choice, piece = first
         while True:
-            if piece or choice.finish_reason is not None:
-                yield data(answer.chunk(choice, piece))
+            if choice.num_unreported > LARGE_SCORES:
+                yield await asyncio.to_thread(write, choice, piece)
+            elif piece or choice.finish_reason is not None:
+                yield write(choice, piece)
             try:
                 choice, piece = await anext(updates)
             except StopAsyncIteration:
                 break
         if answer.job.include_usage:
-            yield data(answer.usage_chunk())
-        yield "data: [DONE]\n\n"
+            yield _event(answer.usage_chunk())
     except UserError as error:  # the status has been sent
-        yield data(_error(error).body())
+        yield _event(_error(error).body())
+    except Exception as error:
+        logger.exception("an answer failed")
+        yield _event(_internal(error).body())
     finally:
         await updates.aclose()
+    yield b"data: [DONE]\n\n"
+
+
+def _event(value: dict[str, object]) -> bytes:
+    return b"data: %b\n\n" % json_bytes(value)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
@@ -269,13 +333,25 @@ def _error(error: UserError) -> RequestError:
     """Return ``error`` with its HTTP status."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, RequestFailed):
+        return RequestError(str(error), status=500, code="logits_not_finite")
     status = 429 if isinstance(error, Overloaded) else 503 if isinstance(error, EngineFailed) else 400
     return RequestError(str(error), status=status)
 
 
+def _internal(error: Exception) -> RequestError:
+    return RequestError(f"internal error ({type(error).__name__}); the log of the server has more", status=500)
+
+
+def _response(content: bytes, status: int = 200) -> Response:
+    """Return an answer of JSON. After a large one unused memory is returned to the system."""
+    task = BackgroundTask(_release_memory) if len(content) > LARGE_ANSWER else None
+    return Response(content, status, media_type="application/json", background=task)
+
+
 def _error_response(error: UserError, more: dict[str, object] | None = None) -> Response:
     answer = _error(error)
-    return JSONResponse({**answer.body(), **(more or {})}, status_code=answer.status)
+    return _response(json_bytes({**answer.body(), **(more or {})}), answer.status)
 
 
 async def _failed(_: Request, error: UserError) -> Response:
@@ -288,6 +364,10 @@ async def _http_failed(request: Request, error: HTTPException) -> Response:
     )
 
 
+async def _bug(_: Request, error: Exception) -> Response:
+    return _error_response(_internal(error))
+
+
 async def _gone(_: Request, __: ClientDisconnect) -> Response:
     return Response(status_code=499)
 
@@ -297,7 +377,17 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def build_program(server: Server, token: str | None) -> uvicorn.Server:
-    """Return uvicorn's server: ``run(sockets=[...])`` serves until a signal, or until ``should_exit`` is set."""
-    config = uvicorn.Config(server.app(token), log_level="warning", lifespan="on", timeout_graceful_shutdown=GRACE)
-    return uvicorn.Server(config)
+def build_program(server: Server, token: str | None, max_connections: int = MAX_CONNECTIONS) -> Program:
+    """Return uvicorn's server."""
+    return Program(server.app(token), server.service, max_connections)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return the function of glibc that returns unused memory to the system; None with another C library."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def _release_memory() -> None:
+    if (trim := _malloc_trim()) is not None:
+        trim(0)

@@ -33,7 +33,7 @@ class RequestError(UserError):
 
 
 class Fields:
-    """The fields of a JSON object; :meth:`finish` rejects those that nobody read."""
+    """The fields of a JSON object; :meth:`finish` rejects fields that were not read."""
 
     def __init__(self, data: bytes) -> None:
         try:

@@ -15,6 +15,8 @@ from megatron.core.tokenizers.base import Tokenizer
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_SCORES = 2**21
+"""Largest number of log-probabilities of all prompts of a request, most likely tokens included."""
 NEUTRAL: dict[str, Sequence[object]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "top_p_decay", "top_p_bound"), (0,)),
     **dict.fromkeys(
@@ -65,6 +67,16 @@ class Job:
     stream: bool = False
     include_usage: bool = False
     is_chat: bool = False
+
+    def check_size(self) -> None:
+        """Raise RequestError if the answer would have too many log-probabilities of prompts."""
+        count = self.num_prompt_tokens * self.count * (1 + self.template.top_logprobs)
+        if self.template.prompt_logprobs and count > MAX_PROMPT_SCORES:
+            raise RequestError(
+                f"logprobs: the answer has {count} log-probabilities of prompts, at most {MAX_PROMPT_SCORES} are "
+                "allowed; send fewer prompts",
+                "logprobs",
+            )
 
     def requests(self) -> list[Request]:
         """Return the requests of all choices, in the order of their index. Seeds count up from the given one."""
@@ -176,7 +188,9 @@ def _finish(fields: Fields, job: Job, served: Served) -> Job:
         raise RequestError("stream_options: requires stream", "stream_options")
     usage = checked_type("stream_options.include_usage", options.get("include_usage", False), bool)
     fields.finish(NEUTRAL, IGNORED)
-    return replace(job, count=count, stops=stops, stream=stream, include_usage=usage)
+    job = replace(job, count=count, stops=stops, stream=stream, include_usage=usage)
+    job.check_size()
+    return job
 
 
 def _check_count(count: int, served: Served, name: str) -> None:

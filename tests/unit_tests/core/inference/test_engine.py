@@ -301,7 +301,7 @@ def test_layers_that_cannot_cache_are_named():
 @pytest.mark.parametrize(("name", "batch_invariant"), [
     *((name, False) for name in MODELS if name != "tied"), ("learned", True), ("latent", True),
 ])  # fmt: skip
-def test_a_request_with_logits_that_are_not_finite_fails_alone(name, batch_invariant):
+def test_a_request_with_logits_that_are_not_finite_does_not_end_the_others(name, batch_invariant):
     """Two tokens have NaN embeddings, mostly 0, which also fills padding rows. Prompts share a first page with failing
     ones, fail in their scores, fail in the second chunk, or reuse freed pages with NaN keys."""
     fields = {"batch_invariant_mode": True, "ffn_hidden_size": 24} if batch_invariant else {}

@@ -220,7 +220,8 @@ def test_bodies_that_are_no_json_and_wrong_paths_are_answered_in_json(http):
 def test_the_page_loads_nothing_from_elsewhere(http):
     page = http.get("/")
     assert "<html" in page.text and "http://" not in page.text and "https://" not in page.text
-    assert "default-src 'none'" in page.headers["content-security-policy"]
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -346,12 +347,32 @@ def test_a_token_protects_all_but_page_and_health():
 
 @pytest.mark.parametrize(("flags", "word"), [
     ("--host 0.0.0.0", "--token"), ("--host example.org", "--token"), ("--port 70000", "--port"),
-    ("--max-requests 0", "--max-requests"), ("--host 0.0.0.0 --token=", "--token"),
+    ("--max-requests 0", "--max-requests"), ("--host 0.0.0.0 --token=", "--token"), ("--token a\u00e9", "--token"),
+    ("--token a --token-file b", "--token-file"), ("--token-file /nonexistent", "--token-file /nonexistent"),
+    ("--watchdog-timeout-seconds nan", "--watchdog-timeout-seconds nan"),
+    ("--watchdog-timeout-seconds -1", "must be 0"),
 ])  # fmt: skip
 def test_wrong_flags_are_named(flags, word):
     with pytest.raises(UserError, match=word):
         parse_command_line(["--load", "x", *flags.split()])
     assert parse_command_line(["--load", "x", "--host", "::1"]).host == "::1"
+
+
+def test_the_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    file = tmp_path / "token"
+    file.write_text("sk-from_file/1\n")
+    base = ["--load", "x", "--host", "0.0.0.0"]
+    assert parse_command_line([*base, "--token-file", str(file)]).token == "sk-from_file/1"
+    monkeypatch.setenv("MEGATRON_SERVE_TOKEN", "from-variable")
+    assert parse_command_line(base).token == "from-variable"
+    assert parse_command_line([*base, "--token-file", str(file)]).token == "sk-from_file/1"
+    for text in ("", " \n", "two words", "\u00e9", "a\0"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="--token-file .*token"):
+            parse_command_line([*base, "--token-file", str(file)])
+    monkeypatch.setenv("MEGATRON_SERVE_TOKEN", "")
+    with pytest.raises(UserError, match="MEGATRON_SERVE_TOKEN"):
+        parse_command_line(base)
 
 
 def test_graphs_are_recorded_before_the_server_takes_requests(tokenizer, monkeypatch, capsys):
