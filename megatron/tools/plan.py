@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.models.registry import find_program
+from megatron.core.schedules.batch_size import samples_from_iters
 from megatron.training.arguments import parse_args
 from megatron.training.config.flat import FlatConfig
 from megatron.training.report.dry_run import known_vocab_size
@@ -95,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     if not found.layouts:
         raise UserError(none_found(found, cluster))
     best = found.layouts[: options.best]
-    tokens = options.tokens or (cfg.train_iters or 0) * (cfg.global_batch_size or 0) * cfg.seq_length
+    tokens = options.tokens or samples_from_iters(cfg, cfg.train_iters or 0) * cfg.seq_length
     if "train_iters" not in cfg.explicit and not options.tokens:
         tokens = 0
     records = [layout_record(each, cluster, vocab_size, tokens, options.gpu_hour_price) for each in best]

@@ -88,7 +88,7 @@ def all_batches(c: Settings) -> list[tuple[int, int]]:
     return batches
 
 
-# ---- learning rate and weight decay after n samples; iterations count as whole batches of the final size
+# ---- learning rate and weight decay after n samples, or in units of the final size after that many iterations
 
 
 def in_samples(c: Settings, name: str, default: float) -> float:
@@ -97,7 +97,13 @@ def in_samples(c: Settings, name: str, default: float) -> float:
     return default if value is None else value * (final_batch_size(c) if c.train_iters else 1)
 
 
+def moment(c: Settings, n: int) -> int:
+    """The place in a schedule of the iteration that begins after ``n`` samples."""
+    return n if c.train_samples else [begin for begin, _ in all_batches(c)].index(n) * final_batch_size(c)
+
+
 def learning_rate(c: Settings, n: int, peak: float, low: float) -> float:
+    n = moment(c, n)
     end = in_samples(c, "lr_decay", in_samples(c, "train", 0))
     warmup = in_samples(c, "lr_warmup", 0) if c.lr_warmup_fraction is None else c.lr_warmup_fraction * end
     if warmup > 0 and n <= warmup:
@@ -122,7 +128,7 @@ def learning_rate(c: Settings, n: int, peak: float, low: float) -> float:
 def weight_decay(c: Settings, n: int) -> float:
     if c.weight_decay_incr_style == "constant":
         return c.weight_decay
-    share = min(1.0, n / in_samples(c, "train", 0))
+    share = min(1.0, moment(c, n) / in_samples(c, "train", 0))
     if c.weight_decay_incr_style == "cosine":
         share = (1 - math.cos(math.pi * share)) / 2
     return c.start_weight_decay + share * (c.end_weight_decay - c.start_weight_decay)

@@ -175,6 +175,17 @@ def samples_from_iters(config: BatchConfig, iterations: int, data_parallel_size:
     raise AssertionError("the last run of a schedule has no end")
 
 
+def iters_from_samples(config: BatchConfig, consumed_samples: int, data_parallel_size: int = 1) -> Fraction:
+    """Return the number of iterations that consume ``consumed_samples`` samples, the inverse of
+    :func:`samples_from_iters`; a fraction within an iteration."""
+    iterations = 0
+    for first, size, count in _runs(config, data_parallel_size):
+        if count is None or consumed_samples <= first + count * size:
+            return iterations + Fraction(consumed_samples - first, size)
+        iterations += count
+    raise AssertionError("the last run of a schedule has no end")
+
+
 def _size_at(plateaus: list[Plateau], consumed_samples: int) -> int:
     following = bisect_right(plateaus, consumed_samples, key=lambda plateau: plateau.first_sample)
     return plateaus[following - 1].size

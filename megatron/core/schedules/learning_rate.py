@@ -1,11 +1,13 @@
 """Learning rate and weight decay as pure functions of (configuration, consumed samples).
 
-Schedules are defined in *samples*, so that they do not depend on batch size, ramp-up or restarts: an iteration uses
-``learning_rate(plan, consumed samples)``. :class:`SchedulePlan` holds the schedule in samples, and
-:class:`OptimizerParamScheduler` writes the values into the parameter groups of an optimizer.
+Schedules are functions of the consumed samples, so that they do not depend on restarts. :class:`SchedulePlan` holds the
+lengths in samples; lengths in iterations are multiplied by the (final) global batch size. An iteration uses
+``learning_rate(plan, schedule_position(config, consumed samples))``: for schedules in iterations the position is the
+number of iterations times that same size, so that iteration k has the rate that the flags give it while the batch size
+changes. :class:`OptimizerParamScheduler` writes the values into the parameter groups of an optimizer.
 
-Closed forms, with ``n`` consumed, ``w`` warm-up and ``d`` decay samples, ``L`` the peak, ``m`` the minimum and ``i``
-the initial learning rate::
+Closed forms, with ``n`` the position, ``w`` warm-up and ``d`` decay samples, ``L`` the peak, ``m`` the minimum and
+``i`` the initial learning rate::
 
     n <= w                  i + (L - i) n / w                                (only when w > 0)
     constant                L
@@ -26,10 +28,13 @@ the initial learning rate::
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 from megatron.core.config.errors import UserError
+from megatron.core.schedules.batch_size import BatchConfig, iters_from_samples, samples_from_iters
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +44,7 @@ WeightDecayStyle = Literal["constant", "linear", "cosine"]
 LR_DECAY_STYLES, WSD_DECAY_STYLES, WEIGHT_DECAY_STYLES = map(get_args, (DecayStyle, WsdDecayStyle, WeightDecayStyle))
 
 
-class ScheduleConfig(Protocol):
+class ScheduleConfig(BatchConfig, Protocol):
     """Configuration fields of the schedule; ``PretrainConfig`` has all of them."""
 
     lr: float
@@ -56,7 +61,7 @@ class ScheduleConfig(Protocol):
     lr_wsd_decay_samples: int | None
     train_iters: int
     train_samples: int | None
-    global_batch_size: int
+    data_parallel_size: int
     weight_decay: float
     start_weight_decay: float | None
     end_weight_decay: float | None
@@ -122,8 +127,8 @@ class SchedulePlan:
 
 
 def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
-    """Convert the schedule of ``config`` to samples. Lengths in iterations are multiplied by ``global_batch_size``,
-    also with batch size ramp-up; a warm-up fraction refers to the decay length and overrides the other warm-up. Raises
+    """Convert the schedule of ``config`` to samples. Lengths in iterations are multiplied by ``global_batch_size``, as
+    :func:`schedule_position` is; a warm-up fraction refers to the decay length and overrides the other warm-up. Raises
     UserError without ``lr``, without start and end of a weight decay that changes, or if the lengths are missing or
     contradict each other."""
     if config.lr is None:
@@ -170,10 +175,29 @@ def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | 
     raise UserError("neither --train-iters nor --train-samples is set: the schedule has no length")
 
 
+def schedule_position(config: ScheduleConfig, consumed_samples: int) -> float:
+    """Return the position in the plan of ``config`` after ``consumed_samples``: that number for a schedule in samples
+    or a constant batch size, else the number of iterations times ``global_batch_size``."""
+    if config.train_samples or not config.train_iters:
+        return consumed_samples
+    iterations = iters_from_samples(config, consumed_samples, config.data_parallel_size)
+    return float(iterations * config.global_batch_size)
+
+
+def samples_at(config: ScheduleConfig, position: float) -> int:
+    """Return the samples consumed at ``position`` of the plan, rounded down: the inverse of
+    :func:`schedule_position`."""
+    if config.train_samples or not config.train_iters:
+        return int(position)
+    iterations, rest = divmod(position, config.global_batch_size)
+    first, end = (samples_from_iters(config, int(iterations) + number, config.data_parallel_size) for number in (0, 1))
+    return first + int((end - first) * rest / config.global_batch_size)
+
+
 def learning_rate(
     plan: SchedulePlan, samples: float, *, max_lr: float | None = None, min_lr: float | None = None
 ) -> float:
-    """Return the learning rate after ``samples`` consumed samples: linear warm-up from ``init_lr`` to the peak, then
+    """Return the learning rate at position ``samples``: linear warm-up from ``init_lr`` to the peak, then
     the decay style (closed forms in the module docstring), and the minimum after the decay; the style "constant" keeps
     the peak. ``max_lr`` and ``min_lr`` of a parameter group override the plan's peak and minimum, also in warm-up."""
     peak = plan.max_lr if max_lr is None else max_lr
@@ -211,7 +235,7 @@ def _annealing(style: str | None, share: float) -> float:
 def decay_weight(
     plan: SchedulePlan, samples: float, *, start_wd: float | None = None, end_wd: float | None = None
 ) -> float:
-    """Return the weight decay coefficient after ``samples`` consumed samples: linear or cosine from start to end over
+    """Return the weight decay coefficient at position ``samples``: linear or cosine from start to end over
     ``wd_incr_steps``, then the end value; constant style: always the end value. ``start_wd`` and ``end_wd`` of a
     parameter group override the plan's values."""
     start = plan.start_wd if start_wd is None else start_wd
@@ -239,6 +263,7 @@ class OptimizerParamScheduler:
     Args:
         optimizer: object with ``param_groups``, a list of dicts.
         plan: a :class:`SchedulePlan`, or its fields as positional and keyword arguments.
+        position: maps consumed samples to the position in the plan (None: the same number).
         use_checkpoint_opt_param_scheduler: whether loading a checkpoint adopts its schedule.
         override_opt_param_scheduler: whether loading a checkpoint keeps this program's schedule.
     """
@@ -247,6 +272,7 @@ class OptimizerParamScheduler:
         self,
         optimizer: HasParamGroups,
         *plan: Any,
+        position: Callable[[int], float] | None = None,
         use_checkpoint_opt_param_scheduler: bool = False,
         override_opt_param_scheduler: bool = False,
         **fields: Any,
@@ -261,18 +287,23 @@ class OptimizerParamScheduler:
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.num_steps = 0
+        self._position = position
         self.step(0)
+
+    def position(self, consumed_samples: int) -> float:
+        """Return the position in the plan after ``consumed_samples``."""
+        return consumed_samples if self._position is None else self._position(consumed_samples)
 
     def get_lr(self, param_group: dict) -> float:
         """Return the current learning rate of a group, without its ``lr_mult``."""
-        return learning_rate(
-            self.plan, self.num_steps, max_lr=param_group.get("max_lr"), min_lr=param_group.get("min_lr")
-        )
+        position = self.position(self.num_steps)
+        return learning_rate(self.plan, position, max_lr=param_group.get("max_lr"), min_lr=param_group.get("min_lr"))
 
     def get_wd(self, param_group: dict | None = None) -> float:
         """Return the current weight decay of a group (default: of the plan), without its ``wd_mult``."""
         group = param_group or {}
-        return decay_weight(self.plan, self.num_steps, start_wd=group.get("start_wd"), end_wd=group.get("end_wd"))
+        position = self.position(self.num_steps)
+        return decay_weight(self.plan, position, start_wd=group.get("start_wd"), end_wd=group.get("end_wd"))
 
     def set_samples(self, consumed_samples: int) -> None:
         """Set the position to ``consumed_samples`` and write ``lr`` and ``weight_decay``, each times the group's
@@ -313,7 +344,9 @@ class OptimizerParamScheduler:
         elif differences and self.override_opt_param_scheduler:
             logger.warning("overriding the schedule of the checkpoint: %s", "; ".join(differences))
         elif {each.partition(":")[0] for each in differences} - {"wd_incr_steps"} == {"lr_decay_steps"}:
-            raise UserError(_other_length(stored, self.plan, num_steps if consumed is None else consumed))
+            raise UserError(
+                _other_length(stored, self.plan, num_steps if consumed is None else consumed, self.position)
+            )
         elif differences:
             raise UserError(
                 f"the learning rate schedule differs from the checkpoint's ({'; '.join(differences)}): give "
@@ -322,11 +355,12 @@ class OptimizerParamScheduler:
         self.set_samples(num_steps)
 
 
-def _other_length(stored: SchedulePlan, now: SchedulePlan, num_steps: int) -> str:
+def _other_length(stored: SchedulePlan, now: SchedulePlan, num_steps: int, position: Callable[[int], float]) -> str:
     """Return (not raise) the error message for a changed decay length: both lengths in samples, and the learning rates
     that each of the two flags gives after ``num_steps`` samples and at the end."""
-    old, new = learning_rate(stored, num_steps), learning_rate(now, num_steps)
-    kept = learning_rate(stored, max(now.lr_decay_steps, num_steps))
+    at = position(num_steps)
+    old, new = learning_rate(stored, at), learning_rate(now, at)
+    kept = learning_rate(stored, max(now.lr_decay_steps, at))
     return (
         f"--train-iters, --train-samples or --lr-decay-iters: the learning rate now decays over {now.lr_decay_steps}"
         f" samples, in the checkpoint over {stored.lr_decay_steps}; to continue, add one of two flags."
@@ -341,6 +375,7 @@ def get_optimizer_param_scheduler(config: Any, optimizer: HasParamGroups) -> Opt
     return OptimizerParamScheduler(
         optimizer,
         schedule_plan(config),
+        position=partial(schedule_position, config),
         use_checkpoint_opt_param_scheduler=config.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=config.override_opt_param_scheduler,
     )

@@ -208,8 +208,10 @@ def _schedule(cfg: PretrainConfig) -> Rows:
         return
     plan = schedules.schedule_plan(cfg.flat)
     yield "learning rate", f"{cfg.schedule.lr_decay_style}, {plan.init_lr:g} -> {plan.max_lr:g} -> {plan.min_lr:g}"
-    yield "samples", f"{plan.lr_warmup_steps:,.0f} of warm-up, {plan.lr_decay_steps:,} until the minimum"
+    warmup, end = (schedules.samples_at(cfg.flat, steps) for steps in (plan.lr_warmup_steps, plan.lr_decay_steps))
+    yield "samples", f"{warmup:,} of warm-up, {end:,} until the minimum"
     for share in (0, 0.25, 0.5, 0.75, 1):
-        samples = int(share * plan.lr_decay_steps)
-        yield f"at sample {samples:,}", f"{schedules.learning_rate(plan, samples):.6E}"
+        samples = int(share * end)
+        rate = schedules.learning_rate(plan, schedules.schedule_position(cfg.flat, samples))
+        yield f"at sample {samples:,}", f"{rate:.6E}"
     yield "weight decay", f"{plan.start_wd:g} -> {plan.end_wd:g} ({plan.wd_incr_style})"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from megatron.core.config.problems import Problems, flag_names, missing, problem
 from megatron.core.config.tokenizer import TOKENIZER_FILES, WITHOUT_SENTINELS
+from megatron.core.schedules.batch_size import ScheduleError, samples_from_iters
 from megatron.training.config.data import parse_split
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.validation import eval_samples, num_evaluations
@@ -61,7 +63,10 @@ MOST_SAMPLES = 2**35
 def sample_counts(cfg: PretrainConfig) -> Problems:
     """``resolve`` has filled in --train-iters where --train-samples was given."""
     training = cfg.training
-    train = training.train_samples or (training.train_iters or 0) * (training.global_batch_size or 0)
+    train = training.train_samples or 0
+    if not train:
+        with suppress(ScheduleError, ZeroDivisionError):  # other rules report wrong batch sizes
+            train = samples_from_iters(cfg.flat, training.train_iters or 0, cfg.data_parallel_size)
     evaluated = (
         0
         if cfg.validation.full_validation

@@ -1,17 +1,21 @@
 """Learning rates and weight decays against a table worked by hand, and the reconciliation with a stored schedule."""
 
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
 
+from megatron.core.schedules.batch_size import running_global_batch_size
 from megatron.core.schedules.learning_rate import (
     OptimizerParamScheduler,
     SchedulePlan,
     decay_weight,
     get_optimizer_param_scheduler,
     learning_rate,
+    samples_at,
     schedule_plan,
+    schedule_position,
 )
 
 
@@ -22,7 +26,9 @@ def config(**changes):
         "lr_decay_iters": None, "lr_decay_samples": None, "lr_warmup_iters": 10,
         "lr_warmup_samples": 0, "lr_warmup_fraction": None, "lr_warmup_init": 0.0, "lr_wsd_decay_style": "exponential",
         "lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None,
-        "train_iters": 100, "train_samples": None, "global_batch_size": 10,
+        "train_iters": 100, "train_samples": None, "global_batch_size": 10, "rampup_batch_size": None,
+        "step_batch_size_schedule": None, "decrease_batch_size_if_needed": False, "micro_batch_size": 1,
+        "seq_length": 1, "data_parallel_size": 1,
         "weight_decay": 0.01, "start_weight_decay": None,
         "end_weight_decay": None, "weight_decay_incr_style": "constant",
         "use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": False,
@@ -208,3 +214,111 @@ def test_a_longer_run_of_the_same_schedule_goes_on():
 def test_a_plan_can_be_given_whole():
     plan = schedule_plan(config())
     assert OptimizerParamScheduler(optimizer_with({}), plan).plan == SchedulePlan(**vars(plan))
+
+
+# ---- schedules in iterations while the batch size changes
+
+
+def consumed_before(config):
+    """Samples consumed before each iteration, counted batch by batch."""
+    consumed = [0]
+    for _ in range(config.train_iters):
+        consumed.append(consumed[-1] + running_global_batch_size(config, consumed[-1], config.data_parallel_size))
+    return consumed
+
+
+def rates(config, consumed):
+    """Learning rates and weight decays of iterations that begin after ``consumed`` samples."""
+    optimizer = optimizer_with({})
+    scheduler, values = get_optimizer_param_scheduler(config, optimizer), []
+    for samples in consumed:
+        scheduler.set_samples(samples)
+        values.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]))
+    return values
+
+
+RAMP = {"rampup_batch_size": [2, 2, 20], "global_batch_size": 4, "train_iters": 20}
+
+
+def test_warmup_and_wsd_decay_take_their_iterations_in_a_batch_size_ramp():
+    """Ten iterations of 2 samples, then ten of 4."""
+    ramp = config(**RAMP, lr=1e-3, min_lr=0.0, lr_warmup_iters=4, lr_decay_style="WSD", lr_wsd_decay_iters=6,
+                  lr_wsd_decay_style="linear")  # fmt: skip
+    assert consumed_before(ramp)[9:12] == [18, 20, 24]
+    expected = [0.0, 2.5e-4, 5e-4, 7.5e-4, *[1e-3] * 11, 5e-3 / 6, 4e-3 / 6, 3e-3 / 6, 2e-3 / 6, 1e-3 / 6]
+    assert [rate for rate, _ in rates(ramp, consumed_before(ramp)[:20])] == pytest.approx(expected, abs=1e-15)
+
+
+def test_a_cosine_with_a_warmup_fraction_ends_near_the_minimum_in_a_batch_size_ramp():
+    ramp = config(**RAMP, lr=1e-3, min_lr=0.0, lr_decay_style="cosine", lr_warmup_fraction=0.1)
+    values = [rate for rate, _ in rates(ramp, consumed_before(ramp)[:20])]
+    assert values[:3] == pytest.approx([0.0, 5e-4, 1e-3])
+    assert values[19] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 17 / 18)) / 2) and values[19] < 7.7e-6
+
+
+def expected_values(config, iteration):
+    """Learning rate and weight decay after ``iteration`` iterations, computed from the flags in iterations."""
+    peak, low, end = config.lr, config.min_lr, config.lr_decay_iters or config.train_iters
+    warmup = config.lr_warmup_iters if config.lr_warmup_fraction is None else config.lr_warmup_fraction * end
+    shapes = {
+        "linear": lambda x: 1 - x, "cosine": lambda x: math.cos(math.pi * x / 2) ** 2,
+        "exponential": lambda x: 2 ** (1 - x) - 1, "minus_sqrt": lambda x: 1 - x**0.5,
+    }  # fmt: skip
+    weight = 0.1 + 0.2 * (1 - shapes[config.weight_decay_incr_style](min(iteration / config.train_iters, 1)))
+    if iteration <= warmup and warmup:
+        return config.lr_warmup_init + (peak - config.lr_warmup_init) * iteration / warmup, weight
+    if iteration > end:
+        return low, weight
+    if config.lr_decay_style == "WSD":
+        into = iteration - (end - config.lr_wsd_decay_iters)
+        height = shapes[config.lr_wsd_decay_style](max(into, 0) / config.lr_wsd_decay_iters)
+    else:
+        height = shapes[config.lr_decay_style]((iteration - warmup) / (end - warmup))
+    return low + (peak - low) * height, weight
+
+
+def random_run(draw):
+    """Settings in iterations, with a batch size that changes."""
+    iterations, ranks, micro = draw.randint(12, 60), draw.choice([1, 2]), draw.choice([1, 2])
+    start, increment, steps = draw.randint(1, 4) * 4, draw.choice([4, 8]), draw.randint(1, 4)
+    final = start + increment * steps
+    sizes = {"global_batch_size": final, "rampup_batch_size": [start, increment, draw.randint(0, 40 * final)]}
+    if draw.random() < 0.4:
+        tokens = sorted(draw.sample(range(1, 800), 2))
+        text = f"0:{draw.choice([4, 12, 40])} {tokens[0]}:{draw.choice([8, 20])} {tokens[1]}:{final}"
+        sizes |= {"rampup_batch_size": None, "step_batch_size_schedule": text, "seq_length": draw.choice([1, 3])}
+    elif draw.random() < 0.3:  # sizes that ranks and micro-batches do not divide are rounded down
+        sizes |= {"decrease_batch_size_if_needed": True, "rampup_batch_size": [5, 3, 100], "global_batch_size": 17}
+        ranks, micro = 2, 2
+    return config(
+        train_iters=iterations, lr_warmup_iters=draw.randint(0, 5), lr_warmup_init=draw.choice([0.0, 0.05]),
+        lr_warmup_fraction=draw.choice([None, 0.2]), lr_decay_iters=draw.choice([None, iterations, iterations - 3]),
+        lr_decay_style=draw.choice(["linear", "cosine", "WSD"]), lr_wsd_decay_iters=draw.randint(1, 7),
+        lr_wsd_decay_style=draw.choice(["linear", "cosine", "exponential", "minus_sqrt"]),
+        weight_decay_incr_style=draw.choice(["linear", "cosine"]), start_weight_decay=0.1, end_weight_decay=0.3,
+        data_parallel_size=ranks, micro_batch_size=micro, **sizes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_iteration_k_has_the_rate_that_the_flags_in_iterations_give_it(seed):
+    """Also in a scheduler that resumes at any iteration."""
+    draw = random.Random(seed)
+    run = random_run(draw)
+    consumed = consumed_before(run)[: run.train_iters]
+    expected = [expected_values(run, iteration) for iteration in range(run.train_iters)]
+    assert rates(run, consumed) == [pytest.approx(pair, rel=1e-9, abs=1e-12) for pair in expected]
+    stop = draw.randrange(run.train_iters)
+    first, second = (get_optimizer_param_scheduler(run, optimizer_with({})) for _ in range(2))
+    first.set_samples(consumed[stop])
+    second.load_state_dict(first.state_dict())
+    assert second.optimizer.param_groups[0]["lr"] == pytest.approx(expected[stop][0], rel=1e-9, abs=1e-12)
+    assert samples_at(run, schedule_position(run, consumed[stop])) == consumed[stop]
+
+
+def test_a_schedule_in_samples_is_independent_of_batch_sizes():
+    lengths = {"train_samples": 60, "lr_wsd_decay_samples": 24, "lr_warmup_samples": 8, "lr_decay_style": "WSD"}
+    ramp = config(**{**RAMP, "train_iters": 20}, **lengths)
+    constant = config(**{**RAMP, "train_iters": 15, "rampup_batch_size": None}, **lengths)
+    assert rates(ramp, range(0, 61)) == rates(constant, range(0, 61))
+    assert [schedule_position(ramp, samples) for samples in (0, 7, 60)] == [0, 7, 60]
