@@ -22,6 +22,8 @@ from megatron.core.models.registry import find_program
 from megatron.core.schedules.batch_size import samples_from_iters
 from megatron.training.arguments import parse_args
 from megatron.training.config.flat import FlatConfig
+from megatron.training.config.resolve import resolve
+from megatron.training.notices import unfused_attention
 from megatron.training.report.dry_run import known_vocab_size
 from megatron.training.report.plan.cluster import Cluster, build_cluster
 from megatron.training.report.plan.search import Layout, Search, search
@@ -93,6 +95,8 @@ def main(argv: Sequence[str]) -> int:
     if vocab_size is None:
         raise UserError("--vocab-size: required, because the output layer is part of the time; add it")
     found = search(cfg, cluster, vocab_size, lambda text: print(text, file=sys.stderr))
+    for sentence in unfused_attention(resolve(cfg, cluster.world_size, gpus=True)):
+        print(sentence, file=sys.stderr)
     if not found.layouts:
         raise UserError(none_found(found, cluster))
     best = found.layouts[: options.best]

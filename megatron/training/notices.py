@@ -37,6 +37,8 @@ def notices(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
         size, flag = resolved.training.micro_batch_size, name.replace("_", "-")
         yield f"--{flag}: no effect with the odd --micro-batch-size {size}; use an even size"
     yield from _layers(given, resolved)
+    if given.dry_run or resembles_llama(resolved):
+        yield from unfused_attention(resolved)
     yield from _strictly(given)
     yield from _other_model_flags(given)
     yield from _without_effect(given, resolved)
@@ -59,6 +61,25 @@ def _layers(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
             f"--attention-dropout {resolved.model.attention_dropout:g}: built-in attention is used, "
             "because Transformer Engine's dropout masks depend on the layout; --attention-dropout 0 uses its kernels"
         )
+
+
+def resembles_llama(cfg: PretrainConfig) -> bool:
+    """Return whether the model has rotary positions, RMSNorm and SwiGLU, as models trained without dropout have."""
+    model = cfg.model
+    return cfg.embeddings.position_embedding_type == "rope" and model.normalization == "RMSNorm" and model.swiglu
+
+
+def unfused_attention(cfg: PretrainConfig) -> Iterator[str]:
+    """Yield a notice if attention dropout makes attention unfused."""
+    model = cfg.model
+    if not model.attention_dropout:
+        return
+    source = "" if "attention_dropout" in cfg.flat.explicit else " (default, as in Megatron-LM)"
+    usual = ", as usual with rope, RMSNorm and SwiGLU" if resembles_llama(cfg) else ""
+    yield (
+        f"--attention-dropout {model.attention_dropout:g}{source}: attention is unfused; its time and memory grow with "
+        f"the square of --seq-length {cfg.data.seq_length}; --attention-dropout 0 uses fused kernels{usual}"
+    )
 
 
 def _other_model_flags(given: FlatConfig) -> Iterator[str]:

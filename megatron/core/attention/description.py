@@ -98,6 +98,36 @@ def is_unfused(config: Config) -> bool:
     return bool(config.attention_dropout or config.attn_logit_softcapping) or is_asked_for
 
 
+def in_blocks(config: Config) -> bool:
+    """Return whether attention merges the outputs of key blocks: with context parallelism or sinks."""
+    return config.context_parallel_size > 1 or config.softmax_type != "vanilla"
+
+
+PHILOX_BYTES = 203.0
+"""Bytes per query-key pair that drawing a dropout mask moves: ten rounds in int64 operations, eight pairs a counter."""
+
+
+def unfused_traffic(config: Config) -> tuple[float, float]:
+    """Return the bytes per head and query-key pair that the torch operations of unfused attention move in the forward
+    and the backward pass, without GEMMs. Key blocks are computed in fp32, and their backward pass recomputes scores and
+    dropout masks."""
+    dropout, capped = bool(config.attention_dropout), bool(config.attn_logit_softcapping)
+    if in_blocks(config):
+        return 37 + 44 * capped + dropout * (PHILOX_BYTES + 20), 63 + 52 * capped + dropout * (PHILOX_BYTES + 32)
+    item = activation_bytes(config)
+    softmax = (24 if item < 4 else 8) * (config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling)
+    forward = (4.5 + 6 * capped) * item + softmax + dropout * (PHILOX_BYTES + 2 * item)
+    return forward, (6 + 7 * capped + 4.5 * dropout) * item + softmax
+
+
+def _computed_keys(config: Config, place: LayerPlace, num_keys: int) -> float:
+    """Return the keys per query that unfused attention computes: all keys of a full sequence, and of zig-zag key blocks
+    those with a visible pair."""
+    if num_keys or not in_blocks(config) or not place.causal:
+        return num_keys or place.seq_length
+    return visible_pairs(config, place) / place.seq_length * (1 + 0.5 / config.context_parallel_size)
+
+
 def mixed_values(config: Config, elements: int) -> tuple[Saved, ...]:
     """Describe the saved output of core attention, ``elements`` per token: attention itself saves it, and in fp8 the
     output projection saves a copy."""
@@ -108,14 +138,20 @@ def mixed_values(config: Config, elements: int) -> tuple[Saved, ...]:
 def attention_core(config: Config, place: LayerPlace, query: int, key: int, output: int, *, num_keys: int = 0) -> Op:
     """Describe core attention (between the projections): forward FLOPs of one sequence over all ranks, gradient bytes,
     and activation bytes per token saved in addition to its inputs: the log-sum-exp, and with context parallelism or
-    sinks the output; otherwise, if unfused, scores and copies instead. ``query``, ``key`` and ``output`` are elements
-    per token on this rank. ``num_keys``: length of the other sequence in cross-attention, all visible; 0 for
-    self-attention."""
+    sinks the output; otherwise, if unfused, scores and copies instead. Only unfused attention has traffic, and
+    gradients of scores. ``query``, ``key`` and ``output`` are elements per token on this rank. ``num_keys``: length of
+    the other sequence in cross-attention, all visible; 0 for self-attention."""
     pairs = float(place.seq_length * num_keys) if num_keys else visible_pairs(config, place)
     tp = config.tensor_model_parallel_size
     item, heads = activation_bytes(config), config.num_attention_heads // tp
-    kept = 4.0 * heads  # log-sum-exp
-    if config.context_parallel_size > 1 or config.softmax_type != "vanilla":
+    kept, gradients, traffic = 4.0 * heads, float(output * item), 0.0  # log-sum-exp
+    if is_unfused(config):
+        keys = _computed_keys(config, place, num_keys)
+        traffic = heads * keys * sum(unfused_traffic(config))
+        # full sequences: gradients of weights and of scores; blocks: five fp32 tensors of a tile of half the queries
+        block = (num_keys or place.seq_length) / (2 * config.context_parallel_size)
+        gradients += heads * (10 * block if in_blocks(config) else 2 * item * keys)
+    if in_blocks(config):
         kept += output * item  # the merged output of blocks, saved in its own memory layout
     elif is_unfused(config):
         copies = (query + key) * item  # queries and scaled keys, copied to the layout of the GEMM
@@ -123,4 +159,4 @@ def attention_core(config: Config, place: LayerPlace, query: int, key: int, outp
         kept = heads * (num_keys or place.seq_length) * scores + copies
     saved = (Saved("attention", kept, ("core_attn",), "core_attn"),)
     flops = 2.0 * pairs * tp * (query + output)
-    return Op("attention", "attention", flops, gradients=output * item, saved=saved)
+    return Op("attention", "attention", flops, traffic=traffic, gradients=gradients, saved=saved)

@@ -35,8 +35,9 @@ def peak_memory(cfg: PretrainConfig, vocab_size: int) -> int:
 
 
 def memory_advice(cfg: PretrainConfig, vocab_size: int) -> list[Advice]:
-    """Return up to :data:`MOST` changes to a resolved configuration that save memory, the most effective first. Each
-    keeps the model and the global batch size and passes all rules. Of several changes to one setting (such as
+    """Return up to :data:`MOST` changes to a resolved configuration that save memory: no attention dropout first, which
+    makes unfused attention fused, then the most effective. Each keeps the weights of the model and the global batch
+    size and passes all rules. Of several changes to one setting (such as
     recomputation), only the most effective is returned."""
     now = peak_memory(cfg, vocab_size)
     best: dict[str, Advice] = {}
@@ -47,7 +48,7 @@ def memory_advice(cfg: PretrainConfig, vocab_size: int) -> list[Advice]:
         found = Advice(flags, peak_memory(changed, vocab_size))
         if found.bytes < 0.99 * now and (topic not in best or found.bytes < best[topic].bytes):
             best[topic] = found
-    return sorted(best.values(), key=lambda each: each.bytes)[:MOST]
+    return sorted(best.values(), key=lambda each: (each is not best.get("dropout"), each.bytes))[:MOST]
 
 
 def _changed(cfg: PretrainConfig, values: dict[str, object]) -> PretrainConfig | None:
@@ -63,9 +64,12 @@ def _changed(cfg: PretrainConfig, values: dict[str, object]) -> PretrainConfig |
 
 
 def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, object], str]]:
-    """Yield candidate changes as (topic, changed fields, flags to type): recomputation, sharding, half the micro-batch,
-    sequence parallelism, bf16 moments, and twice the size of each parallel axis. Checks neither rules nor memory."""
+    """Yield candidate changes as (topic, changed fields, flags to type): no attention dropout, recomputation, sharding,
+    half the micro-batch, sequence parallelism, bf16 moments, and twice the size of each parallel axis. Checks neither
+    rules nor memory."""
     model = cfg.model
+    if model.attention_dropout:
+        yield "dropout", {"attention_dropout": 0.0}, "--attention-dropout 0"
     if model.recompute_granularity != "full":
         selective = ["layernorm", "mlp"] if model.num_moe_experts is None else ["layernorm", "moe_act"]
         values: dict[str, object] = {"recompute_granularity": "selective", "recompute_modules": selective}

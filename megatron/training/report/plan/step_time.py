@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
+from megatron.core.attention.description import in_blocks, unfused_traffic
 from megatron.core.config.fp8 import experts_in_fp8
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.muon import MUON_OPTIMIZERS, is_hidden_matrix
@@ -69,6 +70,10 @@ KERNEL = 3e-6
 ROW_COUNTS = 2.2e-3
 """Idle time of the device in a layer with experts, forward and backward, in seconds: the host reads row counts for the
 all-to-all, and the queue of the device runs empty (Qwen3-30B shape on two GPUs, compared with --moe-static-rows)."""
+FP32_GEMM = 0.068
+"""Rate of fp32 GEMMs without tensor cores relative to bf16 (H100: 67 of 989 TFLOP/s)."""
+MASK_KERNELS = 230
+"""Kernels that generate the dropout mask of one head of unfused attention."""
 HOST_LINK = 55e9
 """Bytes per second between a GPU and host memory, in each direction."""
 OTHER = 0.01
@@ -183,8 +188,30 @@ def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> T
     return found
 
 
+def _unfused_attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
+    """Return the times of unfused attention: GEMMs of all computed pairs and the traffic of the operations between
+    them; a dropout mask takes at least the time of its kernels. Key blocks are computed in fp32."""
+    model, tokens, blocks = cfg.model, _tokens(cfg), in_blocks(cfg.model)
+    traffic = unfused_traffic(model)
+    heads = model.num_attention_heads / model.tensor_model_parallel_size
+    gemm = 4.0 * (model.kv_channels or 1) * op.traffic / sum(traffic) * tokens / (gpu.gemm * 1e12)
+    if blocks:
+        gemm /= FP32_GEMM
+    tiles = 2 * model.context_parallel_size + 1 if blocks else 1
+    launches = heads * cfg.training.micro_batch_size * tiles * MASK_KERNELS * KERNEL if model.attention_dropout else 0.0
+    seconds = [op.traffic * share / sum(traffic) * tokens / (gpu.memory_rate * 1e12) for share in traffic]
+    return Seconds(
+        {
+            ("F", "attention"): KERNEL + gemm + max(seconds[0], launches),
+            ("I", "attention"): KERNEL + (2.5 if blocks else 2) * gemm + max(seconds[1], launches if blocks else 0.0),
+        }
+    )
+
+
 def _attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
     """Return the times of attention: two GEMMs forward, five backward."""
+    if op.traffic:
+        return _unfused_attention(cfg, op, gpu)
     flops = op.flops * _tokens(cfg) / cfg.data.seq_length / cfg.model.tensor_model_parallel_size
     channels = cfg.model.num_attention_heads * (cfg.model.kv_channels or 1)
     keys = op.flops / (4.0 * cfg.data.seq_length * channels)

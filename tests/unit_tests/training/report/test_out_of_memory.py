@@ -64,6 +64,20 @@ def test_advice_names_flags_with_the_memory_that_they_give(model, layout, world_
         assert peak_memory(typed, 128256) == each.bytes
 
 
+def test_no_attention_dropout_is_the_first_advice():
+    """Scores of one layer at 8,192 tokens: weights and dropped weights in bf16 and the mask, 5 bytes per pair."""
+    dropout = LLAMA_8B.replace("--attention-dropout 0 ", "--attention-dropout 0.1 ")
+    cfg, without = settings(dropout, 8), settings(LLAMA_8B, 8)
+    advice = memory_advice(cfg, 128256)
+    assert (advice[0].flags, advice[0].bytes) == ("--attention-dropout 0", peak_memory(without, 128256))
+    assert len(advice) == 3 and advice[1].bytes <= advice[2].bytes
+    assert not any("--attention-dropout" in each.flags for each in memory_advice(without, 128256))
+    scores = 2 * 32 * 8192**2 * 5  # micro-batch x heads x pairs x bytes
+    saved = [stage_activations(each, each.describe(128256), run_stages(each, 128256)[0]) for each in (cfg, without)]
+    log_sum_exp, copies = 4 * 32, (32 + 8) * 128 * 2
+    assert saved[0] - saved[1] == 32 * (scores + (copies - log_sum_exp) * 2 * 8192)
+
+
 @pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
 def test_advice_keeps_tensor_parallelism_inside_a_host(sequence):
     flags = f"{LLAMA_8B} --num-query-groups 32 --vocab-size 131072 --tensor-model-parallel-size 8 {sequence}"
@@ -137,9 +151,7 @@ def test_message_compares_what_is_held_with_the_estimate():
     assert gradients.split() == ["gradients", "30.00", f"{estimate.gradients / 2**30:.2f}"]
     assert state.split()[-2:] == ["20.00", f"{estimate.optimizer / 2**30:.2f}"]
     assert rest.split()[-2:] == ["13.00", f"{(estimate.activations + estimate.working) / 2**30:.2f}"]
-    assert [line.split()[0] for line in others[: len(estimate.kinds)]] == [
-        name.split()[0] for name in estimate.kinds
-    ]
+    assert [line.split()[0] for line in others[: len(estimate.kinds)]] == [name.split()[0] for name in estimate.kinds]
     assert sum(line.startswith("  --") for line in others) == 3
     for capacity, fits in ((2**34, False), (2**40, True)):
         changed = replace(held, capacity=capacity)

@@ -314,6 +314,25 @@ def test_lowered_batches_need_not_divide():
     assert problems("--global-batch-size 3 --decrease-batch-size-if-needed") == []
 
 
+LIKE_LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu"
+
+
+@pytest.mark.parametrize(("text", "is_named"), [
+    (LIKE_LLAMA, "--attention-dropout 0.1 (default, as in Megatron-LM): attention is unfused"),
+    (f"{LIKE_LLAMA} --attention-dropout 0.2", "--attention-dropout 0.2: attention is unfused"),
+    (f"{LIKE_LLAMA} --attention-dropout 0", ""),
+    ("", ""),
+    ("--position-embedding-type rope --normalization RMSNorm", ""),
+    ("--dry-run", "--attention-dropout 0.1 (default, as in Megatron-LM): attention is unfused"),
+    ("--dry-run --attention-dropout 0", ""),
+])  # fmt: skip
+def test_runs_like_llama_and_dry_runs_say_that_dropout_makes_attention_unfused(text, is_named):
+    given = parse_args(f"{TINY} {text}".split())
+    sentences = [each for each in notices(given, validate_args(given, 1, announce=False)) if "unfused" in each]
+    assert len(sentences) == bool(is_named)
+    assert all(each.startswith(is_named) and "--attention-dropout 0 uses fused kernels" in each for each in sentences)
+
+
 def test_rules_have_names_and_run_once():
     rules = [*RULES, *collect_rules(rules_data)]
     assert len({rule.__name__ for rule in rules}) == len(rules) > 40

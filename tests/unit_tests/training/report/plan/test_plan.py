@@ -26,7 +26,7 @@ from megatron.training.rules.run_all import check
 
 SMALL = (
     "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --max-position-embeddings 4096"
-    " --vocab-size 32000 --global-batch-size 32"
+    " --vocab-size 32000 --global-batch-size 32 --attention-dropout 0"
 )
 MOE = f"{SMALL} --num-experts 8 --moe-router-topk 2"
 DEFAULTS = {"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4, "bf16": True}
@@ -108,6 +108,46 @@ def test_full_recomputation_adds_a_forward_pass():
     plain = predicted(SMALL)
     again = predicted(f"{SMALL} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     assert 1.2 < again.seconds / plain.seconds < 1.35
+
+
+@pytest.mark.parametrize("ranks, dropout, bytes_per_pair, masks", [
+    (1, 0.1, (216, 21), 1), (2, 0.1, (260, 298), 5 * 2), (1, 0.0, (9, 12), 0)])  # fmt: skip
+def test_unfused_attention_takes_the_time_of_its_pairs(ranks, dropout, bytes_per_pair, masks):
+    """Four samples of 8 layers on each rank (or pair of ranks): every pair of positions is computed and moves the bytes
+    counted from the kernel (test_unfused_traffic.py); context-parallel ranks skip hidden blocks and use fp32."""
+    length, heads, samples, layers = 4096, 16, 32 // (8 // ranks), 8
+    flags = f"{SMALL} --attention-dropout {dropout} --attention-backend unfused --context-parallel-size {ranks}"
+    gpu = gpu_kinds()["H200"]
+    pairs = heads * length * length * (1.0 if ranks == 1 else (4 + 3 + 2 + 1) / 16 / ranks)  # 10 of 4 x 4 blocks
+    gemm = 4 * 128 * pairs / (gpu.gemm * 1e12) / (1.0 if ranks == 1 else 67 / 989)
+    forward, backward = (pairs * size / (gpu.memory_rate * 1e12) for size in bytes_per_pair)
+    launches = masks / (2 if ranks > 1 else 1) * heads * 230 * 3e-6
+    backward = max(backward, launches if ranks > 1 else 0.0)
+    expected = max(forward, launches) + backward + gemm * (3.0 if ranks == 1 else 3.5)
+    time = predict_step(apply(settings(flags), {}, 8), build_cluster("H200", 1, 8), 32000, {})
+    assert time.parts["attention"] == pytest.approx(expected * samples * layers, rel=0.03)
+
+
+def test_context_parallelism_is_not_planned_because_of_attention_dropout(capsys):
+    """With dropout, key blocks are computed in fp32 with masks drawn twice: slower than full sequences."""
+    llama = (
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --seq-length 8192 "
+        "--group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--position-embedding-type rope --untie-embeddings-and-output-weights --max-position-embeddings 8192 "
+        "--vocab-size 128256 --global-batch-size 64"
+    )
+    rates = {}
+    for dropout in ("0.1", "0"):
+        flags = [] if dropout == "0.1" else ["--attention-dropout", "0"]
+        assert run_tool("plan", ["--gpu", "H100", "--json", *llama.split(), *flags]) == 0
+        output = capsys.readouterr()
+        assert ("--attention-dropout 0.1 (default, as in Megatron-LM): attention is unfused" in output.err) == (
+            not flags
+        )
+        best = json.loads(output.out)["layouts"][0]
+        rates[dropout] = best["tokens_per_second_per_gpu"]
+        assert "--context-parallel-size" not in best["flags"]
+    assert rates["0"] > 5 * rates["0.1"]
 
 
 def test_bubble_shrinks_with_virtual_stages_and_zero_bubble():
