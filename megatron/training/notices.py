@@ -152,5 +152,8 @@ def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str
     of_experts = [name for name in sorted(given.explicit) if name.startswith(("moe_", "expert_tensor"))]
     if of_experts and resolved.model.num_moe_experts is None:
         yield f"{', '.join(of_experts)}: no effect without --num-experts N"
-    elif resolved.model.moe_token_dispatcher_type == "flex":
+    elif resolved.model.moe_router_load_balancing_type == ["none"] and any(resolved.model.moe_aux_loss_coeff):
+        coefficient = resolved.model.moe_aux_loss_coeff[0]
+        yield f"--moe-aux-loss-coeff {coefficient:g}: no effect with --moe-router-load-balancing-type none"
+    if resolved.model.moe_token_dispatcher_type == "flex" and resolved.model.num_moe_experts is not None:
         yield "--moe-token-dispatcher-type flex: uses the alltoall dispatcher, with the same results"

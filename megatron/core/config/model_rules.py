@@ -451,8 +451,9 @@ def expert_group_scores(cfg: ModelSettings) -> Problems:
 
 
 def auxiliary_loss_coefficients(cfg: ModelSettings) -> Problems:
-    """Require one --moe-aux-loss-coeff per --moe-router-load-balancing-type, zero for types that are no loss (sinkhorn,
-    quantile_balancing, none). Several types must be distinct and all be losses. Checks nothing without experts."""
+    """Require one --moe-aux-loss-coeff per --moe-router-load-balancing-type, zero for sinkhorn and quantile_balancing,
+    which are no losses; for none it has no effect, as in Megatron-LM. Several types must be distinct and all be losses.
+    Checks nothing without experts."""
     kinds, coefficients = cfg.moe_router_load_balancing_type, cfg.moe_aux_loss_coeff
     if cfg.num_moe_experts is None:
         return
@@ -460,8 +461,8 @@ def auxiliary_loss_coefficients(cfg: ModelSettings) -> Problems:
         types = counted(len(kinds), "balancing type")
         reason = f"has {len(coefficients)} values for {types} (--moe-router-load-balancing-type)"
         yield problem(cfg, "moe_aux_loss_coeff", reason, "give one value per type")
-    elif any(kind in NO_LOSS and value for kind, value in zip(kinds, coefficients)):
-        yield problem(cfg, "moe_aux_loss_coeff", "applies only to auxiliary losses", f"0 for {', '.join(NO_LOSS)}")
+    elif others := [kind for kind, value in zip(kinds, coefficients) if value and kind in NO_LOSS and kind != "none"]:
+        yield problem(cfg, "moe_aux_loss_coeff", "applies only to auxiliary losses", f"0 for {', '.join(others)}")
     if len(kinds) > 1 and (set(NO_LOSS) & set(kinds) or len(set(kinds)) < len(kinds)):
         reason = f"may list several auxiliary losses, each once, but not together with {', '.join(NO_LOSS)}"
         yield problem(cfg, "moe_router_load_balancing_type", reason)

@@ -154,4 +154,6 @@ def depends_on_micro_batch(config: MoEConfig) -> bool:
 
 def has_side_losses(config: MoEConfig) -> bool:
     """Whether routers have auxiliary losses."""
-    return config.num_moe_experts is not None and bool(any(config.moe_aux_loss_coeff) or config.moe_z_loss_coeff)
+    kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
+    balances = any(coefficient and kind != "none" for kind, coefficient in kinds)
+    return config.num_moe_experts is not None and bool(balances or config.moe_z_loss_coeff)

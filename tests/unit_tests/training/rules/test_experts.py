@@ -3,6 +3,8 @@ settings of a dense model are accepted with one notice."""
 
 import pytest
 
+from megatron.core.config.moe import has_side_losses
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.notices import notices
 from tests.unit_tests.training.rules.test_run_all import TINY, problems
@@ -98,8 +100,8 @@ def test_possible_experts_are_accepted(text):
          "--moe-router-group-score-topk 3: must be at most 2, the number of experts per group"),
         (MOE + "--moe-aux-loss-coeff 0.1 0.2",
          "--moe-aux-loss-coeff 0.1 0.2: has 2 values for 1 balancing type (--moe-router-load-balancing-type); give"),
-        (MOE + "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
-         "--moe-aux-loss-coeff 0.1: applies only to auxiliary losses; 0 for sinkhorn, quantile_balancing, none"),
+        (MOE + "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+         "--moe-aux-loss-coeff 0.1: applies only to auxiliary losses; 0 for sinkhorn"),
         (MOE + "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0.1 0",
          "--moe-router-load-balancing-type aux_loss none: may list several auxiliary losses, each once, but not"),
         (MOE + "--moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.1",
@@ -138,7 +140,7 @@ def test_all_problems_of_experts_are_told_at_once():
 def said(text):
     given = parse_args(f"{TINY} {text}".split())
     told = notices(given, validate_args(given, 1))
-    return [each for each in told if any(word in each for word in ("--num-experts", "flex", "upcycling"))]
+    return [each for each in told if any(word in each for word in ("--num-experts", "flex", "upcycling", "coeff"))]
 
 
 def test_settings_of_experts_without_experts_get_one_notice():
@@ -146,6 +148,16 @@ def test_settings_of_experts_without_experts_get_one_notice():
         "expert_tensor_parallel_size, moe_fusion, moe_layer_freq, moe_router_topk: no effect without --num-experts N"
     ]
     assert said("") == [] and said("--num-experts 4 --moe-router-topk 2") == []
+
+
+def test_coefficient_of_routing_without_a_loss_gets_one_notice_and_adds_no_loss():
+    text = "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.001"
+    assert said(text) == ["--moe-aux-loss-coeff 0.001: no effect with --moe-router-load-balancing-type none"]
+    assert problems(text) == [] and said(text.replace("0.001", "0")) == []
+    assert not has_side_losses(validate_args(parse_args(f"{TINY} {text}".split()), 1).model)
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 4}
+    config = TransformerConfig(**sizes, moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.001)
+    assert not has_side_losses(config) and config.moe_aux_loss_coeff == [0.001]
 
 
 @pytest.mark.parametrize(
