@@ -18,6 +18,7 @@ from megatron.training.hooks.live import LiveHook
 from megatron.training.hooks.sinks import Clock
 from megatron.training.observe.metrics import Sample
 from megatron.training.observe.throughput import Throughput
+from tests.unit_tests.training.hooks.conftest import step_metrics
 
 
 @pytest.fixture
@@ -99,6 +100,38 @@ def test_the_screen_ends_with_progress_losses_rates_and_memory(terminal, simulat
     assert [line for line in lines if line.startswith(" validation loss at iteration")] and "-----" not in "".join(
         lines
     )
+
+
+@pytest.mark.parametrize("first", [1, 61])
+def test_the_values_of_the_view_follow_from_the_last_interval(terminal, simulated_run, monkeypatch, first):
+    """Iterations take 7 s on the clock, and 0.25 s without evaluations; a resumed process knows its own pace only."""
+    monkeypatch.setattr("megatron.training.hooks.live.memory_bytes", lambda device: {"now": 1, "mem-max": 13 * 2**28})
+    written, now = terminal(), [0.0]
+    hook = LiveHook(Clock(Throughput(4, "NVIDIA H200"), Timers()), seconds=lambda: now[-1])
+
+    def metrics(iteration):
+        now.append(7.0 * iteration)
+        return step_metrics(iteration, skipped=iteration == 79, num_tokens=iteration * 100)
+
+    simulated_run(train_iters=200, eval_interval=40).train(Hooks(10, [hook]), first, 80, metrics=metrics)
+    view = " ".join("\n".join(screen(written())[-8:]).split())
+    last = [iteration for iteration in range(71, 81)]
+    used = [iteration for iteration in last if iteration != 79]
+    expected = {
+        "iteration": "80/200",
+        "remaining": "0:14:00",  # 7 x 120 s
+        "lm loss": f"{sum(10 / iteration for iteration in used) / 9:.4f}",
+        "learning rate": "0.08",
+        "gradient norm": "81.000",
+        "ms per iteration": "250.0",
+        "tokens per second": f"{100 * sum(last) / 2.5:,.0f}",
+        "TFLOP/s per GPU": "1.0 (0.1% MFU)",  # 10 iterations x 1e12 FLOPs / 2.5 s / 4 GPUs
+        "memory, peak": "3.25 GiB",
+        "skipped, NaN": "1, 0",
+        "validation, lm loss": f"{20 / 80**0.5:.4f} at 80",
+    }
+    for name, value in expected.items():
+        assert f"{name} {value}" in re.sub("[━╸╺ ]+", " ", view), (name, view)
 
 
 def test_log_lines_and_prints_stay_above_the_view(terminal, simulated_run, monkeypatch):

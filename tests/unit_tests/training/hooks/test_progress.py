@@ -1,6 +1,9 @@
 """progress.txt: one line per job and checkpoint, with throughput since the first job of this size."""
 
 import re
+from datetime import datetime
+
+import pytest
 
 from megatron.training.hooks.progress import ProgressHook
 
@@ -33,3 +36,34 @@ def test_cumulative_throughput_begins_at_the_first_job_of_this_size(tmp_path):
     )
     start, flops = ProgressHook(str(tmp_path), 1)._first_job()
     assert (start.day, flops) == (2, 5e12)
+
+
+def test_throughput_of_a_resumed_job_counts_its_flops_time_and_gpus(tmp_path, simulated_run, monkeypatch):
+    """The job resumes at iteration 40 with 1e12 FLOPs per iteration; an earlier job of this size began 10 s ago."""
+
+    class Now(datetime):
+        @classmethod
+        def now(cls):
+            return cls(2026, 1, 1, 12, 0, 10)
+
+    monkeypatch.setattr("megatron.training.hooks.progress.datetime", Now)
+    begun = "2026-01-01 12:00:00"
+    path = tmp_path / "progress.txt"
+    path.write_text(
+        f"{begun}\tJob ID: 1\t# GPUs: 4\tStarting job\n"
+        f"{begun}\tJob ID: 1\t# GPUs: 4\tSaved checkpoint\tFloating-point operations: 4.00e+13\tx\n"
+    )
+    times = iter([100.0, 102.5])  # start of the job, first checkpoint
+    monkeypatch.setattr("megatron.training.hooks.progress.time.monotonic", lambda: next(times))
+    simulated_run(save_interval=60, world_size=4).train([ProgressHook(str(tmp_path), seq_length=5_000_000)], 41, 60)
+    line = lines_of(tmp_path)[-1]
+    job, cumulative, flops, tokens = map(
+        float,
+        re.search(
+            r"Job throughput: ([\d.]+) .*Cumulative throughput: ([\d.]+) .*operations: ([\d.e+]+)\t.*billions\): ([\d.]+)",
+            line,
+        ).groups(),
+    )
+    assert job == pytest.approx(20e12 / 2.5 / 4 / 1e12)
+    assert cumulative == pytest.approx(60e12 / 10 / 4 / 1e12)
+    assert flops == 60e12 and tokens == pytest.approx(60 * 8 * 5_000_000 / 1e9)
