@@ -115,7 +115,7 @@ def test_the_values_of_the_view_follow_from_the_last_interval(terminal, simulate
 
     simulated_run(train_iters=200, eval_interval=40).train(Hooks(10, [hook]), first, 80, metrics=metrics)
     view = " ".join("\n".join(screen(written())[-8:]).split())
-    last = [iteration for iteration in range(71, 81)]
+    last = range(71, 81)
     used = [iteration for iteration in last if iteration != 79]
     expected = {
         "iteration": "80/200",
