@@ -291,7 +291,8 @@ def resolve_group(given: process_groups.AnyGroup = None, axis: str = "tp") -> pr
     collective.
 
     Args:
-        given: a torch ``ProcessGroup`` or a ``Group``; None takes the running program's group of ``axis``.
+        given: a torch ``ProcessGroup`` or a ``Group``; None takes the running program's group of ``axis``, or a group
+            of this process only if no program was initialized.
         axis: a field of ``ProcessGroups``, such as "tp" or "cp".
 
     Raises:

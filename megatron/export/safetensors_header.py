@@ -39,7 +39,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     """Read the header of ``path``; return name -> entry for every tensor. Tensor data is not read.
 
     Raises:
-        CheckpointDamagedError: not a complete safetensors file; the message names the tensor.
+        CheckpointDamagedError: the file cannot be read, is truncated or has no JSON header; or a tensor's entry is
+            malformed, and then the message names the tensor.
     """
     try:
         with open_regular(path) as file:

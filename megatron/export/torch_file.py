@@ -191,8 +191,9 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
 
 def _read_zip(file: _Range) -> tuple[object, dict[str, _Record]]:
     """Return (the unpickled value, records by storage key) of a zip file of ``torch.save``. Raises
-    CheckpointDamagedError for compressed, encrypted or repeated records, another byte order, or a storage without a
-    record."""
+    CheckpointDamagedError for compressed, encrypted or repeated records, another byte order, not exactly one data.pkl
+    or one above MAX_PICKLE_BYTES; errors of zipfile and of the unpickler pass. Whether storages have records is checked
+    when their tensors are made (:func:`_lazy`)."""
     records: dict[str, _Record] = {}
     with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]
         entries = archive.infolist()

@@ -42,9 +42,11 @@ def text_table(timeline: Timeline, width: int) -> str:
 def draw(timeline: Timeline, title: str, path: Path) -> None:
     """Draw one bar per action and write the figure to ``path``: colored by F/B/W, paler for later chunks.
 
-    Bars that are wide enough show the micro-batch index. Needs matplotlib."""
-    import matplotlib
-
+    Bars that are wide enough show the micro-batch index. Raises UserError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError(f"drawing needs matplotlib ({error}): pip install matplotlib") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -115,8 +115,9 @@ def build(saved: Saved, paths: Sequence[str] | None) -> tuple[PretrainConfig, To
 
 
 def parts_of_sample(dataset: object, number: int) -> list[Part]:
-    """Return the documents of sample ``number`` with their tokens; empty for random samples. BERT and T5 count tokens
-    from the first sentence of the document, and drop some of the range if the sample is ``truncated``."""
+    """Return (document, first token, last token + 1) for each document of sample ``number``; empty for other data sets
+    than those of GPT, BERT and T5, such as blends. BERT and T5 count tokens from the first sentence of the document,
+    and drop some of the range if the sample is ``truncated``."""
     if isinstance(dataset, GPTDataset):
         row = int(dataset.shuffle_index[number])
         (first, offset), (last, _) = dataset.sample_index[row : row + 2].tolist()

@@ -191,9 +191,10 @@ def _same_split(small: int, groups: int, ranks: int) -> bool:
 
 
 def _few_layers(cfg: PretrainConfig) -> int:
-    """Return all layers if the flags assign layers individually (layout, spec, per-layer lists, first/last stage).
-
-    Otherwise return the smallest multiple of the stages and layer patterns, with the original remainder."""
+    """Return all layers if the flags assign layers individually: a layout, a spec, lists per layer, layers of the
+    first, last or each virtual stage, several kinds of context parallelism, or fp8 with first and last layers in bf16.
+    Else return the smallest multiple of the stages and layer patterns (one stage: twice that), plus the remainder of
+    the layers by the stages; at most all layers."""
     model = cfg.model
     stages = model.pipeline_model_parallel_size * virtual_pipeline_size(cfg.model)
     given = model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers

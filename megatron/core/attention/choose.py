@@ -136,11 +136,16 @@ def _first_that_serves(request: Request) -> KernelChoice:
 
 
 def _candidates(request: Request) -> Iterator[str]:
-    """Yield candidate kernels, best first; checks no ``supports``. Only the requested flash-attn version, installed or
-    not; ``auto`` with a bias: triton, unfused. Else for 16 bits: installed flash-attn (``flash``: 4, 3; ``auto``: 4),
-    cudnn (``fused``, or ``auto`` from sm_90 on; no window on full sequences), flash (not for ``fused`` without window);
-    for ``auto`` or a window on full sequences: efficient and math (key blocks: unfused); for ``auto`` with a soft cap
-    unfused."""
+    """Yield candidate kernels, best first; checks no ``supports``. A requested flash-attn version is the only one,
+    installed or not; ``auto`` with a bias: triton, unfused. Else each of these whose condition holds, in this order
+    (*banded*: a window on full sequences, not on key blocks):
+
+    - flash-attn 4, then 3: 16 bits, installed; 3 for ``flash`` only, 4 for ``flash`` and ``auto``
+    - cudnn: 16 bits, not banded, ``fused``, or ``auto`` from sm_90 on
+    - flash: 16 bits, banded or not ``fused``
+    - efficient and math (with key blocks: unfused): ``auto`` or banded
+    - unfused: ``auto`` with a soft cap, no key blocks
+    """
     if request.flash_version is not None:
         yield f"flash-attn {request.flash_version}"
         return

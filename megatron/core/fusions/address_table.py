@@ -58,8 +58,9 @@ if triton is not None:
         weight, kept, at, inside, p, WEIGHT: tl.constexpr, KEPT_BITS: tl.constexpr, AVOID_TIES: tl.constexpr,
         ALIGNMENT: tl.constexpr,
     ):  # fmt: skip
-        """Write masters ``p`` and model weights. AVOID_TIES as ``nudge_rounding_ties_``: a tie that bf16 rounds down
-        could not be rebuilt from weight and remainder."""
+        """Write masters ``p`` and model weights at ``at`` where ``inside``. KEPT_BITS 0: ``p`` to the fp32 weight; 32:
+        ``p`` to ``kept``, rounded to the weight; 16: split over both. AVOID_TIES changes ``p`` before, as
+        ``nudge_rounding_ties_``: a tie that bf16 rounds down could not be rebuilt from weight and remainder."""
         bits = p.to(tl.int32, bitcast=True)
         if AVOID_TIES:
             bits -= ((bits & 0x1FFFF) == 0x8000).to(tl.int32)

@@ -331,8 +331,9 @@ def _launch_cast(
     x: Tensor, scale: Tensor | Scale, data: Tensor | None, transposed: Tensor | None, noted: Tensor | None
 ) -> Tensor:
     """Cast ``x`` [t, i] to ``data`` [t, i] and ``transposed`` [i, t or more, at most the next multiple of 128], zeros
-    at the end of its rows; at least one of the two. Return the inverse scale [1]. ``noted`` as of
-    :func:`cast_tensor`."""
+    at the end of its rows; at least one of the two. Return the inverse scale [1], new unless ``scale`` is a
+    :class:`Scale`. A tensor ``scale`` holds amaxes, fp32 [n], whose maximum gives the scale. ``x`` is contiguous;
+    ``noted`` as of :func:`cast_tensor`."""
     height, width = x.shape
     some = data if data is not None else transposed
     assert some is not None, "at least one copy"

@@ -147,8 +147,9 @@ if triton is not None:
         M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
         """Write dQ of M queries of one head and batch row, and for them delta = sum_d dO O and dS of all keys (zeros
-        where hidden) to ``grad_pairs`` [b, a, s, t] in its dtype. Recomputes scores from ``lse``; run it before the
-        kernel of keys, which reads delta."""
+        where hidden) to ``grad_pairs`` [b, a, s, t] in its dtype; dS is the gradient of the biased scores, without
+        ``scale``. ``scale`` and ``bias`` come multiplied by log2(e), ``lse`` is natural. Grid: (blocks of M queries,
+        batch x heads). Recomputes scores from ``lse``; run it before the kernel of keys, which reads delta."""
         row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
         group, line = head // per_group, (row * heads + head) * num_queries
         i = tl.program_id(0) * M + tl.arange(0, M)

@@ -135,8 +135,8 @@ class _ParallelLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return dX, reduced over the group as ``traits`` say, dW and db. dW is None if it is added to ``main_grad`` or
-        put into ``store`` as a closure, db if it is added to ``main_grad``. The last two results are placeholder
-        gradients for the tokens. Waits for its collectives."""
+        put into ``store`` as a closure, db if it is added to ``main_grad``. The gradients of ``ready`` and
+        ``bias_ready`` are placeholders; other arguments have none. Waits for its collectives."""
         weight, *kept = ctx.saved_tensors
         x = operand_of(kept)
         traits, store, needs = ctx.traits, ctx.store, ctx.needs_input_grad

@@ -92,10 +92,10 @@ class Interval:
         """Return the summary of the interval's iterations: mean losses, counts of skipped and NaN iterations, seconds,
         FLOPs. Returns None if no iteration is valid. Start the next interval in both cases. Call `unseen` first."""
         steps, self.steps = self.steps, []
-        if not steps:
-            return None
         flops = state.floating_point_operations - self._flops
         self._flops = state.floating_point_operations
+        if not steps:
+            return None
         return IntervalSummary(
             steps=steps,
             losses=mean_losses(steps),

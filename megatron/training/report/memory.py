@@ -194,8 +194,9 @@ def _is_matrix(cfg: PretrainConfig, stored: Stored) -> bool:
 def _one_buffer_state(
     cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
 ) -> tuple[int, int, list[int]]:
-    """Return bytes of weights, gradients (with bucket padding) and optimizer state per shard, of parameters in one
-    gradient buffer that ``num_ranks`` ranks reduce. Reverses the list ``parameters`` in place."""
+    """Return bytes of weights, gradients (with bucket padding) and optimizer state of each shard, for parameters in one
+    gradient buffer that ``num_ranks`` ranks reduce: one shard, or with --use-distributed-optimizer ``num_ranks`` by the
+    number of instances. Reverses the list ``parameters`` in place."""
     distributed = cfg.distributed
     full = _is_matrix(cfg, parameters[0])
     parameters.reverse()

@@ -91,7 +91,9 @@ class GraphedForwardBackward:
         """Run all micro-batches of one iteration and accumulate local gradients in ``main_grad``, without reducing them
         over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``; then micro-batches are
         replayed, after the first one of each form is recorded. Copies batches to the device. ``loss_weights`` is the
-        same object in every call. Returns replayed results as clones, since replays overwrite their outputs."""
+        same object in every call. ``options`` reach the warm-up calls only; replays take one model chunk. Waits for
+        pending updates of weights. Returns replayed results as clones, since replays overwrite their outputs. Raises
+        UserError for one form of micro-batches more than ``MOST_RECORDINGS``."""
         for chunk in model:
             if isinstance(chunk, DataParallel):
                 chunk.finish_updates()  # replays call no hooks that would wait

@@ -1,5 +1,6 @@
 """Pictures and tables of a user's own pipeline."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -30,9 +31,17 @@ def test_a_picture_is_written(tmp_path, suffix):
     assert path.stat().st_size > 10_000
 
 
-def test_what_cannot_be_drawn_is_said(capsys):
+def test_impossible_pipelines_are_rejected_by_one_message(capsys):
     assert main([flag.replace("zero-bubble", "interleaved") for flag in FLAGS]) == 2
     assert "requires several model chunks per rank" in capsys.readouterr().err
     alone = FLAGS[: FLAGS.index("--pipeline-model-parallel-size")]
     assert main(alone) == 2
     assert "there is no pipeline to draw" in capsys.readouterr().err
+
+
+def test_drawing_without_matplotlib_is_one_message_with_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*FLAGS, "--output", str(tmp_path / "schedule.svg")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: drawing needs matplotlib") and error.endswith("pip install matplotlib\n")
+    assert error.count("\n") == 1 and not list(tmp_path.iterdir())

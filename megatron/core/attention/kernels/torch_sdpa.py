@@ -126,9 +126,13 @@ class TorchAttention(FlashKernel):
         return self._rows(query, key, value, mask)
 
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend within documents; differentiable, no host sync. If cuDNN supports the shapes: full rows only run
-        unpacked; if at least half of the rows, at the front, are one document each, all run unpacked and the others
-        again as packed documents. Otherwise, also if the host does not know the bounds, makes packed flash calls."""
+        """Attend within documents, [s, b, heads, d] in and out; differentiable, no host sync. Calls by kind of rows:
+
+        - cuDNN does not support the shapes, or the host does not know the bounds: packed flash calls
+        - each row is one document: unpacked cuDNN calls
+        - the first half of the rows or more are one document each: unpacked calls, then packed ones for the other rows
+        - else: packed flash calls
+        """
         assert mask.documents is not None
         batch, tile = query.shape[1], full_tile(len(query), len(key), mask.visibility)
         if not self.takes_cudnn(tile):

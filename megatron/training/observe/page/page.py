@@ -218,7 +218,7 @@ def learning_charts(run: Run) -> list[Chart]:
 
 
 def speed_charts(run: Run) -> list[Chart]:
-    """Return charts of rates, step time and its parts, and memory."""
+    """Return charts of tokens/s and TFLOP/s if recorded, then of step time with its parts, and memory (GiB)."""
     charts = []
     titles = {"tokens_per_second": "tokens per second", "tflops_per_device": "TFLOP/s per GPU"}
     for key, title in titles.items():
