@@ -126,17 +126,17 @@ class AddressTables:
     alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[list[tuple[int, ...]], list[Table]]] = {}
+        self._known: dict[int, tuple[object, list[Table]]] = {}
 
     def find(self, group: Operands) -> list[Table]:
-        """Return the tables of a group, from the cache if all addresses and sizes are as before, else rebuilt and
-        copied to the device (every step if tensors get new memory)."""
-        # addresses and sizes only: a tensor of another dtype in the same place would be read with the old dtype
+        """Return the tables of a group, from the cache if all addresses, sizes and dtypes are as before, else rebuilt
+        and copied to the device (every step if tensors get new memory)."""
         rows = [_row(*each) for each in group]
+        key = rows, [_dtypes(*each) for each in group]  # the same memory may hold a tensor of another dtype
         first = rows[0][0]
         known = self._known.get(first)
-        if known is None or known[0] != rows:
-            self._known[first] = known = (rows, list(_tables(group, rows)))
+        if known is None or known[0] != key:
+            self._known[first] = known = (key, list(_tables(group, rows)))
         return known[1]
 
 
@@ -144,6 +144,13 @@ def _row(storage: Storage, operands: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Return the addresses of weight, extra master storage (0 if none) and operands, and the number of elements."""
     kept = 0 if storage.kept is None else storage.kept.data_ptr()
     return storage.weight.data_ptr(), kept, *(each.data_ptr() for each in operands), storage.weight.numel()
+
+
+def _dtypes(storage: Storage, operands: tuple[Tensor, ...]) -> tuple[object, ...]:
+    """Return what selects the kernel besides addresses: dtypes of weight, extra master storage and operands, and
+    whether stored values avoid ties."""
+    kept = None if storage.kept is None else storage.kept.dtype
+    return storage.weight.dtype, kept, storage.nudges_ties, *(each.dtype for each in operands)
 
 
 def _tables(group: Operands, rows: Sequence[tuple[int, ...]]) -> Iterator[Table]:

@@ -18,6 +18,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.adaptive_muon import AdaptiveMuon
 from megatron.core.optimizer.muon import Muon, Splits, batches, map_matrices
 from megatron.core.optimizer.newton_schulz import COEFFICIENTS, orthogonalize
+from megatron.core.optimizer.rule_choice import default_rule
 from megatron.core.sharding.placement import Normal, RowParts, SubTensor, declare, parameter
 from megatron.core.sharding.rectangles import Rectangle
 from tests.reference.muon import muon_step
@@ -183,6 +184,25 @@ def test_hidden_matrices_are_selected_by_name_and_dims():
     )  # fmt: skip
     assert all(is_hidden_matrix(name, 2) for name in yes) and not any(is_hidden_matrix(name, 2) for name in no)
     assert not is_hidden_matrix("decoder.layers.0.input_layernorm.weight", 1)
+
+
+def test_a_matrix_that_a_program_marks_as_embedding_or_output_is_updated_by_adam():
+    """Megatron-LM's attribute; the name of the matrix says nothing."""
+    config = settings(muon_scalar_optimizer="adam", weight_decay=0.0)
+    model, plain = network(), network()
+    model[0].weight.is_embedding_or_output_parameter = True
+    model[2].weight.is_embedding_or_output_parameter = False
+    assert default_rule(config, "0.weight", model[0].weight) == "adam"
+    assert default_rule(config, "2.weight", model[2].weight) == "muon"
+    start = [model[index].weight.detach().clone() for index in (0, 2)]
+    _, gradients = train(model, config, steps=1)
+    train(plain, replace(config, optimizer="adam"), steps=1)
+    assert torch.equal(model[0].weight, plain[0].weight)
+    adam = start[0] - 0.02 * gradients[0]["0.weight"].sign()  # Adam's first step, up to its epsilon
+    torch.testing.assert_close(model[0].weight.detach(), adam, rtol=0, atol=1e-5)
+    moved = (start[1] - model[2].weight.detach()) / 0.02
+    singular = torch.linalg.svdvals(moved) / 10**0.5  # spectral scale: the root of the larger size
+    assert singular.min() > 0.5 and singular.max() < 1.5
 
 
 # ---- the rule
