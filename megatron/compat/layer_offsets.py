@@ -32,8 +32,8 @@ def _layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None
     accounts = config.account_for_embedding_in_pipeline_split or config.account_for_loss_in_pipeline_split
     if not is_given and not accounts:
         raise UserError(
-            "get_transformer_layer_offset: stages are balanced by the model's FLOPs, which the configuration does not "
-            "tell; give pipeline_model_parallel_layout, or ask the model (layers have global numbers in its names)"
+            "get_transformer_layer_offset: cannot compute layer offsets, because stages are balanced by the model's "
+            "FLOPs; set pipeline_model_parallel_layout, or read layer numbers from parameter names, which are global"
         )
     stages = pipeline_stages(config)
     rank = parallel_state.get_process_groups().pp.rank if pp_rank is None else pp_rank

@@ -92,7 +92,11 @@ def _tensor(storage: object, offset: Any, shape: Any, stride: Any, *_: object) -
         count, last = count * n, last + (n - 1) * step
     # limit overlapping views (stride 0): a copy of one must not take much more memory than the file has bytes
     if count and (last >= storage.numel or count > max(storage.numel, FREE_ITEMS)):
-        raise CheckpointDamagedError(f"a tensor of shape {list(shape)} that its storage of {storage.numel} cannot hold")
+        needed = max(last + 1, count)
+        raise CheckpointDamagedError(
+            f"a tensor of shape {list(shape)} needs {needed} elements, its storage has {storage.numel}; the file is "
+            "damaged, copy it again"
+        )
     return StoredTensor(storage, offset, tuple(shape), tuple(stride))
 
 

@@ -3,6 +3,7 @@ folder itself), and conversion of global tensors and arguments to an ``Interchan
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
@@ -162,8 +163,10 @@ def checkpoint_objects(state: Mapping[str, Any], settings: Settings, with_optimi
         name: _count(args.get(name, 0) or 0, name)
         for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
     }
-    flops = _number(state.get("num_floating_point_operations_so_far", 0))
-    train_state |= {"iteration": iteration, "skipped_iterations": 0, "floating_point_operations": float(flops or 0)}
+    flops = _number(state.get("num_floating_point_operations_so_far") or 0)
+    if not isinstance(flops, int | float) or not 0 <= flops < 1e300:
+        raise CheckpointDamagedError(f"num_floating_point_operations_so_far is {flops!r:.60}, expected a count")
+    train_state |= {"iteration": iteration, "skipped_iterations": 0, "floating_point_operations": float(flops)}
     objects: dict[str, object] = {"iteration": iteration, "train_state": train_state, "tokenizer": None}
     if isinstance(schedule := state.get("opt_param_scheduler"), dict):
         objects["scheduler"] = _schedule(schedule, settings)
@@ -189,7 +192,8 @@ def _schedule(schedule: Mapping[str, object], settings: Settings) -> dict[str, o
     Lengths are in samples in both formats. Raises CheckpointError for missing fields."""
     anneal = settings.get("lr_wsd_decay_samples")
     if anneal is None and settings.get("lr_wsd_decay_iters") is not None:
-        anneal = settings["lr_wsd_decay_iters"] * settings["global_batch_size"]
+        sizes = (_count(settings.get(name), name) for name in ("lr_wsd_decay_iters", "global_batch_size"))
+        anneal = math.prod(sizes)
     taken = (
         "max_lr",
         "min_lr",

@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.export.interchange import Settings
 
 T = TypeVar("T")
+MAX_LAYERS = 10_000
 LAYER = re.compile(r"((?:model\.)?(?:(?:en|de)coder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.)(.+)")
 
 
@@ -299,7 +300,11 @@ def convert_arguments(args: Settings, tensors: Mapping[str, tuple[int, ...]]) ->
 
     Returns:
         Settings; ``vocab_size`` is the true one if the arguments hold it, else the padded one.
+
+    Raises:
+        CheckpointDamagedError: a size that tensors are read with is no positive number.
     """
+    _check_sizes(args)
     family = detect_family(tensors)
     settings: dict[str, object] = {"model_family": family}
     for name, value in args.items():
@@ -323,6 +328,21 @@ def convert_arguments(args: Settings, tensors: Mapping[str, tuple[int, ...]]) ->
     if family == "t5":  # whose program ignores the decoder's flag and uses the encoder's number of layers
         settings["decoder_num_layers"] = len(layer_indices(tensors, "decoder"))
     return settings
+
+
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
+          "padded_vocab_size")  # fmt: skip
+
+
+def _check_sizes(args: Settings) -> None:
+    """Raise CheckpointDamagedError unless the sizes that tensors are read with are integers from 1 to 2^31 - 1, or, for
+    the number of layers, MAX_LAYERS. Missing sizes and None pass."""
+    for name in _SIZES:
+        largest = MAX_LAYERS if name == "num_layers" else 2**31 - 1
+        value = args.get(name)
+        if value is not None and (type(value) is not int or not 1 <= value <= largest):
+            reason = f"must be an integer from 1 to {largest}; the checkpoint is damaged, copy it again"
+            raise CheckpointDamagedError(f"args.{name} {value!r:.60}: {reason}")
 
 
 def layer_indices(names: Iterable[str], stack: str) -> list[int]:

@@ -29,12 +29,11 @@ from megatron.core.sharding.rectangles import Rectangle, coverage_problem
 from megatron.export.interchange import Interchange, check_names
 from megatron.export.megatron_lm.buckets import STATES, unflatten_distributed
 from megatron.export.megatron_lm.model import build_interchange, find_folder
-from megatron.export.megatron_lm.names import current_names, detect_family, is_no_weight
+from megatron.export.megatron_lm.names import MAX_LAYERS, current_names, detect_family, is_no_weight
 from megatron.export.torch_file import read_torch_file
 from megatron.export.unpickler import Record, unpickle
 
 MAX_METADATA_BYTES = 2**30
-MAX_LAYERS = 10_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.distcp")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:\d+\.)?state\.(exp_avg_sq|exp_avg|fp32_param|param)\.(.+)")
 _STACKED = re.compile(r"(.*\b(?:decoder|encoder)\.layers)\.([a-z_].*)")
@@ -219,15 +218,20 @@ def _parse(metadata: Record, folder: Path) -> _Checkpoint:
             continue
         properties = entry["properties"]
         dtype = properties.attributes["state"][0] if "state" in properties.attributes else properties["dtype"]
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointDamagedError(f"{folder}: {name}: {dtype!r:.60} is no dtype of torch")
         stored = _Stored(name, tuple(entry["size"]), dtype)
         for chunk in entry["chunks"]:
             piece = Rectangle(tuple(chunk["offsets"]), tuple(chunk["sizes"]))
             if piece.offsets not in places.get(name, {}):
                 raise CheckpointDamagedError(f"{folder}: the piece of {name} at {piece.offsets} is nowhere stored")
             stored.pieces[piece] = place = places[name][piece.offsets]
-            if not isinstance(dtype, torch.dtype) or piece.numel * dtype.itemsize > place[2]:
-                raise CheckpointDamagedError(f"{folder}: the piece of {name} at {piece.offsets} is not that large")
-        if not isinstance(dtype, torch.dtype) or (problem := coverage_problem(stored.shape, stored.pieces)):
+            if (size := piece.numel * dtype.itemsize) > place[2]:
+                raise CheckpointDamagedError(
+                    f"{folder}: {name}: the part at {list(piece.offsets)} needs {size} bytes, its file has {place[2]}; "
+                    "the checkpoint is damaged, copy it again"
+                )
+        if problem := coverage_problem(stored.shape, stored.pieces):
             raise CheckpointDamagedError(f"{folder}: the pieces of {name} of shape {list(stored.shape)} {problem}")
         original = (flattened.get(name) or {}).get("nd_reformulated_orig_global_shape")
         if original is not None and tuple(original) != stored.shape:

@@ -405,5 +405,5 @@ def test_a_tensor_larger_than_its_storage_is_refused(tmp_path):
         for name in old.namelist():
             data = old.read(name)
             new.writestr(name, data.replace(b"K\x04\x85", b"K\x05\x85") if name.endswith("data.pkl") else data)
-    with pytest.raises(CheckpointError, match="cannot hold"):
+    with pytest.raises(CheckpointError, match=r"a tensor of shape \[5\] needs 5 elements, its storage has 4; the"):
         read_torch_file(tmp_path / "b.pt")

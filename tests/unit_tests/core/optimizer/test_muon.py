@@ -187,7 +187,7 @@ def test_hidden_matrices_are_selected_by_name_and_dims():
 
 
 def test_a_matrix_that_a_program_marks_as_embedding_or_output_is_updated_by_adam():
-    """Megatron-LM's attribute; the name of the matrix says nothing."""
+    """Megatron-LM's attribute selects the rule, not the parameter's name."""
     config = settings(muon_scalar_optimizer="adam", weight_decay=0.0)
     model, plain = network(), network()
     model[0].weight.is_embedding_or_output_parameter = True

@@ -4,6 +4,7 @@ import argparse
 import io
 import pickle
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -375,4 +376,60 @@ def test_a_damaged_torch_dist_folder_is_one_message(harm, message, written, tmp_
     shutil.copytree(written, tmp_path / "copy")
     harm(tmp_path / "copy" / "iter_0000007")
     with pytest.raises(CheckpointError, match=message):
+        load_megatron_torch_dist(tmp_path / "copy")
+
+
+EVIL = (2**62, -1, 0, "x", [1], {}, float("nan"), 10**400)
+
+
+def with_common(written, folder, change):
+    """A copy of the checkpoint ``written`` with a changed common.pt."""
+    path = shutil.copytree(written, folder / "copy") / "iter_0000007" / "common.pt"
+    common = torch.load(path, weights_only=False)
+    change(common)
+    torch.save(common, path)
+    return folder / "copy"
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "num_attention_heads", "num_query_groups",
+                                  "ffn_hidden_size", "padded_vocab_size"])  # fmt: skip
+def test_crafted_sizes_are_one_message(name, written, tmp_path):
+    def change(common, value):
+        setattr(common["args"], name, value)
+
+    for index, value in enumerate(EVIL):
+        folder = with_common(written, tmp_path / str(index), partial(change, value=value))
+        with pytest.raises(CheckpointError, match=rf"args.{name} .*: must be an integer from 1 to \d+; the"):
+            load_megatron_torch_dist(folder)
+
+
+@pytest.mark.parametrize("value", [value for value in EVIL if value != 0])
+def test_a_crafted_count_of_operations_is_one_message(value, written, tmp_path):
+    name = "num_floating_point_operations_so_far"
+    folder = with_common(written, tmp_path, lambda common: common.update({name: value}))
+    if value in (2**62, {}):  # a large count, and nothing
+        assert load_megatron_torch_dist(folder).objects["train_state"]["floating_point_operations"] == (value or 0.0)
+        return
+    with pytest.raises(CheckpointError, match=f"{name} is .*, expected a count"):
+        load_megatron_torch_dist(folder)
+
+
+def test_a_crafted_decay_is_one_message(written, tmp_path):
+    def change(common):
+        common["args"].lr_wsd_decay_iters = 5
+
+    with pytest.raises(CheckpointError, match="global_batch_size is None, expected a count"):
+        load_megatron_torch_dist(with_common(written, tmp_path, change))
+
+
+def test_a_piece_larger_than_its_file_says_both_sizes(written, tmp_path):
+    path = shutil.copytree(written, tmp_path / "copy") / "iter_0000007" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    name = "output_layer.weight"
+    for index, place in metadata.storage_data.items():
+        if index.fqn == name:
+            place.length = 100
+    path.write_bytes(pickle.dumps(metadata))
+    size = PADDED * HIDDEN * 4
+    with pytest.raises(CheckpointError, match=rf"{name}: the part at \[0, 0\] needs {size} bytes, its file has 100;"):
         load_megatron_torch_dist(tmp_path / "copy")
