@@ -88,6 +88,16 @@ def test_connections_with_requests_are_never_closed_for_new_ones(tokenizer):
         assert httpx.get(url + "/health").status_code == 200
 
 
+def test_answers_do_not_wait_for_acknowledgments(tokenizer):
+    with running_server(tokenizer) as (url, _), httpx.Client(base_url=url) as http:
+        seconds = []
+        for _ in range(15):
+            began = time.monotonic()
+            http.get("/health")
+            seconds.append(time.monotonic() - began)
+        assert min(seconds) < 0.02, "a delayed acknowledgment takes 0.04 s"
+
+
 def test_every_client_has_a_deadline(tokenizer, monkeypatch):
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.5)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.5)
