@@ -97,7 +97,7 @@ def test_no_flipped_bit_gives_another_array(tmp_path, caplog):
             path.write_bytes(content)
 
 
-def test_numbers_outside_their_range_are_rebuilt(tmp_path, caplog):
+def test_index_cache_with_values_out_of_bounds_is_rebuilt(tmp_path, caplog):
     """A broken writer can store wrong numbers with a valid checksum."""
     bounds = {"first": [(0, 3)], "second": [(0, 2), (1, 3)]}
     IndexCache(str(tmp_path), "GPTDataset-train", {"seed": 1234}, LAYOUT, bounds).get(arrays)

@@ -100,7 +100,7 @@ def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
     assert parse_args((TINY + "--rerun-mode disabled --spec local --fp8-margin 0").split())
 
 
-def test_files_and_scripts_get_the_same_answers(tmp_path, caplog):
+def test_yaml_and_script_defaults_report_unsupported_flags_like_the_command_line(tmp_path, caplog):
     path = tmp_path / "settings.yaml"
     path.write_text("ckpt_convert_format: torch\nuse_persistent_ckpt_worker: true\nmoe_router_topk: 2\n")
     conversion = "conversion by a training job (tools/checkpoint/convert.py needs none)"

@@ -212,7 +212,7 @@ def test_a_corpus_shorter_than_a_sample_is_repeated(tmp_path):
     assert len(data) >= 7 and set(data[6]["tokens"].tolist()) == {0, 1, 2, 3}
 
 
-def test_indices_are_cached_by_what_they_depend_on(tmp_path, monkeypatch):
+def test_indices_are_cached_by_every_setting_that_they_depend_on(tmp_path, monkeypatch):
     path = write(tmp_path / "data", corpus())
     first = dataset(path, 5)
     folder = f"{path}/cache/GPTDataset_indices"

@@ -171,7 +171,7 @@ def test_special_tokens_inside_sentences_are_not_masked_and_join_no_words(tmp_pa
                 np.testing.assert_array_equal(ours[index][key], theirs[key], key)
 
 
-def test_a_sample_depends_on_seed_and_number_alone(prefix):
+def test_a_sample_depends_only_on_seed_and_number(prefix):
     first, again = train("bert", prefix, 100), pickle.loads(pickle.dumps(train("bert", prefix, 100)))
     other = train("bert", prefix, 100, random_seed=1235)
     backwards = [again[i] for i in reversed(range(50))][::-1]
@@ -190,14 +190,14 @@ def test_text_that_holds_the_padding_id_is_labelled_0(tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", [WordPieces(pad=None), WordPieces(pad=2), WordPieces(pad=-1)])
-def test_padding_needs_no_id_of_its_own(prefix, tokenizer):
+def test_padding_needs_no_separate_id(prefix, tokenizer):
     expected, ours = train("bert", prefix, 50), train("bert", prefix, 50, tokenizer=tokenizer)
     for index in range(50):
         for key, value in expected[index].items():
             np.testing.assert_array_equal(ours[index][key], value, key)
 
 
-def test_documents_are_what_a_split_divides(prefix):
+def test_a_split_divides_documents(prefix):
     sets = build("bert", prefix, (None, None, None), split="80,10,10")
     data, samples = IndexedDataset(prefix), []
     for part, (first, last) in zip(sets, [(0, 24), (24, 27), (27, 30)]):
@@ -215,7 +215,7 @@ def test_epochs_are_counted_past_documents_that_give_nothing(tmp_path):
     assert train("bert", prefix, 9).num_epochs == 5 and len(train("bert", prefix, 9)) == 10
 
 
-def test_a_split_that_rounds_to_no_document_is_refused(tmp_path):
+def test_a_split_that_rounds_to_no_document_is_rejected(tmp_path):
     prefix = write(tmp_path / "data", corpus(150))
     with pytest.raises(EmptySplitError, match="10 samples of valid asked .* has no documents; .*--split"):
         build("bert", prefix, (10, 10, 0), split="999,1,0")
@@ -223,7 +223,7 @@ def test_a_split_that_rounds_to_no_document_is_refused(tmp_path):
     assert len(valid) >= 10 and test is None
 
 
-def test_documents_where_sentences_were_expected_are_refused(tmp_path, caplog):
+def test_documents_of_one_sentence_are_rejected_by_bert(tmp_path, caplog):
     prefix = write(tmp_path / "data", [[np.concatenate(sentences)] for sentences in corpus()])
     with pytest.raises(EmptySplitError, match="fewer than 2 .*--split-sentences, or give --bert-no-binary-head"):
         train("bert", prefix, 10)
@@ -237,7 +237,7 @@ def test_documents_where_sentences_were_expected_are_refused(tmp_path, caplog):
         train("bert", prefix, 10)
 
 
-def test_sentences_where_documents_were_expected_are_refused(prefix):
+def test_gpt_rejects_documents_split_into_sentences(prefix):
     options = {"random_seed": 1, "sequence_length": 8, "blend": ([prefix], None), "tokenizer": WordPieces()}
     with pytest.raises(UserError, match="holds sentences, 92 of 30 documents.*without --split-sentences"):
         BlendedMegatronDatasetBuilder(GPTDataset, (1, 0, 0), lambda: True, GPTDatasetConfig(**options)).build()
@@ -293,7 +293,7 @@ def test_a_split_without_pairs_beside_one_that_has_some_needs_other_documents(tm
         build("bert", prefix, (10, 4, 0), split="8,2,0")
 
 
-def test_no_data_is_refused(prefix):
+def test_a_configuration_without_data_path_is_rejected(prefix):
     with pytest.raises(UserError, match="--data-path"):
         train("bert", prefix, 10, blend=None)
 
@@ -333,7 +333,7 @@ def test_sentinels_and_the_decoders_length_end_the_masking(prefix):
         assert most == 5 or max(scarce[index]["dec_mask"].sum() for index in range(100)) == 24  # none is left free
 
 
-def test_everything_wrong_is_said_at_once(prefix):
+def test_all_problems_of_a_configuration_are_reported_together(prefix):
     bare = WordPieces(sentinels=2)
     del bare.cls, bare.mask
     wrong = {"masking_probability": 1.0, "short_sequence_probability": 1.1, "masking_max_ngram": 0,
@@ -370,7 +370,7 @@ def test_t5_needs_no_tokens_of_berts_and_starts_with_pad_where_there_is_no_bos(p
         config("t5", prefix, tokenizer)
 
 
-def test_a_token_outside_the_vocabulary_is_refused_by_sentence(tmp_path):
+def test_a_token_outside_the_vocabulary_is_rejected_with_its_sentence(tmp_path):
     documents = corpus()
     number = next(number for number, document in enumerate(documents) if len(document) > 1)
     documents[number][1][0] = 900
@@ -380,7 +380,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_sentence(tmp_path):
         [data[i] for i in range(len(data))]
 
 
-def test_the_map_is_cached_by_what_it_depends_on(tmp_path, monkeypatch):
+def test_the_sentence_map_is_cached_by_every_setting_that_it_depends_on(tmp_path, monkeypatch):
     prefix = write(tmp_path / "data", corpus())
     folder = tmp_path / "data" / "cache" / "BERTMaskedWordPieceDataset_indices"
     first = train("bert", prefix, 100)
@@ -443,7 +443,7 @@ def test_a_damaged_map_is_built_again(tmp_path, damage):
     np.testing.assert_array_equal(train("t5", prefix, 100).sample_index, first)
 
 
-def test_the_cache_refuses_rows_outside_their_ranges(tmp_path):
+def test_the_cache_rejects_rows_outside_their_ranges(tmp_path):
     layout, bounds = {"rows": ((None, 2), "int64")}, {"rows": [(0, 9), (1, 10)]}
     rows = np.array([[0, 1], [9, 10]])
     cache = index_cache.IndexCache(str(tmp_path), "kind", {"a": 1}, layout, bounds)

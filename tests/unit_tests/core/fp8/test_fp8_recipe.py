@@ -48,7 +48,7 @@ def test_linear_layers_of_all_layers_are_in_fp8(recipe, kind, fp8, gradients):
         assert (getattr(gemms, "history", None) is not None) == (recipe == "delayed")
 
 
-def test_without_the_flag_nothing_is():
+def test_without_fp8_no_layer_has_fp8_gemms():
     assert places(build(fp8=None)) == set() and fp8_stacks(build(fp8=None)) == {}
 
 

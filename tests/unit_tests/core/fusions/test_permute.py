@@ -89,7 +89,7 @@ def test_a_complete_permutation_is_the_same_without_masks():
     assert torch.autograd.gradcheck(lambda each: gather_choices(each, complete), numbers)
 
 
-def test_numbers_have_no_gradient_where_no_rows_are_left():
+def test_gather_choices_without_rows_has_zero_gradient():
     permutation, numbers = sort_choices(torch.full((4, 2), KEYS), KEYS).head(0), torch.ones(4, 2, requires_grad=True)
     gather_choices(numbers, permutation).sum().backward()
     assert not numbers.grad.any()

@@ -143,16 +143,19 @@ def test_counts_are_of_the_true_global_shapes():
     assert unique_parameter_count(build(2, 0)[0]) == 120 + 144 + 30 + 80 + 84 + 16 + 36 + 7
 
 
-def test_what_a_mesh_cannot_say_is_refused():
+def test_parameter_rejects_mixed_grids_and_missing_groups():
     groups = tensor_parallel(0, 2)
     with pytest.raises(ValueError, match="a mesh names axes of"):
         parameter((4, 4), init=Zeros(), groups=groups, mesh={"tp": Shard(0), "ep": Shard(1)})
     with pytest.raises(ValueError, match="created with their groups"):
         parameter((4, 4), init=Zeros(), mesh={"tp": Shard(0)})
+
+
+def test_weights_without_allreduce_need_a_declared_placement():
     experts = nn.Linear(2, 2)
     experts.weight.allreduce = False
     with pytest.raises(UserError, match="weight: allreduce is False"):
-        adopt_declarations(experts, groups)
+        adopt_declarations(experts, tensor_parallel(0, 2))
 
 
 def test_partial_sums_are_over_axes_of_the_parameters_own_grid():

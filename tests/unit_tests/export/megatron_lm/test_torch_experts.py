@@ -168,7 +168,7 @@ def test_experts_with_another_tensor_parallelism_are_rejected(tp, ep, shards, tm
         load_megatron_torch(tmp_path)
 
 
-def test_what_is_written_back_has_the_same_counters(tmp_path):
+def test_conversion_to_torch_dist_keeps_iteration_and_optimizer_steps(tmp_path):
     write(tmp_path / "theirs", 2, 1, 2, "grouped")
     save_megatron_torch_dist(load_megatron_torch(tmp_path / "theirs"), tmp_path / "ours")
     expect(load_megatron_torch_dist(tmp_path / "ours"))

@@ -52,6 +52,6 @@ def test_settings_of_a_bert_come_over(tmp_path):
         apply_hf_settings(parse_args(line, needs_data=False))
 
 
-def test_without_the_flag_nothing_changes():
+def test_apply_hf_settings_without_load_hf_returns_the_same_configuration():
     cfg = parse_args([], needs_data=False)
     assert apply_hf_settings(cfg) is cfg

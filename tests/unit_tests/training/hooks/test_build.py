@@ -91,7 +91,7 @@ def test_memory_history_on_a_cpu_is_a_warning(simulated_run, caplog):
     assert "--record-memory-history" in caplog.text
 
 
-def test_the_whole_stack_survives_a_resume(tmp_path, simulated_run):
+def test_all_hooks_together_survive_a_resume(tmp_path, simulated_run):
     cfg = config(
         save=str(tmp_path / "save"), tensorboard_dir=str(tmp_path / "tb"), log_throughput=True, log_progress=True
     )

@@ -183,7 +183,7 @@ def test_an_interval_of_skipped_iterations_has_no_loss_and_nan_is_counted():
     assert add(interval, 2, losses={"lm loss": float("nan")}).num_nan == 1
 
 
-def test_throughput_has_its_field_and_a_line_of_its_own(simulated_run, capsys):
+def test_throughput_has_a_field_and_a_separate_line(simulated_run, capsys):
     simulated_run().train(Hooks(10, [ConsoleHook(Throughput(2, "NVIDIA H200"))]), 1, 1)
     first, second = capsys.readouterr().out.splitlines()
     assert "| throughput per GPU (TFLOP/s/GPU): 2.0 |" in first

@@ -52,6 +52,6 @@ def test_traces_lie_beside_the_tensorboard_directory(tmp_path):
     assert str(trace_directory(None, None)) == "torch_profile"
 
 
-def test_an_empty_range_is_refused():
+def test_an_empty_profile_range_is_rejected():
     with pytest.raises(ValueError, match="--profile-step-end 4 must be larger than --profile-step-start 4"):
         ProfilerHook(4, 4, None)

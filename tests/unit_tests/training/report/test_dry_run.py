@@ -72,7 +72,7 @@ def test_report_says_what_an_iteration_computes_and_takes():
     assert row.split() == f"computation {per_token:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration".split()
 
 
-def test_report_of_experts_tells_their_ranks_and_what_a_token_meets():
+def test_report_of_experts_counts_their_ranks_and_active_parameters():
     text = (
         "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 40 --moe-shared-expert-intermediate-size 24"
         " --dry-run --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4"
@@ -130,7 +130,7 @@ def test_dry_run_needs_no_torch():
     assert result.returncode == 0 and "parameters" in result.stdout, result.stderr
 
 
-def test_preflight_answers_a_dry_run_and_refuses_contradictions(capsys):
+def test_preflight_answers_a_dry_run_and_rejects_contradictions(capsys):
     assert not preflight(parse_args(TINY.split()))
     assert not preflight(parse_args(["--use-checkpoint-args", "--load", "x"]))
     assert capsys.readouterr().out == ""

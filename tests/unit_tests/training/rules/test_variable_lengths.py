@@ -59,7 +59,7 @@ def test_a_contradiction_is_named_with_its_fix(text, ranks, expected):
     (f"{ON} --dynamic-context-parallel {LIMIT} 24 --min-dynamic-context-parallel-size 2", 4),
     (f"{DYNAMIC} --pipeline-model-parallel-size 2", 8),
 ])  # fmt: skip
-def test_what_works_has_no_problem(text, ranks):
+def test_supported_settings_pass(text, ranks):
     assert check(configure(text, ranks)) == []
 
 

@@ -244,7 +244,7 @@ def test_a_round_during_which_the_process_stood_still_is_no_silence_of_the_store
     assert monitor.blocked < monitor.limits.heartbeat and not monitor.ending
 
 
-def test_a_stack_of_a_collective_waits_for_others_and_one_of_the_launcher_does_not():
+def test_waits_for_others_is_true_in_torch_distributed_but_not_in_elastic():
     def frame_in(filename):
         code = compile("frame = sys._getframe()", filename, "exec")
         scope = {"sys": sys}

@@ -51,7 +51,7 @@ def test_a_forged_sign_in_makes_no_rank_signal_a_foreign_process(victim):
     assert 1 not in local_ranks and victim.poll() is None
 
 
-def test_the_process_of_a_rank_is_the_one_that_the_kernel_names(victim):
+def test_only_processes_verified_by_the_kernel_are_ended(victim):
     run, read_end = place(), os.pipe()
     child = os.fork()
     if child == 0:

@@ -199,7 +199,7 @@ def test_documents_equal_plain_torch(visibility):
 @pytest.mark.gpu
 @on_gpu[1]
 @pytest.mark.parametrize("queries, keys", [(1, 700), (130, 700)])
-def test_fewer_queries_than_keys_stand_at_the_end(queries, keys):
+def test_fewer_queries_align_with_the_last_keys(queries, keys):
     inputs = tensors(queries, 2, 8, 2, 128, keys=keys)
     assert max(errors(FlashAttention4(0.1), inputs, Mask(), 0.1)) < 2e-2
 
