@@ -8,12 +8,13 @@ whose bytes still match and continues. One rename publishes the folder.
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import math
 import os
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
@@ -53,6 +54,19 @@ def tensor_bytes(tensor: LazyTensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """Pause Python's cyclic garbage collection, which scans the many live objects of a large table again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@paused_collection()
 def read_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
     """Return the lazy tensors of one file. Reads and checks only the header, including all byte ranges.
 
@@ -124,10 +138,13 @@ def read_shards(index: Path, read: Callable[[Path], dict[str, LazyTensor]] = rea
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointDamagedError(f"{index}: weight_map is not a table of files")
     found: dict[str, LazyTensor] = {}
-    for file in sorted(set(names.values())):
+    names_in: dict[str, set[str]] = {}
+    for name, file in names.items():
+        names_in.setdefault(file, set()).add(name)
+    for file, here in sorted(names_in.items()):
         if Path(file).name != file:
             raise CheckpointDamagedError(f"{index}: file name {file!r:.80} is rejected: it names a folder")
-        path, here = index.parent / file, {name for name, home in names.items() if home == file}
+        path = index.parent / file
         if not path.is_file():
             raise CheckpointDamagedError(f"{index.parent}: {file} is missing, which holds {listed(sorted(here))}")
         shard = read(path)

@@ -98,4 +98,6 @@ def _entry(name: str, value: object, origin: int) -> Entry:
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    if not isinstance(value, list) or not {*map(type, value)} <= {int}:
+        return False
+    return not value or 0 <= min(value) <= max(value) < 2**63

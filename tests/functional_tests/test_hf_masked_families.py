@@ -264,6 +264,9 @@ def test_comparison_with_transformers_sees_swapped_inputs_of_encoder_and_decoder
     forward = T5Model.forward
     monkeypatch.setattr(T5Model, "forward", lambda model, first, second, mask: forward(model, second, first, mask))
     assert convert.main([*line, str(tmp_path / "swapped")]) == 1
+    assert convert.main([*line, str(tmp_path / "swapped")]) == 1
+    results = {path.name for path in tmp_path.iterdir()}  # a failed result does not stay under its name
+    assert results == {"theirs", "right", "swapped.different", "swapped.different1"}
 
 
 def test_a_t5_with_a_bias_after_its_shared_output_layer_has_no_family(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.config.errors import UserError, counted, listed
 from megatron.core.sharding.lazy_tensor import LazyTensor
-from megatron.export.files import read_safetensors, read_shards
+from megatron.export.files import paused_collection, read_safetensors, read_shards
 from megatron.export.hf.conversion import expected, placements, same_values, to_local
 from megatron.export.hf.family import Family, complete
 from megatron.export.hf.registry import load_settings
@@ -22,6 +22,7 @@ _FIRST_STD = 0.02
 """Standard deviation of the random values of omitted heads."""
 
 
+@paused_collection()
 def load(folder: Path) -> Interchange:
     """Return the model of a Hugging Face folder with lazy tensors, completed settings, tokenizer files and notes for
     the user. Raises UserError if family or settings are not supported, if names or shapes differ from what

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from megatron.export.interchange import COUNTER, Interchange, with_counters
 from megatron.export.megatron_lm import save_megatron_torch_dist
 from megatron.export.native import save_native, save_safetensors
 from megatron.tools.checkpoint import formats
+from megatron.tools.checkpoint.finite import FiniteCheck
 from megatron.tools.checkpoint.formats import say
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpoint.environment import software_versions
@@ -87,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--no-optimizer", action="store_true", help="omit the optimizer state")
     made.add_argument("--no-checking", action="store_true", help="do not compare logits with transformers at the end")
+    made.add_argument("--allow-non-finite", action="store_true", help="also convert NaN and infinite values")
     made.add_argument("--check-logits", action="store_true", help="compare logits for models of any size")
     made.add_argument("--true-vocab-size", type=int, metavar="N", help="alias of --vocab-size")
     for name in LAYOUT:
@@ -134,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
         "padding": args.keep_vocab_padding,
     }
     with Target(args.save_dir, identity) as target:
-        write(source, cfg, saver, target, size, int(args.max_shard_size * 1e9))
+        write(source, saver, target, size, int(args.max_shard_size * 1e9), allow_non_finite=args.allow_non_finite)
     say(f"{args.save_dir}: complete, format {saver}")
     if saver == "native":
         say(how_to_load(args.save_dir, source))
@@ -143,8 +146,19 @@ def main(argv: Sequence[str]) -> int:
 
         folder = args.load_dir if loader == "hf" else args.save_dir
         written = formats.open_checkpoint(args.save_dir, saver)[1] if loader == "hf" else source
-        return compare_with_transformers(folder, written, cfg, always=args.check_logits)
+        code = compare_with_transformers(folder, written, cfg, always=args.check_logits)
+        if code:
+            say(f"{args.save_dir}: renamed to {set_aside(Path(args.save_dir))}, because its logits differ")
+        return code
     return 0
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename the result ``folder`` of a conversion that failed its check; return the new path."""
+    names = (folder.with_name(f"{folder.name}.different{number or ''}") for number in itertools.count())
+    target = next(path for path in names if not path.exists())
+    folder.rename(target)
+    return target
 
 
 def completed(source: Interchange, flags: list[str], loader: str, where: str) -> PretrainConfig:
@@ -191,12 +205,15 @@ def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:
     return LazyTensor(tensor.shape, kind, lambda: tensor.read().to(kind))
 
 
-def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, size: int, max_bytes: int) -> None:
+def write(
+    source: Interchange, saver: str, target: Target, size: int, max_bytes: int, *, allow_non_finite: bool
+) -> None:
     """Write ``source`` in the format ``saver`` to ``target`` and publish it under its final name, with progress on
     stderr. ``size``: bytes to write; ``max_bytes``: of one file.
 
     Raises:
-        CheckpointError: not enough disk space; completed files are kept for the next attempt.
+        CheckpointError: not enough disk space, or NaN and infinite values without ``allow_non_finite``; completed files
+            are kept for the next attempt.
         OSError: any other failure to write.
     """
     kept = sum(entry["bytes"] for entry in target.done.values())
@@ -205,7 +222,8 @@ def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, 
         raise CheckpointError(f"{target.final}: needs {(size - kept) / 1e9:.2f} GB, {free / 1e9:.2f} GB are free there")
     progress = formats.CopyProgress("converted", size)
     progress.skip(kept)
-    watched = dataclasses.replace(source, tensors=progress.watch(source.tensors))
+    finite = FiniteCheck()
+    watched = dataclasses.replace(source, tensors=finite.watch(progress.watch(source.tensors)))
     try:
         if saver == "native":
             write_native(dataclasses.replace(watched, tensors=with_counters(watched.tensors)), target, max_bytes)
@@ -215,6 +233,11 @@ def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, 
             save_hf(watched, target, max_shard_bytes=max_bytes)
         else:
             save_megatron_torch_dist(watched, target.folder)
+        finite.read_others(source.tensors)
+        if problem := finite.problem():
+            if not allow_non_finite:
+                raise CheckpointError(f"{target.final}: not written, {problem}; --allow-non-finite converts them")
+            say(f"note: {problem}")
         target.publish()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
