@@ -224,6 +224,36 @@ def test_the_page_loads_nothing_from_elsewhere(http):
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
 
 
+def test_the_page_has_labels_and_no_handlers_that_the_policy_blocks(http):
+    from html.parser import HTMLParser
+
+    labelled, controls, attributes = [], [], []
+
+    class Page(HTMLParser):
+        stack: list = []
+
+        def handle_starttag(self, tag, pairs):
+            values = dict(pairs)
+            attributes.extend(values)
+            if tag in ("input", "textarea"):
+                controls.append(values["id"])
+                labelled.append("label" in self.stack or "aria-label" in values)
+            if tag in ("label", "script", "style"):
+                self.stack.append(tag)
+
+        def handle_endtag(self, tag):
+            if tag in ("label", "script", "style"):
+                assert self.stack.pop() == tag
+
+    text = http.get("/").text
+    Page().feed(text)
+    assert controls == ["temperature", "top_p", "max_tokens", "key", "text"] and all(labelled)
+    assert not [name for name in attributes if name.startswith("on")] and "style" not in attributes
+    assert "innerHTML" not in text and "base model" in text and "prefers-color-scheme: dark" in text
+    used = set(re.findall(r'\$\("(\w+)"\)', text))
+    assert used <= set(re.findall(r'id="(\w+)"', text))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_pages(server, stream):
     url, service = server
