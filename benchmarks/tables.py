@@ -26,7 +26,7 @@ from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.config.resolve import resolve  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-EXAMPLES = ("gpt3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "bert", "t5")
+EXAMPLES = ("gpt3", "llama", "nemotron4", "mixtral", "qwen3_moe", "deepseek_v3", "bert", "t5")
 PAGES = (
     RESULTS / "README.md", ROOT / "docs" / "guides" / "performance.md", ROOT / "examples" / "README.md",
     *(ROOT / "examples" / folder / "README.md" for folder in EXAMPLES),

@@ -41,7 +41,10 @@ TOOLS = {
 """Subcommand -> (module below megatron.tools, description)."""
 
 PRETRAIN_USAGE = """usage: megatron pretrain {%s} [--nproc N] [--flag value ...]
+       megatron pretrain --model llama3-8b [--nproc N] [--flag value ...]
 
+--model NAME sets a published shape and, if none is named, selects the program; megatron pretrain gpt --help models
+lists the names.
 --nproc N starts N processes on this machine, usually one per GPU, as torchrun --nproc_per_node=N does. On several
 machines run on each of them: torchrun OPTIONS -m megatron pretrain gpt --flag value ...
 megatron pretrain gpt --help lists the flags. A model family outside of this package is named by its module.
@@ -102,8 +105,13 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
 
 
 def pretrain(arguments: Sequence[str]) -> int:
-    """Run the pretraining program ``arguments[0]`` in this process; return the exit code. With --nproc, check the
-    settings, and replace this process by torchrun. Help, an unknown program or a bad --nproc value prints a message."""
+    """Run the pretraining program ``arguments[0]``, or the one of --model, in this process; return the exit code. With
+    --nproc, check the settings, and replace this process by torchrun. Help, an unknown program or a bad --nproc value
+    prints a message."""
+    if arguments and arguments[0] not in programs():
+        from megatron.training.entry import with_program
+
+        arguments = with_program(arguments)
     if not arguments or (arguments[0] not in programs() and "." not in arguments[0]):
         asked = {"-h", "--help"} & set(arguments[:1])
         (sys.stdout if asked else sys.stderr).write(PRETRAIN_USAGE % ",".join(programs()))

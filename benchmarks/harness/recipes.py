@@ -43,9 +43,14 @@ CHOICES = (
     Choice("llama/llama3_8b", "141 GB", "PP=1", like="dp4"),
     Choice("llama/llama3_8b", "141 GB", "GPUS_PER_NODE=2", like="pp2-zero-bubble"),
     Choice("llama/llama3_8b", "141 GB", "GPUS_PER_NODE=1 PP=1", PRECISION_AWARE, like="one-8b"),
+    Choice("llama/llama3_8b_fp8", "80 GB", like="one+fp8-tensorwise with flash-attn-4"),
     Choice("llama/llama3_70b", "80 GB", like="tp4-sp-overlap"),
     Choice("llama/llama3_70b", "80 GB", "NNODES=4 TP=8 PP=2", like="tp4-sp-overlap"),
     Choice("llama/llama3_70b", "141 GB", "NNODES=2 TP=8 PP=2", like="tp4-sp-overlap"),
+    Choice("llama/llama3_405b", "80 GB", like="tp4-sp-overlap"),
+    Choice("llama/llama3_405b", "141 GB", "NNODES=16 PP=8", like="tp4-sp-overlap"),
+    Choice("nemotron4/nemotron4_340b", "80 GB", like="tp4-sp-overlap"),
+    Choice("nemotron4/nemotron4_340b", "141 GB", "NNODES=12 PP=6", like="tp4-sp-overlap"),
     Choice("mixtral/mixtral_8x7b_distributed", "80 GB", like=MIXTRAL),
     Choice("mixtral/mixtral_8x7b_distributed", "141 GB", "NNODES=2 PP=2", like=MIXTRAL),
     Choice("mixtral/mixtral_8x7b_distributed", "141 GB", "NNODES=1 PP=1", PRECISION_AWARE, like=MIXTRAL),
@@ -87,7 +92,7 @@ def rows(folder: str, measured: dict[str, Any]) -> list[tuple[object, ...]]:
         if folder not in ("", choice.recipe.split("/")[0]):
             continue
         report = dry_run(choice)
-        (ranks, layout), = re.findall(r"^  ranks +(\d+) = (.*)$", report, re.MULTILINE)
+        ((ranks, layout),) = re.findall(r"^  ranks +(\d+) = (.*)$", report, re.MULTILINE)
         experts = "".join(f", {axis}" for axis in found(r"^  ranks of experts .*(expert \d+)", report))
         totals = found(r"^ +(?:pipeline rank \d+|every rank) +(?:[\d.]+ +){5}([\d.]+)", report)
         (flops,), tokens = found(r"([\d.e+]+) per rank and iteration", report), found(r", ([\d,]+) tokens$", report)

@@ -9,10 +9,7 @@ root=$(dirname "$0")/../..
 
 TOKENIZER_TYPE=${TOKENIZER_TYPE:-BertWordPieceLowerCase} VOCAB_SIZE=30522
 
-MODEL=(
-    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512
-    --attention-dropout "${ATTENTION_DROPOUT:-0}" --bf16
-)
+MODEL=(--model bert-large --seq-length 512 --attention-dropout "${ATTENTION_DROPOUT:-0}" --bf16)
 TRAINING=(  # 1 M steps of 256 sequences, as the paper
     --micro-batch-size "${MBS:-32}" --global-batch-size "${GBS:-256}" --train-iters 1000000
     --lr 1e-4 --min-lr 1e-5 --lr-decay-style linear --lr-decay-iters 990000 --lr-warmup-iters 10000

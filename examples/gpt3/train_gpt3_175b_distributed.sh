@@ -10,10 +10,7 @@ root=$(dirname "$0")/../..
 NNODES=${NNODES:-16} TP=${TP:-8} PP=${PP:-16}
 TOKENIZER_TYPE=GPT2BPETokenizer VOCAB_SIZE=50257
 
-MODEL=(
-    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
-    --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.006 --bf16
-)
+MODEL=(--model gpt3-175b --seq-length 2048 --bf16)
 TRAINING=(  # 300 B tokens
     --micro-batch-size "${MBS:-1}" --global-batch-size "${GBS:-1536}" --train-samples 146484375
     --lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine --lr-decay-samples 126953125 --lr-warmup-samples 183105

@@ -10,13 +10,7 @@ root=$(dirname "$0")/../..
 NNODES=${NNODES:-8} TP=${TP:-4} PP=${PP:-4}
 TOKENIZER_TYPE=HuggingFaceTokenizer VOCAB_SIZE=128256
 
-MODEL=(
-    --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64
-    --group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192
-    --position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu
-    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --init-method-std 0.02 --bf16 --recompute-granularity selective --recompute-modules layernorm mlp_act
-)
+MODEL=(--model llama3-70b --seq-length 8192 --bf16 --recompute-granularity selective --recompute-modules layernorm mlp_act)
 TRAINING=(  # 1 T tokens
     --micro-batch-size "${MBS:-1}" --global-batch-size "${GBS:-512}" --train-iters 238419
     --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters 2000

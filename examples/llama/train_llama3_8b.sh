@@ -10,13 +10,7 @@ root=$(dirname "$0")/../..
 NNODES=${NNODES:-1} TP=${TP:-1} PP=${PP:-2}
 TOKENIZER_TYPE=HuggingFaceTokenizer VOCAB_SIZE=128256
 
-MODEL=(
-    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
-    --group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192
-    --position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu
-    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --init-method-std 0.02 --bf16
-)
+MODEL=(--model llama3-8b --seq-length 8192 --bf16)
 TRAINING=(  # 1 T tokens
     --micro-batch-size "${MBS:-1}" --global-batch-size "${GBS:-128}" --train-iters 953674
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000

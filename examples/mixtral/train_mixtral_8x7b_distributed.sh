@@ -10,20 +10,10 @@ root=$(dirname "$0")/../..
 NNODES=${NNODES:-4} TP=${TP:-1} PP=${PP:-4} EP=${EP:-8}
 TOKENIZER_TYPE=Llama2Tokenizer VOCAB_SIZE=32000
 
-MODEL=(
-    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
-    --group-query-attention --num-query-groups 8 --seq-length 4096 --max-position-embeddings 32768
-    --position-embedding-type rope --rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu
-    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --init-method-std 0.02 --bf16
-)
-EXPERTS=(
-    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
-    --moe-token-dispatcher-type alltoall
-)
+MODEL=(--model mixtral-8x7b --seq-length 4096 --bf16)
 TRAINING=(  # 1 T tokens
     --micro-batch-size "${MBS:-1}" --global-batch-size "${GBS:-256}" --train-iters 953674
     --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 500
     --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
 )
-launch pretrain_gpt.py "${MODEL[@]}" "${EXPERTS[@]}" "${TRAINING[@]}" "$@"
+launch pretrain_gpt.py "${MODEL[@]}" "${TRAINING[@]}" "$@"

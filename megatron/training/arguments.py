@@ -1,6 +1,7 @@
 """Parse a command line into a :class:`PretrainConfig`.
 
-Precedence: command line, then ``--yaml-cfg``, then the entry script's ``args_defaults``, then field defaults.
+Precedence: command line, then ``--yaml-cfg``, then ``--model``, then the entry script's ``args_defaults``, then field
+defaults.
 Torch-free, so that ``--help`` is fast.
 """
 
@@ -25,7 +26,9 @@ from megatron.core.config.notices import notice
 from megatron.core.models.registry import default_family
 from megatron.core.safe_files import read_text
 from megatron.training.config.flat import FlatConfig, flat_class
+from megatron.training.config.help import select
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
+from megatron.training.config.named_models import mock_tokenizer, model_settings
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import resolve, smallest_world_size
 from megatron.training.exits.endings import notify_launcher
@@ -62,7 +65,8 @@ def parse_args(
     model_family: str | None = None,
 ) -> FlatConfig:
     """Return the settings of a command line, not yet resolved (see :func:`validate_args`). Flags take precedence over
-    --yaml-cfg, which takes precedence over ``args_defaults``. Rank 0 logs renamed and ineffective flags as warnings.
+    --yaml-cfg, then come the settings of --model, then ``args_defaults``. Rank 0 logs renamed and ineffective flags as
+    warnings.
 
     Args:
         argv: the command line without the program; None: this program's.
@@ -74,7 +78,7 @@ def parse_args(
 
     Raises:
         ConfigError: lists every mistake of the command line, and problems of the settings that could be read.
-        SystemExit: 0 after ``--help`` or ``--version``.
+        SystemExit: 0 after ``--help [TOPIC]`` or ``--version``.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     family = model_family or default_family()
@@ -82,11 +86,10 @@ def parse_args(
     if "--version" in argv:
         sys.stdout.write(f"{version_text()}\n")
         raise SystemExit(0)
-    wants_help = bool({"-h", "--help"} & set(argv))
-    extras = _ExtraFlags(specs, extra_args_provider, wants_help)
-    if wants_help:
-        extras.parser.print_help()
+    if {"-h", "--help"} & set(argv):
+        _print_help(specs, argv, extra_args_provider)
         raise SystemExit(0)
+    extras = _ExtraFlags(specs, extra_args_provider)
     found, problems = cli.segments(argv)
     problems += environment_problems()
     known = {*cli.flag_table(specs), *extras.names}
@@ -101,10 +104,14 @@ def parse_args(
     extra, extra_problems = extras.read([segment for segment in found if segment.name in extras.names])
     from_file, file_problems = _read_yaml(read, values.get("yaml_cfg"))
     defaults, default_problems = cli.read_mapping(read, dict(args_defaults or {}))
-    explicit = {**from_file, **values}
+    name = values.get("model", from_file.get("model"))
+    of_model, model_problems = model_settings(specs, name, family)
+    explicit = {**of_model, **from_file, **values}
+    if explicit.get("mock_data") or not needs_data:
+        explicit |= mock_tokenizer(name, explicit)
     merged = {**extras.defaults, **defaults, **explicit}
     without_effect, unavailable = absent.answers(merged)
-    problems += refused + misread + extra_problems + file_problems + default_problems
+    problems += refused + misread + extra_problems + file_problems + model_problems + default_problems
     fieldless = merged.keys() - {spec.field for spec in specs}
     extra.update({name: merged[name] for name in fieldless & absent.settings().keys()})
     for name in fieldless:
@@ -112,6 +119,8 @@ def parse_args(
     cfg = flat_class(family)(
         **merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data, model_family=family
     )
+    if model_problems:  # sizes that a mistyped model leaves out are no further problems
+        raise ConfigError(problems + unavailable)
     if problems or unavailable:
         raise ConfigError(problems + _problems_after_misread(cfg, problems) + unavailable)
     if is_first_rank():
@@ -221,6 +230,16 @@ def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, o
     return values, [dataclasses.replace(problem, flag=f"{path}: {problem.flag}") for problem in problems]
 
 
+def _print_help(specs: Sequence[FlagSpec], argv: Sequence[str], provider: ExtraArgsProvider | None) -> None:
+    """Print the topic that follows --help in ``argv``, with the flags of an entry script."""
+    following = argv[min(argv.index(flag) for flag in ("-h", "--help") if flag in argv) + 1 :][:1]
+    topic = following[0] if following and not following[0].startswith("-") else None
+    shown, text = select(specs, topic)
+    extras = _ExtraFlags(shown, provider, wants_help=True)
+    extras.parser.epilog = text
+    extras.parser.print_help()
+
+
 class _RaisingParser(argparse.ArgumentParser):
     """Parser that raises ValueError instead of exiting."""
 
@@ -231,7 +250,7 @@ class _RaisingParser(argparse.ArgumentParser):
 class _ExtraFlags:
     """Flags that an entry script adds through argparse."""
 
-    def __init__(self, specs: Sequence[FlagSpec], provider: ExtraArgsProvider | None, wants_help: bool) -> None:
+    def __init__(self, specs: Sequence[FlagSpec], provider: ExtraArgsProvider | None, wants_help: bool = False) -> None:
         # building a parser of all flags is slow, and most runs need none
         self.parser = cli.make_parser(specs, description=DESCRIPTION) if provider or wants_help else _RaisingParser()
         self.actions: list[argparse.Action] = []

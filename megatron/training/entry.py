@@ -6,10 +6,24 @@ from collections.abc import Sequence
 
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.problems import missing
-from megatron.core.models.registry import find_program
+from megatron.core.models.registry import find_program, programs
 from megatron.training.arguments import exit_on_config_error, parse_args
 from megatron.training.config.flat import FlatConfig
+from megatron.training.config.named_models import named_models
 from megatron.training.report.dry_run import preflight
+
+
+def with_program(arguments: Sequence[str]) -> list[str]:
+    """Return ``arguments`` of ``megatron pretrain`` with the program of --model in front, where a flag or the model's
+    name comes first; else unchanged. The program of an unknown model is the default one, which reports it."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    if words[0] in named_models():
+        words = ["--model", *words]  # the model itself is named in place of a program
+        arguments = ["--model", *arguments]
+    if words[0].startswith("--") and "--model" in words[:-1]:
+        model = named_models().get(words[words.index("--model") + 1])
+        return [next(iter(programs())) if model is None else model.program, *arguments]
+    return list(arguments)
 
 
 def read_settings(name: str, called: str, argv: Sequence[str] | None = None) -> FlatConfig | None:

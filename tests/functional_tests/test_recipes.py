@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.config.named_models import named_models
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples").glob("*/train_*.sh"))
 
 PARAMETERS = {
     "train_gpt3_175b_distributed": 174_604_259_328,
     "train_llama3_8b": 8_030_261_248,
+    "train_llama3_8b_fp8": 8_030_261_248,
     "train_llama3_70b": 70_553_706_496,
+    "train_llama3_405b": 405_853_388_800,
+    "train_nemotron4_340b": 341_029_195_776,
     "train_mixtral_8x7b_distributed": 46_702_792_704,
     "train_qwen3_30b_a3b": 30_532_122_624,
     "train_bert_340m_distributed": 336_226_108,
@@ -59,8 +64,16 @@ def name_of(recipe):
     return recipe.stem
 
 
-def small(recipe):
+def text_of(recipe):
+    """Return the script with the flags of its named model."""
     text = recipe.read_text()
+    return " ".join(
+        [text, *(word for name in re.findall(r"--model ([\w.-]+)", text) for word in named_models()[name].flags)]
+    )
+
+
+def small(recipe):
+    text = text_of(recipe)
     sizes = {**SMALL, **{flag: value for flag, value in SMALLER.items() if flag in text}}
     return [word for pair in sizes.items() for word in pair]
 
@@ -96,7 +109,7 @@ def test_recipe_fits_its_gpus_at_real_size(recipe, environment, tmp_path):
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_recipe_trains_small_under_torchrun(recipe, environment, tmp_path):
     layout = {"GPUS_PER_NODE": "2", "NNODES": "1", "TP": "2", "PP": "1", "SAVE": "checkpoints"}
-    if "--num-experts" in recipe.read_text():
+    if "--num-experts" in text_of(recipe):
         layout["EP"] = "2"
     env = {**environment, **layout, "MASTER_PORT": str(20000 + os.getpid() % 10000)}
     result = start(recipe, *small(recipe), env=env, cwd=tmp_path)

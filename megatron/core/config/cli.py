@@ -487,6 +487,9 @@ class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, indent_increment=2, max_help_position=10, width=110)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:  # lists keep their lines
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
     def add_usage(self, usage: object, actions: object, groups: object, prefix: object = None) -> None:
         self._add_item(lambda: f"usage: {self._prog} [--flag value ...]\n\n", [])
 

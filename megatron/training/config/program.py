@@ -13,6 +13,10 @@ from megatron.core.config.ranges import Gibibytes, NonNegativeInt, NumRanks, Sec
 class ProgramConfig(FlagGroup):
     """Program"""
 
+    model: str | None = None
+    """Published model, such as llama3-8b (--help models lists them): sets its sizes, norms, positions, dropout and
+    experts, and with --mock-data its vocabulary's size; other flags take precedence."""
+
     yaml_cfg: str | None = None
     """YAML file with any of these settings, under the same names; the command line takes precedence."""
 

@@ -137,6 +137,7 @@ ROWS = [
         base="--recompute-granularity full --recompute-method block --recompute-num-layers 2"),
     row("--recompute-method block", forwards("TransformerLayer", 12), keeps("weights"),
         base=f"{FULL} 1 --recompute-method uniform"),
+    row("--model llama2-7b", changes("losses")),
     row("--yaml-cfg {settings}", changes("losses"), keeps("initial")),
     row("--dry-run", says("the settings are consistent"), gives(lambda run: run.records, [])),
     row("--gpu-memory 80", says("fits the GPU               yes, "), base=DRY),
