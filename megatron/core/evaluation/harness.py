@@ -5,7 +5,8 @@ The package is imported when it is used; it downloads the data of its tasks, exc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.errors import UserError
@@ -19,6 +20,8 @@ from megatron.core.tokenizers.base import Tokenizer
 
 if TYPE_CHECKING:
     from os import PathLike
+
+logger = logging.getLogger(__name__)
 
 
 def _check_package(user: str) -> None:
@@ -63,9 +66,18 @@ def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
             return (tokenizer.chat_template or "") if chat_template else ""
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            if not add_generation_prompt:
-                raise UserError("--apply-chat-template: this task continues the assistant's answer; remove the flag")
-            return tokenizer.chat_prompt(chat_history)
+            return _chat_text(tokenizer, chat_history, add_generation_prompt)
+
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            context_ids, continuation_ids = super()._encode_pair(context, continuation)
+            if not continuation_ids:  # merged into the last token of the context
+                spaces = context[len(context.rstrip()) :]
+                continuation_ids = self.tok_encode(spaces + continuation, add_special_tokens=False)
+            return context_ids, continuation_ids
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            _check_continuations(self, requests)
+            return super().loglikelihood(requests, disable_tqdm)
 
         def _loglikelihood_tokens(self, requests: Any, **_: object) -> list[tuple[float, bool]]:
             found = score(engine, [(context, continuation) for _, context, continuation in requests])
@@ -79,9 +91,8 @@ def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
             pairs: list[tuple[list[int], list[int]]] = []
             owners: list[int] = []
             for number, (text,) in enumerate(each.args for each in requests):
-                windows = utils.get_rolling_token_windows(
-                    self.tok_encode(text), self.prefix_token_id, self.max_length, 1
-                )
+                ids = self.tok_encode(text)
+                windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
                 pairs += list(map(utils.make_disjoint_window, windows))
                 owners += [number] * (len(pairs) - len(owners))
             results = [0.0] * len(requests)
@@ -100,39 +111,98 @@ def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
     return Adapter()
 
 
+def _check_continuations(adapter: Any, requests: Any) -> None:
+    """Raise UserError for a continuation without tokens after an empty context, which the harness cannot split."""
+    for context, continuation in (request.args for request in requests):
+        if not context and not adapter.tok_encode(continuation, add_special_tokens=False):
+            raise UserError(f"the continuation {continuation!r} has no tokens; repair the task")
+
+
+def _chat_text(tokenizer: Tokenizer, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
+    """Return the prompt of a chat; as in the harness, a system message that the template rejects is left out."""
+    if not add_generation_prompt:
+        raise UserError("--apply-chat-template: this task continues the assistant's answer; remove the flag")
+    try:
+        return tokenizer.chat_prompt(messages)
+    except UserError:
+        without_system = [message for message in messages if message["role"] != "system"]
+        if len(without_system) == len(messages):
+            raise
+        logger.warning("the chat template rejects the system message; it is left out")
+        return tokenizer.chat_prompt(without_system)
+
+
+NEUTRAL: dict[str, Sequence[object]] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "repetition_penalty", "length_penalty", "typical_p"), (1,)),
+    **dict.fromkeys(("min_p", "min_new_tokens", "min_length", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("use_cache", "early_stopping"), (False, True)),
+}
+"""Settings of other engines, with the values that do not change the text."""
+
+
+def build_request(
+    tokenizer: Tokenizer, adapter: Any, context: str, settings: Mapping[str, Any], seed: int
+) -> tuple[Request, list[str]]:
+    """Return the request and stop strings of ``generation_kwargs`` by the harness's rules. Raises UserError for
+    settings that the engine does not have.
+
+    - ``do_sample: false`` is greedy at every temperature; without ``do_sample`` a temperature above 0 samples.
+    - The first of ``max_gen_toks``, ``max_new_tokens``, ``max_tokens`` and ``max_completion_tokens`` counts;
+      ``max_length`` includes the context.
+    """
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
+    values: dict[str, Any] = {**normalize_gen_kwargs(dict(settings), adapter.max_gen_toks)}
+    until = handle_stop_sequences(values.pop("until"), eos=tokenizer.detokenize([tokenizer.eod]))
+    num_new, max_length = values.pop("max_gen_toks"), values.pop("max_length", None)
+    if not 0 < num_new < adapter.max_length:
+        raise UserError(f"max_gen_toks {num_new}: must be above 0 and below the model's length {adapter.max_length}")
+    prompt = (adapter.tok_encode(context) or [adapter.prefix_token_id])[num_new - adapter.max_length :]
+    if max_length is not None:
+        num_new = int(max_length) - len(prompt)
+        if num_new < 1:
+            raise UserError(f"max_length {max_length}: the context has {len(prompt)} tokens; use max_gen_toks")
+    temperature, is_random = float(values.pop("temperature", 1.0)), values.pop("do_sample")
+    sampling = Sampling(
+        temperature=temperature if is_random else 0.0,
+        top_k=int(values.pop("top_k", None) or 0),
+        top_p=float(values.pop("top_p", None) or 0),
+        seed=seed,
+    )
+    for name, value in values.items():
+        if value is not None and value not in NEUTRAL.get(name, ()):
+            raise UserError(f"generation_kwargs {name} {value}: is not supported; remove it from the task")
+    request = Request(prompt=prompt, max_new_tokens=num_new, sampling=sampling, stop_tokens=[tokenizer.eod])
+    return request, [stop for stop in until if stop]
+
+
 def generate_texts(
     engine: Engine, tokenizer: Tokenizer, jobs: Sequence[tuple[str, dict[str, Any]]], adapter: Any
 ) -> list[str]:
-    """Return the text generated after each context with the harness's settings, before the first stop string."""
-    streams: dict[int, tuple[int, TextStream]] = {}
+    """Return the text generated after each context with the harness's settings, before the first stop string and
+    without special tokens."""
+    running: dict[int, tuple[int, TextStream, list[str]]] = {}
     texts = [""] * len(jobs)
     for index, (context, settings) in enumerate(jobs):
-        until = settings.get("until") or []
-        longest = int(settings.get("max_gen_toks", adapter.max_gen_toks))
-        if longest >= adapter.max_length:
-            raise UserError(f"max_gen_toks {longest}: must be below the model's length {adapter.max_length}")
-        draws = settings.get("do_sample") or settings.get("temperature")
-        sampling = Sampling(
-            temperature=float(settings.get("temperature", 1.0)) if draws else 0.0,
-            top_k=int(settings.get("top_k", 0)),
-            top_p=float(settings.get("top_p", 0)),
-            seed=1234 + index,
-        )
-        prompt = (adapter.tok_encode(context) or [tokenizer.eod])[longest - adapter.max_length :]
-        request = Request(prompt=prompt, max_new_tokens=longest, sampling=sampling, stop_tokens=[tokenizer.eod])
-        stops = [each for each in ([until] if isinstance(until, str) else until) if each]
-        streams[engine.add(request)] = index, TextStream(tokenizer, prompt, stops)
+        request, stops = build_request(tokenizer, adapter, context, settings, seed=1234 + index)
+        # the harness decodes a text without its context
+        running[engine.add(request)] = index, TextStream(tokenizer, stops=stops), stops
     while engine.has_work:
         for output in engine.step():
             output.completion.check()
-            index, stream = streams[output.request]
+            index, stream, stops = running[output.request]
             if output.token is not None:
-                texts[index] += stream.push(output.token)
-            if output.completion.finish_reason is not None:
-                texts[index] += stream.finish()
-            elif stream.stopped:
+                stream.push(output.token)
+            if output.completion.finish_reason is not None or stream.stopped:
+                texts[index] = _answer(tokenizer, output.completion.tokens, stops)
                 engine.cancel(output.request)
     return texts
+
+
+def _answer(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str]) -> str:
+    special_ids = tokenizer.all_special_ids
+    text = tokenizer.detokenize([token for token in tokens if token not in special_ids])
+    return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=len(text))]
 
 
 def find_tasks(flag: str, names: Sequence[str], include_path: str | PathLike | None) -> Any:

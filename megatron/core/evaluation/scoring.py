@@ -26,7 +26,7 @@ class Likelihood:
     logprob: float = 0.0
     """Sum of the raw log-probabilities of its tokens."""
     is_greedy: bool = True
-    """Whether each of its tokens is the most likely one."""
+    """Whether each of its tokens is the most likely one; of equally likely ones the first."""
 
 
 @dataclass
@@ -43,8 +43,8 @@ def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
     """Return the log-likelihood of each continuation, in the order of ``pairs``. Call it on rank 0 of ``engine``, which
     must have no requests; other ranks call ``engine.follow``.
 
-    Contexts are cut from the left to the engine's maximum length. Raises UserError for an empty context, a continuation
-    that does not fit, or pairs that need more pages than the cache has.
+    Contexts are cut from the left to the engine's maximum length. Raises UserError for an empty context or
+    continuation, a continuation that does not fit, or pairs that need more pages than the cache has.
     """
     assert not engine.has_work, "the engine is generating"
     results = [Likelihood() for _ in pairs]
@@ -53,14 +53,15 @@ def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
         limit = engine.scheduler.limits.max_length
         if not context:
             raise UserError("the context is empty: give at least one token (for example the end-of-document token)")
+        if not continuation:
+            raise UserError("the continuation is empty: give at least one token")
         if len(continuation) > limit:
             raise UserError(f"the continuation has {len(continuation)} tokens, the model takes {limit}")
         ids = (*context, *continuation)[-limit - 1 : -1]
         each = inputs.setdefault(ids, _Input(ids))
         for index, token in enumerate(continuation, len(ids) - len(continuation)):
             each.targets.setdefault(index, []).append((token, result))
-    needed = [each for each in inputs.values() if each.targets]
-    _run(engine, sorted(needed, key=lambda each: len(each.ids), reverse=True))
+    _run(engine, sorted(inputs.values(), key=lambda each: len(each.ids), reverse=True))
     return results
 
 
@@ -103,9 +104,9 @@ def _step(engine: Engine, parts: Sequence[tuple[_Input, int, int]]) -> None:
         chunks.append(Chunk(start, stop - start, tuple(each.pages)))
     found, _ = engine.run_plan(StepPlan(tokens, chunks, rows, num_top=1))
     for values, result in zip(found, owners, strict=True):
-        _, logprob, _, best = values
+        target, logprob, best, _ = values
         result.logprob += logprob
-        result.is_greedy &= logprob == best  # a token that ties with the most likely one is greedy, too
+        result.is_greedy &= target == best
     for each, _, stop in parts:
         if stop == len(each.ids):
             engine.pool.release(each.pages)

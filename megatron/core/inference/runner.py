@@ -200,8 +200,11 @@ class Runner:
         tokens = tokens.masked_fill((step.targets < 0) & chosen[:, 0].isnan(), FAILED)
         parts = [tokens[:, None], chosen]
         if form.num_top:
-            top = logprobs.topk(form.num_top)
-            parts += [top.indices, top.values]
+            if form.num_top == 1:  # topk may return any of equally likely tokens, greedy sampling takes the first
+                values, indices = logprobs.max(-1, keepdim=True)
+            else:
+                values, indices = logprobs.topk(form.num_top)
+            parts += [indices, values]
         return torch.cat([each.double() for each in parts], dim=1)
 
     def logprobs(self, logits: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def reference(logits_of, context, continuation, length):
 
 def random_pairs(rng):
     contexts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))] for _ in range(8)]
-    return [(rng.choice(contexts), [rng.randrange(VOCAB) for _ in range(rng.choice((0, 1, 1, 2, 5, 16)))])
+    return [(rng.choice(contexts), [rng.randrange(VOCAB) for _ in range(rng.choice((1, 1, 2, 5, 16)))])
             for _ in range(40)]  # fmt: skip
 
 
@@ -67,7 +67,8 @@ def test_continuations_of_one_context_share_a_forward_pass():
 
 def test_pairs_that_cannot_be_scored_are_named():
     engine = Engine(build("grouped"), Limits(LENGTH, 64), num_pages=3, page_size=4)
-    pairs = {"context is empty": ([], [1]), "17 tokens": ([1], [1] * 17), "needs 3 pages": ([1] * 12, [1])}
+    pairs = {"context is empty": ([], [1]), "continuation is empty": ([32], []), "17 tokens": ([1], [1] * 17),
+             "needs 3 pages": ([1] * 12, [1])}  # fmt: skip
     for word, pair in pairs.items():
         with pytest.raises(UserError, match=word):
             score(engine, [pair])

@@ -17,10 +17,10 @@ from megatron.core.tokenizers.base import Tokenizer
 def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
     """Return the index of each token's first character in ``text``, whose tokens are ``ids``. A token that the
     tokenizer added to the text, such as BOS, has no characters."""
-    offsets, index, detokenizer = [], 0, Detokenizer(tokenizer)
+    offsets, index, detokenizer, special_ids = [], 0, Detokenizer(tokenizer), tokenizer.all_special_ids
     for token in ids:
         offsets.append(min(index, len(text)))
-        is_added = token in tokenizer.all_special_ids and not text.startswith(tokenizer.detokenize([token]), index)
+        is_added = token in special_ids and not text.startswith(tokenizer.detokenize([token]), index)
         index += 0 if is_added else len(detokenizer.push(token))
     return offsets
 
