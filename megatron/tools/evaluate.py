@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
+from megatron.core.evaluation.tasks import find_tasks
 from megatron.tools.engine_flags import add_engine_flags, load_gpt, on_first_rank
 
 if TYPE_CHECKING:
@@ -49,19 +51,38 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if args.include_path is not None and not args.include_path.is_dir():
         raise UserError(f"--include-path {args.include_path}: is not a folder")
+    if not os.path.exists(args.load):
+        raise UserError(f"--load {args.load}: no such folder; give that of a run's --save, or a Hugging Face folder")
+    if args.output is not None:
+        check_output(args.output)
     return args
 
 
-def evaluate(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the harness's results for the tasks of ``args``. Raises UserError for unknown tasks."""
-    from megatron.core.evaluation.harness import evaluate_tasks, find_tasks
+def check_output(path: Path) -> None:
+    """Raise UserError if ``path`` cannot be written: an evaluation may take hours."""
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from error
+    if is_new:
+        path.unlink()
 
-    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+
+def task_names(args: argparse.Namespace) -> list[str]:
+    """Return the names of --tasks."""
+    return [name.strip() for name in args.tasks.split(",") if name.strip()]
+
+
+def evaluate(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace, manager: Any) -> dict[str, Any]:
+    """Return the harness's results for the tasks of ``args``, which ``manager`` (:func:`find_tasks`) knows."""
+    from megatron.core.evaluation.harness import evaluate_tasks
+
     return evaluate_tasks(
         engine,
         tokenizer,
-        names,
-        find_tasks("--tasks", names, args.include_path),
+        task_names(args),
+        manager,
         num_fewshot=args.num_fewshot,
         limit=args.limit,
         apply_chat_template=args.apply_chat_template,
@@ -71,13 +92,14 @@ def evaluate(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace) -> 
 def main(argv: Sequence[str]) -> int:
     """Print the scores of the command line ``argv`` as the harness's table; return the exit code."""
     args = parse_command_line(argv)
+    manager = find_tasks("--tasks", task_names(args), args.include_path)
     from megatron.core.inference.engine import Engine
     from megatron.core.inference.scheduler import Limits
 
     trained = load_gpt(args)
     limits = Limits(trained.cfg.data.seq_length, max_tokens=args.max_tokens)
     engine = Engine(trained.model, limits, cuda_graphs=args.cuda_graph_impl == "local")
-    results = on_first_rank(engine, lambda: evaluate(engine, trained.tokenizer, args))
+    results = on_first_rank(engine, lambda: evaluate(engine, trained.tokenizer, args, manager))
     if results is None:
         return 0
     from lm_eval.utils import make_table

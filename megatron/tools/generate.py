@@ -61,7 +61,7 @@ def load_prompts(args: argparse.Namespace) -> list[str]:
     lines = []
     if args.prompt_file:
         try:
-            lines = read_text(args.prompt_file).splitlines()
+            lines = read_text(args.prompt_file).removeprefix("\ufeff").splitlines()
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise UserError(f"--prompt-file {args.prompt_file}: cannot be read ({reason}); give a text file") from error

@@ -7,32 +7,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.core.evaluation.scoring import score
-from megatron.core.extensions.installed import is_installed
+from megatron.core.evaluation.tasks import check_package
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import TextStream
 from megatron.core.tokenizers.base import Tokenizer
 
-if TYPE_CHECKING:
-    from os import PathLike
-
 logger = logging.getLogger(__name__)
-
-
-def _check_package(user: str) -> None:
-    if not is_installed("lm_eval"):
-        raise UserError(f"{user}: needs the package lm_eval, which is not installed; pip install lm-eval")
 
 
 def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
     """Return the harness's model (``lm_eval.api.model.TemplateLM``) that scores and generates with ``engine``. Raises
     UserError without the package."""
-    _check_package("evaluation")
+    check_package("evaluation")
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
 
@@ -205,27 +197,10 @@ def _answer(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str]) -
     return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=len(text))]
 
 
-def find_tasks(flag: str, names: Sequence[str], include_path: str | PathLike | None) -> Any:
-    """Return the harness's ``TaskManager`` for ``names``. Raises UserError, naming ``flag``, without the package, and
-    for unknown tasks or none."""
-    _check_package(flag)
-    from lm_eval.tasks import TaskManager
-
-    folder = None if include_path is None else str(include_path)
-    if folder and names:  # the package's own 14,000 tasks take 6 s to list; groups and tags may contain them
-        manager = TaskManager(include_path=folder, include_defaults=False)
-        if set(names) <= set(manager.all_subtasks):
-            return manager
-    manager = TaskManager(include_path=folder)
-    if unknown := [name for name in names if not manager.match_tasks([name])] or (not names and ["(empty)"]):
-        raise UserError(f"{flag} {unknown[0]}: lm-evaluation-harness and the folder of tasks have no such task")
-    return manager
-
-
 def evaluate_tasks(
     engine: Engine, tokenizer: Tokenizer, names: Sequence[str], manager: Any, **settings: Any
 ) -> dict[str, Any]:
-    """Return the harness's results for the tasks ``names`` of ``manager`` (:func:`find_tasks`). ``settings``: further
+    """Return the harness's results for the tasks ``names`` of ``manager`` (``tasks.find_tasks``). ``settings``: further
     arguments of ``simple_evaluate``, such as ``limit`` and ``num_fewshot``. Call it on rank 0 of ``engine``; other
     ranks call ``engine.follow``."""
     from lm_eval import simple_evaluate

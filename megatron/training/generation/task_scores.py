@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.config.errors import UserError
-from megatron.core.evaluation.harness import evaluate_tasks, find_tasks
+from megatron.core.evaluation.harness import evaluate_tasks
+from megatron.core.evaluation.tasks import find_tasks
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.scheduler import Limits
 from megatron.core.tokenizers.base import Tokenizer

@@ -9,8 +9,8 @@ import torch
 
 from megatron.console import run_tool
 from megatron.core.config.errors import UserError
-from megatron.core.evaluation.harness import find_tasks
 from megatron.core.evaluation.scoring import score
+from megatron.core.evaluation.tasks import find_tasks
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.scheduler import Limits
 from tests.test_utils.hf_folders import tiny_llama
@@ -179,7 +179,7 @@ def test_task_scores_equal_those_of_transformers(folder, monkeypatch, capsys):
     engine = Engine(trained.model, Limits(trained.cfg.data.seq_length, 50), num_pages=40, page_size=8)
     args = SimpleNamespace(tasks=",".join(names), include_path=folder / "tasks", num_fewshot=None, limit=None,
                            apply_chat_template=False)  # fmt: skip
-    ours, theirs = samples(evaluate(engine, trained.tokenizer, args)), samples(expected)
+    ours, theirs = samples(evaluate(engine, trained.tokenizer, args, manager)), samples(expected)
     assert ours["tiny_text"] == theirs["tiny_text"]
     for name in ("tiny_choice", "tiny_perplexity"):
         for (_, mine), (_, other) in zip(ours[name], theirs[name], strict=True):
@@ -207,12 +207,13 @@ def test_the_harness_scores_a_server_as_the_model(folder, tmp_path, monkeypatch)
     args = SimpleNamespace(tasks=",".join(names), include_path=folder / "tasks", num_fewshot=1, limit=3,
                            apply_chat_template=False)  # fmt: skip
     engine = Engine(tiny_model(tokenizer.vocab_size), Limits(LENGTH, 200), num_pages=40, page_size=8)
-    expected = samples(evaluate(engine, tokenizer, args))
+    manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    expected = samples(evaluate(engine, tokenizer, args, manager))
     with running_server(tokenizer) as (url, _):
         found = samples(simple_evaluate(
             model="local-completions", tasks=names, num_fewshot=1, limit=3,
             model_args={"base_url": f"{url}/v1/completions", "model": "tiny", "max_length": LENGTH},
-            task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
+            task_manager=manager,
         ))  # fmt: skip
     assert found["tiny_text"] == expected["tiny_text"]
     for (_, mine), (_, other) in zip(found["tiny_choice"], expected["tiny_choice"], strict=True):
@@ -246,8 +247,17 @@ def test_the_packages_tasks_are_listed_only_where_a_name_may_need_them(tmp_path,
     assert ("lambada" in found.all_tasks) == full
 
 
-def test_unknown_tasks_and_wrong_flags_are_named(folder, capsys):
-    for flags, word in ((["--tasks", "nope"], "--tasks nope"), (["--tasks", "a", "--limit", "0"], "--limit 0"),
-                        (["--tasks", "a", "--include-path", "missing"], "--include-path missing")):  # fmt: skip
-        assert run_tool("evaluate", ["--load", str(folder), *flags]) == 2
+def test_wrong_tasks_and_paths_are_named_before_the_model_is_loaded(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("megatron.tools.evaluate.load_gpt", lambda args: pytest.fail("the model is loaded"))
+    load, local = ["--load", str(folder)], ["--tasks", "tiny_choice", "--include-path", str(folder / "tasks")]
+    for flags, word in (
+        ([*load, "--tasks", "nope", "--output", str(tmp_path / "out")], "--tasks nope"),
+        ([*load, "--tasks", "a", "--limit", "0"], "--limit 0"),
+        ([*load, "--tasks", "a", "--include-path", "missing"], "--include-path missing"),
+        (["--load", "missing", *local], "--load missing: no such folder"),
+        ([*load, *local, "--output", str(tmp_path)], f"--output {tmp_path}: cannot be written (Is a directory)"),
+        ([*load, *local, "--output", "missing/out"], "--output missing/out: cannot be written (No such file"),
+    ):  # fmt: skip
+        assert run_tool("evaluate", flags) == 2
         assert word in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ def tool():
 
 def test_several_prompts_give_the_texts_that_each_gives_alone(tool, gloo_pool, tmp_path, capsys):
     assert gloo_pool.run(train, 1, ["--mock-data", "--train-iters", "3", "--save", str(tmp_path / "run")]) == [0]
-    (tmp_path / "prompts").write_text("7 8\n9 10 11\n")
+    (tmp_path / "prompts").write_text("\ufeff7 8\n9 10 11\n")  # editors of Windows begin files with this character
     common = ["generate", "--load", tmp_path / "run", "--max-new-tokens", 4]
     texts = []
     for prompt in ("1 2", "7 8", "9 10 11"):
