@@ -11,6 +11,7 @@ from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import Limits
+from megatron.core.transformer.moe.replay import record_routes
 from tests.unit_tests.core.models.test_gpt_model import LLAMA, VOCAB, make_model, randomize
 
 ROPE = {"position_embedding_type": "rope"}
@@ -99,9 +100,10 @@ def test_log_probabilities_can_be_those_of_the_temperature():
             assert score.top[0][1] == pytest.approx(float(expected[row].max()), abs=1e-10)
 
 
-def run(model, seed):
-    """Run the prompts in random order, steps and pages; return ({prompt: (tokens, scores)}, preemptions)."""
-    rng = random.Random(seed)
+def run(model, seed, extras=False):
+    """Run the prompts in random order, steps and pages; return ({prompt: (tokens, scores, routes)}, preemptions).
+    ``extras``: scores of every second prompt, and routes of every third."""
+    rng, is_moe = random.Random(seed), model.config.num_moe_experts is not None
     limits = {"max_tokens": rng.choice((2, 5, 9, 40)), "max_sequences": rng.choice((1, 2, 5, 9))}
     each = engine(model, rng.choice((6, 9, 40)), **limits)
     pending, numbers, done = list(enumerate(prompts())), {}, {}
@@ -111,23 +113,42 @@ def run(model, seed):
             if pending:
                 index, prompt = pending.pop()
                 sampling = Sampling(seed=index)
-                request = Request(prompt=prompt, max_new_tokens=4 + index % 3, sampling=sampling, **ALL)
+                request = Request(
+                    prompt=prompt, max_new_tokens=4 + index % 3, sampling=sampling, **ALL,
+                    prompt_logprobs=extras and index % 2 == 0, return_routes=extras and is_moe and index % 3 == 0,
+                )  # fmt: skip
                 numbers[each.add(request)] = index
         for output in each.step() if each.has_work else ():
             if output.completion.finish_reason:
                 done[numbers[output.request]] = output.completion
     assert each.pool.num_free == each.pool.num_usable
-    return {index: (x.tokens, x.scores) for index, x in done.items()}, each.scheduler.num_preemptions
+    scores = {index: (x.tokens, [*x.prompt_scores[1:], *x.scores], x.routes) for index, x in done.items()}
+    return scores, each.scheduler.num_preemptions
 
 
 @pytest.mark.parametrize("name", ["grouped", "experts"])
 def test_tokens_do_not_depend_on_arrival_chunks_and_preemption(name):
     model = build(name)
-    expected, _ = run(model, 0)
-    found = [run(model, seed) for seed in range(1, 9)]
-    for each, _ in found:
-        assert {index: tokens for index, (tokens, _) in each.items()} == {key: x for key, (x, _) in expected.items()}
-    assert sum(preemptions for _, preemptions in found)
+    results = [run(model, seed, extras=True) for seed in range(9)]
+    for done, _ in results:
+        for index, prompt in enumerate(prompts()):
+            tokens, scores, routes = done[index]
+            # by one forward pass over prompt and text
+            ids = torch.tensor([[*prompt, *tokens]])
+            with torch.no_grad(), record_routes([model]) as recorded:
+                rows = model(ids, torch.arange(ids.shape[1])[None])[0, :, :VOCAB].log_softmax(-1)
+            first = ids.shape[1] - len(scores)
+            assert first == (1 if index % 2 == 0 else len(prompt))
+            for position, score in enumerate(scores, first):
+                assert score.token == ids[0, position]
+                assert score.logprob == pytest.approx(float(rows[position - 1, score.token]), abs=1e-10)
+            assert bool(routes) == (name == "experts" and index % 3 == 0)
+            for layer, experts in routes.items():
+                expected = recorded[layer][0][:, 0]
+                assert len(expected) - len(experts) in (0, 1)
+                assert experts.sort(-1).values.equal(expected[: len(experts)].sort(-1).values)
+            assert tokens == results[0][0][index][0]
+    assert sum(preemptions for _, preemptions in results[1:])
 
 
 @pytest.mark.parametrize("name", ["grouped", "window", "sink", "experts", "latent"])
@@ -153,7 +174,7 @@ def test_the_paged_kernel_gives_the_tokens_of_gathered_keys(name, monkeypatch):
     monkeypatch.setattr(cached_layout, "_kernel_serves", lambda query: True)
     monkeypatch.setattr(cached_layout, "paged_attention", counted)
     for seed, (completions, _) in enumerate(expected):
-        for index, (tokens, scores) in run(model, seed)[0].items():
+        for index, (tokens, scores, _) in run(model, seed)[0].items():
             assert tokens == completions[index][0]
             assert [x.logprob for x in scores] == pytest.approx([x.logprob for x in completions[index][1]], abs=1e-4)
     assert max(calls) > 1

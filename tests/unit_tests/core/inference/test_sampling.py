@@ -50,6 +50,34 @@ def test_top_k_and_top_p_keep_the_likeliest():
         assert filtered(logits[None], draws, form).isfinite().tolist() == [kept]
 
 
+def filtered_row(logits, sampling, largest_k=None):
+    arrays, form = draw_arrays([sampling.seeded(), *([Sampling(top_k=largest_k, seed=0)] if largest_k else [])], [0, 0])
+    draws = Draws(**{name: torch.from_numpy(x) for name, x in arrays.items()})
+    return filtered(logits.expand(len(arrays["top_k"]), -1), draws, form)[0]
+
+
+def test_filters_keep_the_tokens_of_their_definition():
+    """For every k, also if another row has a larger one, and every top_p; tokens are sorted by hand."""
+    generator = torch.Generator().manual_seed(2)
+    for number in range(120):
+        logits = torch.randn(11, generator=generator) * 2
+        k, top_p = 1 + number % 11, (0.0, 0.3, 0.6, 0.95)[number % 4]
+        sampling = Sampling(temperature=0.7, top_k=k, top_p=top_p)
+        order = sorted(range(11), key=lambda token: -logits[token])[:k]
+        if top_p:
+            weights = [float((logits[token] / 0.7).exp()) for token in order]
+            order = [token for n, token in enumerate(order) if sum(weights[:n]) < top_p * sum(weights)]
+        kept = filtered_row(logits, sampling, (None, 4, 9)[number % 3]).isfinite().nonzero()[:, 0].tolist()
+        assert kept == sorted(order), (k, top_p)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 6, 7])
+def test_draws_are_the_top_k_tokens_and_all_of_them(top_k):
+    logits = torch.arange(12).float() / 6
+    choose = Sampling(top_k=top_k, seed=5).chooser()
+    assert {choose(logits, position) for position in range(400)} == set(range(12 - top_k, 12))
+
+
 def test_the_seed_decides_the_draws():
     def draw(seed):
         model, sampling = NextNumber(), Sampling(seed=seed)
