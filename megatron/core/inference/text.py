@@ -41,8 +41,8 @@ class Detokenizer:
         decoded = self._tokenizer.detokenize(self._ids[self._start :])
         if num_held := len(self._utf8.getstate()[0]):
             # byte fallback decodes complete characters before an incomplete one to U+FFFD, too
-            num_complete = len(decoded.rstrip(UNKNOWN)) + self._num_invalid
-            decoded = decoded[: max(min(num_complete, len(decoded) - num_held), 0)]
+            num_before = len(decoded.rstrip(UNKNOWN))
+            decoded = decoded[: max(min(num_before + self._num_invalid, len(decoded) - num_held), num_before)]
         piece = self._pass_on(decoded)
         if not num_held:
             self._start, self._anchor = self._anchor, len(self._ids)
