@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from megatron.export.megatron_lm import load_megatron_torch_dist, save_megatron_torch_dist
 from tests.unit_tests.export.megatron_lm.test_checkpoints import ARGS, SCHEDULE
 
-HIDDEN, LAYERS, EXPERTS, WIDTH, GROUPS = 16, 4, 3, 12, 2
+HIDDEN, LAYERS, EXPERTS, WIDTH, SHARED, GROUPS = 16, 4, 3, 12, 10, 2
 SHAPES = {
     "embedding.word_embeddings.weight": (64, HIDDEN), "output_layer.weight": (64, HIDDEN),
     "decoder.final_layernorm.weight": (HIDDEN,),
@@ -23,10 +23,14 @@ SHAPES = {
     "decoder.layers.mlp.router.weight": (LAYERS, EXPERTS, HIDDEN),
     "decoder.layers.mlp.experts.experts.linear_fc1.weight": (LAYERS, EXPERTS, 2 * WIDTH, HIDDEN),
     "decoder.layers.mlp.experts.experts.linear_fc2.weight": (LAYERS, EXPERTS, HIDDEN, WIDTH),
+    "decoder.layers.mlp.shared_experts.linear_fc1.weight": (LAYERS, 2 * SHARED, HIDDEN),
+    "decoder.layers.mlp.shared_experts.linear_fc2.weight": (LAYERS, HIDDEN, SHARED),
+    "decoder.layers.mlp.shared_experts.gate_weight": (LAYERS, 1, HIDDEN),
 }  # fmt: skip
 STATES = {"": "model", "exp_avg": "optimizer.exp_avg", "exp_avg_sq": "optimizer.exp_avg_sq",
           "fp32_param": "optimizer.main_param"}  # fmt: skip
-SETTINGS = {**ARGS, "num_experts": EXPERTS, "moe_ffn_hidden_size": WIDTH, "bf16": True}
+SETTINGS = {**ARGS, "num_experts": EXPERTS, "moe_ffn_hidden_size": WIDTH, "bf16": True,
+            "moe_shared_expert_intermediate_size": SHARED, "moe_shared_expert_gate": True}  # fmt: skip
 
 
 def values(seed):
@@ -52,6 +56,8 @@ def write(folder, prefix_of):
 
 def ours(name, tensor):
     """Return Megatron-LM's layer in the local layout."""
+    if "shared_experts.linear_fc1" in name:
+        return tensor.reshape(2, SHARED, HIDDEN)
     if "linear_fc1" in name:
         return tensor.reshape(EXPERTS, 2, WIDTH, HIDDEN)
     if "linear_qkv.weight" in name:

@@ -18,16 +18,19 @@ from megatron.export.megatron_lm.model import checkpoint_objects
 from megatron.export.unpickler import Record
 from tests.unit_tests.export.megatron_lm.test_checkpoints import ARGS, SCHEDULE
 
-HIDDEN, LAYERS, EXPERTS, WIDTH, ROWS = 16, 4, 8, 12, 64
+HIDDEN, LAYERS, EXPERTS, WIDTH, SHARED, ROWS = 16, 4, 8, 12, 20, 64
 ITERATION, STEPS, BATCH = 7, 5, 4
 SETTINGS = {
     **ARGS, "num_experts": EXPERTS, "moe_ffn_hidden_size": WIDTH, "vocab_size": ROWS, "global_batch_size": BATCH,
+    "moe_shared_expert_intermediate_size": SHARED, "moe_shared_expert_gate": True,
     "consumed_train_samples": ITERATION * BATCH, "skipped_train_samples": (ITERATION - STEPS) * BATCH,
 }  # fmt: skip
 LAYER = {
     "input_layernorm.weight": (HIDDEN,), "self_attention.linear_qkv.weight": (32, HIDDEN),
     "self_attention.linear_proj.weight": (HIDDEN, HIDDEN), "pre_mlp_layernorm.weight": (HIDDEN,),
-    "mlp.router.weight": (EXPERTS, HIDDEN),
+    "mlp.router.weight": (EXPERTS, HIDDEN), "mlp.shared_experts.gate_weight": (1, HIDDEN),
+    "mlp.shared_experts.linear_fc1.weight": (2 * SHARED, HIDDEN),
+    "mlp.shared_experts.linear_fc2.weight": (HIDDEN, SHARED),
 }  # fmt: skip
 EXPERT = {"linear_fc1": (2 * WIDTH, HIDDEN), "linear_fc2": (HIDDEN, WIDTH)}
 NAMINGS = {
@@ -54,7 +57,7 @@ WEIGHTS, MOMENTS, SQUARES = (global_model(seed) for seed in range(3))
 
 def shard(name, tensor, rank, tp):
     """Return the part of a tensor on tensor-parallel rank ``rank``: its shards of gate and up."""
-    if "norm" in name or "router" in name:
+    if "norm" in name or "router" in name or "gate_weight" in name:
         return tensor
     if "linear_fc1" in name:
         return torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
@@ -126,6 +129,8 @@ def adam(names, part, experts):
 
 def ours(name, tensor):
     """A global tensor in this project's shape."""
+    if "shared_experts.linear_fc1" in name:
+        return tensor.reshape(2, SHARED, HIDDEN)
     if "experts.linear_fc1" in name:
         return tensor.reshape(EXPERTS, 2, WIDTH, HIDDEN)
     return tensor.reshape(2, -1, HIDDEN) if "linear_qkv" in name else tensor
