@@ -84,9 +84,11 @@ def storages_of_live_tensors():
 
 def offloaded(rank, world_size, precision, flags):
     """Return ([released, freed bytes] without and with the weights, elements of parameters, largest gradient after
-    :meth:`reload`), of a run with two steps. New memory is not zero."""
+    :meth:`reload`, bytes of weights, gradients and optimizer state that the message of a failed allocation would show),
+    of a run with two steps. New memory is not zero."""
     from megatron.training.exits.conditions import ExitConditions
     from megatron.training.initialize import initialize_megatron
+    from megatron.training.report.out_of_memory import measure
     from megatron.training.run import build_components
     from megatron.training.tasks.language_model import task_class
     from megatron.training.trainer import Trainer
@@ -111,6 +113,7 @@ def offloaded(rank, world_size, precision, flags):
         if size:
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x41)
 
+    measured = measure(parts.model, parts.optimizer)
     copy, sizes = HostCopy(parts.model, parts.optimizer), []
     with mock.patch.object(torch.UntypedStorage, "resize_", resize_to_garbage):
         for weights in (False, True):
@@ -120,7 +123,8 @@ def offloaded(rank, world_size, precision, flags):
             sizes.append((released, sum(size - after.get(key, size) for key, size in before.items())))
             copy.reload()
     largest = max(float(local(gradient).abs().max()) for gradient in gradients)
-    return sizes, sum(parameter.numel() for parameter in parameters), largest
+    elements = sum(parameter.numel() for parameter in parameters)
+    return sizes, elements, largest, (measured.weights, measured.gradients, measured.optimizer)
 
 
 STATE_BYTES = {"--bf16": 4 + 2 + 8, "--bf16 --no-store-param-remainders": 4 + 4 + 8, "--fp16": 4 + 4 + 8, "": 4 + 8}
@@ -130,17 +134,19 @@ STATE_BYTES = {"--bf16": 4 + 2 + 8, "--bf16 --no-store-param-remainders": 4 + 4 
 @pytest.mark.parametrize("precision", STATE_BYTES)
 def test_offload_releases_gradients_masters_and_moments(gloo_pool, precision):
     """Counted over all tensors of the process. Flat memory is padded, by at most 3 % here."""
-    ((state, both), elements, largest) = gloo_pool.run(offloaded, 1, precision, "")[0]
+    ((state, both), elements, largest, measured) = gloo_pool.run(offloaded, 1, precision, "")[0]
     assert state[0] == state[1] and both[0] == both[1], "the return value is the memory that was freed"
     expected = STATE_BYTES[precision] * elements
     assert expected <= state[0] <= 1.03 * expected
     weights = elements * (2 if precision else 4)
     assert state[0] + weights <= both[0] <= 1.03 * (expected + weights)
     assert largest == 0.0, "gradients are zero after reload"
+    for size, per_element in zip(measured, (2 if precision else 4, 4, STATE_BYTES[precision] - 4), strict=True):
+        assert per_element * elements <= size <= 1.03 * per_element * elements
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one rank"])
 def test_gradients_are_zero_after_reload_on_every_layout(gloo_pool, layout):
     flags, world_size = LAYOUTS[layout]
-    for (state, both), _, largest in gloo_pool.run(offloaded, world_size, "--bf16", flags):
+    for (state, both), _, largest, _ in gloo_pool.run(offloaded, world_size, "--bf16", flags):
         assert state[0] == state[1] and both[0] == both[1] and largest == 0.0

@@ -1,10 +1,13 @@
 """Hints of the dry run: experts split in another way over the same ranks."""
 
+import re
+
 import pytest
 
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.expert_hints import expert_hints
+from megatron.training.report.memory import estimate_memory
 from tests.unit_tests.core.config.test_absent import TINY
 
 MIXTRAL = (
@@ -14,6 +17,12 @@ MIXTRAL = (
     "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 )
+
+
+def largest_gib(text, ranks):
+    words = [word for word in (TINY + text).split() if word != "--dry-run"]
+    cfg = validate_args(parse_args(words), ranks)
+    return max(rank.total for rank in estimate_memory(cfg, 32000)) / 1024**3
 
 
 def hints(text, ranks):
@@ -32,9 +41,13 @@ def hints(text, ranks):
          "--expert-model-parallel-size ", "tokens stay within a host of 8 GPUs"),
     ],
 )  # fmt: skip
-def test_a_hint_comes_with_its_reason(text, ranks, start, reason):
+def test_a_hint_comes_with_its_reason_and_the_memory_of_its_flags(text, ranks, start, reason):
     (hint,) = hints(text, ranks)
     assert hint.startswith(start) and reason in hint, hint
+    flags = hint[: hint.index(": ")]
+    now, proposed = (largest_gib(f"{text} {more}", ranks) for more in ("", flags))
+    shown = [int(number) for pair in re.findall(r"(\d+) GiB|(?:now|take) (\d+)", hint) for number in pair if number]
+    assert sorted(shown) == sorted([round(now), round(proposed)]), hint
 
 
 @pytest.mark.parametrize(
