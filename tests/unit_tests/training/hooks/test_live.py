@@ -163,6 +163,7 @@ def test_the_cursor_is_visible_while_the_view_is_shown(terminal, simulated_run):
     hook.on_train_end(simulated_run().state_at(1))
     text = written()
     assert text.index("\x1b[?25h") > text.index("\x1b[?25l")
+    assert text.count("\x1b[?25h") == 2  # once at the start, once at the end
 
 
 def test_a_step_reads_no_value_of_the_device(simulated_run, monkeypatch):

@@ -374,4 +374,4 @@ def test_texts_of_a_prompt_are_spread_over_the_run_and_escaped(tmp_path):
     shown = [int(each) for each in re.findall(r"iteration (\d+)Once text", text)]
     assert shown == [1, 15, 29, 43, 58, 72, 86, 100] and "8 of 100 samples" in text
     assert f"iteration 5{HOSTILE}{HOSTILE}" in text and not page.bad
-    assert text.endswith("iteration 7Onceagain")
+    assert text.endswith("iteration 7Onceagain") and text.count("iteration 7Once") == 1  # the later text replaces it

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +92,25 @@ def test_report_of_experts_counts_their_ranks_and_active_parameters():
         f"active parameters          {model.num_parameters - idle:,} per token",
     ):
         assert part in report, report
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_report_shows_the_learning_rate_at_quarters_of_the_decay(style):
+    """Warm-up of 2 of 10 iterations with 4 samples each; the decay starts after it."""
+    text = f"--lr-decay-style {style} --lr-warmup-iters 2 --min-lr 1e-4 --global-batch-size 4"
+    rows = re.findall(r"at sample ([\d,]+) +(\S+)", dry_run_report(settings(text, 2)))
+    assert [int(sample.replace(",", "")) for sample, _ in rows] == [0, 10, 20, 30, 40]
+    for sample, rate in rows:
+        done = (int(sample) - 8) / 32
+        share = 1 - done if style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        assert float(rate) == pytest.approx(1e-3 * int(sample) / 8 if done < 0 else 1e-4 + 9e-4 * share, rel=1e-5)
+
+
+@pytest.mark.parametrize("parts, name", [((), ""), (("norm", "adam"), ", apex: norm adam")])
+def test_report_names_the_backends(parts, name):
+    report = dry_run_report(settings().with_settings(apex_parts=parts))
+    (row,) = (line for line in report.splitlines() if line.startswith("  backend"))
+    assert row.split(maxsplit=1)[1] == f"gloo, layers: local, attention: auto{name}"
 
 
 def test_vocabulary_is_counted_from_files(tmp_path):
