@@ -38,9 +38,8 @@ END_SECONDS = 15
 """Time that the ranks have to end together."""
 
 
-def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of this tool (only --load is required). Exits with code 2 for unknown, abbreviated or malformed
-    flags; raises UserError for values out of range."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this tool's flags (only --load is required)."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -65,7 +64,13 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         metavar="S",
         help="end if the engine, or another rank, makes no progress for this time; 0: never",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the flags of this tool. Exits with code 2 for unknown, abbreviated or malformed flags; raises
+    UserError for values out of range."""
+    args = build_parser().parse_args(argv)
     for name in ("max_sequences", "max_requests", "max_prompts"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
