@@ -5,6 +5,7 @@ import sys
 from megatron.compat.names import Finder, serve_other_names
 
 __all__ = ["serve_other_names"]
+__version__ = "0.1.0"
 
 if Finder not in sys.meta_path:
     sys.meta_path.append(Finder)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from importlib import metadata
 from pathlib import Path
 
-__version__ = "0.1.0"
+from megatron import __version__
+
 DISTRIBUTION = "megatron-pretraining"
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,6 +44,8 @@ def _checked_out(root: Path) -> str | None:
 def _installed(root: Path) -> str | None:
     """Return the commit that pip recorded for ``pip install git+URL``; None if the package is not installed, or
     ``root`` is not the installed copy. Raises KeyError if pip recorded no commit."""
+    from importlib import metadata  # 70 ms, which not every import of the package needs
+
     try:
         found = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -34,6 +34,7 @@ from megatron.training.components import Components
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import is_first_rank, launched_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings_file import write_settings
 from megatron.training.data.datasets import samples_per_split
 from megatron.training.data.loader import BatchReader, train_sampler
 from megatron.training.data.samples import check_first_sample
@@ -127,6 +128,8 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
         tokenizer = _checked_inputs(cfg, groups.world)
         log_environment()
         log_arguments(cfg)
+        if cfg.checkpoint.save and groups.world.rank == 0:
+            write_settings(cfg.flat, cfg.checkpoint.save)
         task = make_task(cfg, tokenizer)
         try:
             parts = build_components(cfg, task, groups)

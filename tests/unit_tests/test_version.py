@@ -6,6 +6,7 @@ import subprocess
 import pytest
 import torch
 
+import megatron
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint.environment import environment
@@ -15,6 +16,10 @@ from megatron.training.train_state import TrainState
 from megatron.version import __version__, git_commit, version_text
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_package_has_a_version():
+    assert megatron.__version__ == __version__
 
 
 def git(folder, *words):
