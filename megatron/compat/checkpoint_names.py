@@ -40,6 +40,17 @@ def get_default_load_sharded_strategy(checkpoint_dir: object) -> Strategy:
     return Strategy("torch_dist")
 
 
+def TorchDistSaveShardedStrategy(backend: str = "torch_dist", version: int = 1, **_: object) -> Strategy:
+    """Return a placeholder: checkpoints are written by all ranks, as safetensors. The other arguments say how threads
+    write."""
+    return get_default_save_sharded_strategy(backend, version)
+
+
+def TorchDistLoadShardedStrategy(*_: object, **__: object) -> Strategy:
+    """Return a placeholder: checkpoints are read by all ranks."""
+    return Strategy("torch_dist")
+
+
 def FullyParallelSaveStrategyWrapper(strategy: Strategy, *_: object, **__: object) -> Strategy:
     """Return ``strategy``: all ranks write."""
     return strategy

@@ -3,9 +3,9 @@
 Each row has three columns, separated by tabs: a module of Megatron-LM, where its names come from, and the names. A name
 ``new=old`` is called ``old`` at its source; ``*`` stands for all names of the source. The source is a module of this
 library, or ``absent: REASON`` for a capability that does not exist: such names can be imported, annotated, subclassed
-and compared with, and raise a ``UserError`` when they are called. ``family: MODELS`` stands for a module whose model
-family does not exist: importing it, or a module below it, raises a ``MissingFamily``. Nothing is imported before a name
-is used.
+and compared with, and raise a ``UserError`` when they are called. ``module: REASON; FIX`` stands for a module that does
+not exist, ``family: MODELS`` for one whose model family does not: importing it, or a module below it, raises a
+``MissingModule``. Nothing is imported before a name is used.
 
 Modules that exist here serve the names of the table through ``megatron.serve_other_names(__name__)``. The other modules
 of the table come from :class:`Finder`, which Python asks after all others. Standard library only.
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 ABSENT = "absent: "
 FAMILY = "family: "
+MODULE = "module: "
 ALL = "*"
 
 
@@ -116,13 +117,15 @@ class Finder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Serve the names of the table; ``import *`` takes all of them, and for a row ``*`` all public names of its
-        source. Raises MissingFamily for modules of model families that do not exist here."""
+        source. Raises MissingModule for modules that do not exist here."""
         module.__doc__ = "Names of Megatron-LM (``megatron.compat.names``)."
         names = table().get(module.__name__, {})
-        if ALL in names and names[ALL].module.startswith(FAMILY):
-            from megatron.core.config.errors import MissingFamily
+        if ALL in names and names[ALL].module.startswith((FAMILY, MODULE)):
+            from megatron.core.config.errors import MissingModule
 
-            raise MissingFamily(module.__name__, names[ALL].module.removeprefix(FAMILY))
+            kind, _, text = names[ALL].module.partition(": ")
+            family = f"{text} are not available here; use Megatron-LM for this program"
+            raise MissingModule(module.__name__, family if kind == "family" else text)
         public = [name for name in names if name != ALL]
         if ALL in names:
             public += [name for name in vars(import_module(names[ALL].module)) if not name.startswith("_")]

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from megatron.compat.library_state import RerunDataIterator as RerunDataIterator
 from megatron.core.config.errors import EXIT_FAILED, UserError
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from megatron.core.config.errors import MissingFamily
+from megatron.core.config.errors import MissingModule
 
 NAMES = {
     "megatron.core": "parallel_state mpu tensor_parallel dist_checkpointing",
@@ -106,10 +106,25 @@ MISSING_FAMILIES = {
 }
 
 
+@pytest.mark.parametrize("module, text", [
+    ("core.ssm", "Mamba and hybrid models are not available here; use Megatron-LM for this program"),
+    ("core.ssm.mamba_mixer", "Mamba and hybrid models are not available here"),
+    ("core.export.trtllm.trtllm_helper", "--saver hf writes a folder that TensorRT-LLM loads"),
+    ("inference.text_generation", "use megatron generate or megatron serve"),
+    ("post_training.arguments", "run ModelOpt on the folder that tools/checkpoint/convert.py --saver hf writes"),
+    ("rl.rl_utils", "megatron.core.rl serves trainers of your own"),
+])  # fmt: skip
+def test_missing_modules_say_what_to_use(module, text):
+    with pytest.raises(MissingModule) as raised:
+        import_module(f"megatron.{module}")
+    assert str(raised.value).startswith("megatron.") and text in str(raised.value)
+    assert "\n" not in str(raised.value) and isinstance(raised.value, ImportError)
+
+
 @pytest.mark.parametrize("module", MISSING_FAMILIES)
 def test_modules_of_missing_families_name_the_family(module):
     for _ in range(2):  # a failed import is tried again
-        with pytest.raises(MissingFamily, match=f"{MISSING_FAMILIES[module]}.* not available") as raised:
+        with pytest.raises(MissingModule, match=f"{MISSING_FAMILIES[module]}.* not available") as raised:
             import_module(module)
     assert isinstance(raised.value, ImportError) and not isinstance(raised.value, ModuleNotFoundError)
 

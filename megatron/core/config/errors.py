@@ -39,14 +39,14 @@ def printable(text: str) -> str:
     )
 
 
-class MissingFamily(UserError, ImportError):
-    """A module of Megatron-LM is imported whose model family this library does not have.
+class MissingModule(UserError, ImportError):
+    """A module of Megatron-LM is imported that this library does not have.
 
     An ``ImportError``, for programs that continue without the module.
     """
 
-    def __init__(self, module: str, family: str) -> None:
-        super().__init__(f"{module}: {family} are not available here; use Megatron-LM for this program")
+    def __init__(self, module: str, reason: str) -> None:
+        super().__init__(f"{module}: {reason}")
 
 
 def counted(number: int, noun: str) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron import serve_other_names
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.core.pipeline_parallel.microbatches import choose_runner, run_pipeline, run_without_pipeline
@@ -199,3 +200,6 @@ _FUNCTIONS: dict[object, Callable[..., list[object]]] = {
     run_without_pipeline: forward_backward_no_pipelining,
     run_pipeline: forward_backward_pipelining_without_interleaving,
 }
+
+
+serve_other_names(__name__)
