@@ -107,18 +107,23 @@ def start_distributed(cfg: PretrainConfig, store: dist.Store | None = None) -> N
     )
 
 
-def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) -> ProcessGroups:
-    """Set the CUDA device, environment defaults and deterministic mode, start torch.distributed (with ``store``; None:
-    from the environment), create all process groups, then seed python, numpy and torch. Return this rank's groups.
-    Collective over all ranks."""
-    model = cfg.model
-    if model.deterministic_mode:
+def start_process(cfg: PretrainConfig, store: dist.Store | None = None) -> None:
+    """Set the CUDA device, environment defaults and deterministic mode, and start torch.distributed (with ``store``;
+    None: from the environment). Collective over all ranks; a second call has no effect."""
+    if cfg.model.deterministic_mode:
         make_deterministic()
     set_cuda_defaults()
     device = training_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     start_distributed(cfg, store)
+
+
+def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) -> ProcessGroups:
+    """Start the process (:func:`start_process`), create all process groups, then seed python, numpy and torch. Return
+    this rank's groups. Collective over all ranks."""
+    model = cfg.model
+    start_process(cfg, store)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=model.tensor_model_parallel_size,
         pipeline_model_parallel_size=model.pipeline_model_parallel_size,

@@ -29,13 +29,14 @@ from megatron.training.checkpoint.environment import environment
 from megatron.training.checkpoint.history import check_save_folder
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
 from megatron.training.checkpoint.settings import apply_checkpoint_args
+from megatron.training.checks.rank_agreement import check_data, check_settings
 from megatron.training.checks.self_checks import check_build, replica_checks
 from megatron.training.components import Components
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import is_first_rank, launched_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings_file import write_settings
-from megatron.training.data.datasets import samples_per_split
+from megatron.training.data.datasets import data_sources, samples_per_split
 from megatron.training.data.loader import BatchReader, train_sampler
 from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import EvalName, EvalSet, eval_sets
@@ -124,7 +125,9 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
     requested result). Collective. A failed allocation becomes an OutOfMemory report. Failures reach the watchdog before
     hooks close; the process groups stay."""
     with ExitConditions(cfg) as exits:  # a signal during startup stops the run before its first iteration
-        groups = initialize.initialize_megatron(cfg, watchdog.store)
+        initialize.start_process(cfg, watchdog.store)
+        check_settings(cfg.flat)  # first, because ranks of different layouts cannot create process groups
+        groups = initialize.initialize_megatron(cfg)
         tokenizer = _checked_inputs(cfg, groups.world)
         log_environment()
         log_arguments(cfg)
@@ -231,7 +234,8 @@ def log_environment() -> None:
 
 def _checked_inputs(cfg: PretrainConfig, world: Group) -> Tokenizer | None:
     """Return the tokenizer. Before anything is built or written, raise a UserError with all problems of tokenizer, data
-    and --save; the first rank checks files for all. Collective over ``world``."""
+    and --save, which the first rank checks for all, or with data or tokenizers that differ between ranks. Collective
+    over ``world``."""
     built: list[Tokenizer | None] = []
 
     def check() -> None:
@@ -244,7 +248,10 @@ def _checked_inputs(cfg: PretrainConfig, world: Group) -> Tokenizer | None:
     except UserError as error:
         error.reported = not world.is_first  # the first rank reports for all
         raise
-    return built[0]
+    tokenizer = built[0]
+    prefixes, weights = data_sources(cfg)
+    check_data(prefixes, weights, None if tokenizer is None else tokenizer.fingerprint, world)
+    return tokenizer
 
 
 def _final_evaluation(trainer: Trainer, reason: ExitReason | None) -> int:

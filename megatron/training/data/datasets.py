@@ -13,7 +13,7 @@ from megatron.core.models.family import DataSet
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.blend import get_blend_and_blend_per_split
-from megatron.data.indexed_dataset import resolve_prefix
+from megatron.data.indexed_dataset import MissingDatasetError, resolve_prefix
 from megatron.data.sidecar import check_sidecar
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.validation import eval_samples, num_evaluations
@@ -65,6 +65,26 @@ def data_source_options(cfg: PretrainConfig, tokenizer: Tokenizer | None) -> dic
         "mid_level_dataset_surplus": cfg.data.mid_level_dataset_surplus,
         "allow_ambiguous_pad_tokens": cfg.data.allow_ambiguous_pad_tokens,
     }
+
+
+def data_sources(cfg: PretrainConfig) -> tuple[list[str], list[object]]:
+    """Return the prefixes of the data files that every rank reads, each once, and for each blend the positions of its
+    prefixes and its weights. Empty for mock data and data of the program. Opens no data file; a prefix without files is
+    returned as given."""
+    if not cfg.needs_data or cfg.data.mock_data or cfg.data.dataloader_type == "external":
+        return [], []
+    blend, per_split = get_blend_and_blend_per_split(cfg.data)
+    blends = [blend, *(per_split or [])]
+    names = list(dict.fromkeys(name for source in blends if source is not None for name in source[0]))
+    positions = {name: index for index, name in enumerate(names)}
+    weights = [source and [[positions[name] for name in source[0]], source[1]] for source in blends]
+    prefixes = []
+    for name in names:
+        try:
+            prefixes.append(resolve_prefix(name))
+        except MissingDatasetError:  # only on this rank: the comparison of ranks names it
+            prefixes.append(name)
+    return prefixes, list(weights)
 
 
 def select_data_set(cfg: PretrainConfig, tokenizer: Tokenizer | None) -> DataSet:

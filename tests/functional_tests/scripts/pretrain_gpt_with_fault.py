@@ -143,35 +143,42 @@ def shorten_collectives(minutes):
     program.validate_args = lambda *args: validate(*args).with_settings(distributed_timeout_minutes=minutes)
 
 
-def plant(fault):
-    """Puts the fault into the third training batch, the second evaluation batch, a save, or the start."""
+def plant(fault, is_faulty):
+    """Puts the fault into the third training batch, the second evaluation batch, a save, or the start. The code is the
+    same on every rank, as ranks compare it; ``is_faulty``: whether this one goes wrong."""
     import torch
 
     from megatron.training.checkpoint.checkpointer import Checkpointer
     from megatron.training.tasks.gpt import GPTTask
 
     get_batch, save, loss_func = GPTTask.get_batch, Checkpointer.start_save, GPTTask.loss_func
+    provider = GPTTask.train_valid_test_datasets_provider
     calls, saves = {True: 0, False: 0}, []
     moment = (False, 2) if fault.endswith("in evaluation") else (True, 3)
 
     def faulty_get_batch(self, data_iterator):
         training = torch.is_grad_enabled()
         calls[training] += 1
-        if (training, calls[training]) == moment:
+        if is_faulty and (training, calls[training]) == moment:
             go_wrong()
         return get_batch(self, data_iterator)
 
     def faulty_loss(self, batch, output):
         calls[True] += 1
-        return loss_func(self, batch, output * float("nan") if calls[True] >= 3 else output)
+        return loss_func(self, batch, output * float("nan") if is_faulty and calls[True] >= 3 else output)
 
     def faulty_save(self, state, **how):
         saves.append(state.iteration)
-        if len(saves) == (2 if "second" in fault else 1):
+        if is_faulty and len(saves) == (2 if "second" in fault else 1):
             self.fault = lambda phase: go_wrong() if phase == "before_fsync" else None
         return save(self, state, **how)
 
-    def go_wrong(*args):
+    def faulty_provider(self, num_samples):
+        if is_faulty:
+            go_wrong()
+        return provider(self, num_samples)
+
+    def go_wrong():
         note("fault")
         FAULTS[fault]()
 
@@ -180,7 +187,7 @@ def plant(fault):
     elif fault.endswith("save"):
         Checkpointer.start_save = faulty_save
     elif fault == "hangs before the first iteration":
-        GPTTask.train_valid_test_datasets_provider = go_wrong
+        GPTTask.train_valid_test_datasets_provider = faulty_provider
     else:
         GPTTask.get_batch = faulty_get_batch
 
@@ -190,8 +197,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a fresh interpreter; a forked one has torchrun's handler
     if minutes := os.environ.get("COLLECTIVE_MINUTES"):
         shorten_collectives(float(minutes))
-    if os.environ.get("FAULT_RANK") in (str(RANK), "all"):
-        if os.environ["FAULT"] == "never arrives":
+    if fault := os.environ.get("FAULT"):
+        is_faulty = os.environ.get("FAULT_RANK") in (str(RANK), "all")
+        if fault == "never arrives" and is_faulty:
             hang()
-        plant(os.environ["FAULT"])
+        plant(fault, is_faulty)
     sys.exit(pretrain_gpt.main())

@@ -7,6 +7,7 @@ import torch
 
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.schedules.batch_size import running_global_batch_size
+from megatron.training import trainer as trainer_module
 from megatron.training.checkpoint.checkpointer import SaveReport
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import compose
@@ -128,3 +129,27 @@ def test_records_are_written_before_a_checkpoint_and_the_checkpoint_is_reported_
     )  # fmt: skip
     trainer.save()
     assert events == ["values are finite", "earlier save ends", "records until 3", "save False", "saved 3"]
+
+
+@pytest.mark.parametrize("work", ["evaluate", "score_tasks", "write_samples", "save"])
+def test_work_between_iterations_is_not_part_of_the_next_iterations_time(monkeypatch, tmp_path, work):
+    """Evaluation, tasks, samples and saves take 100 s each, the iteration after them 2 s."""
+    seconds = [1000.0]
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+
+    def take_time(*args, **options):
+        seconds[0] += 100.0
+
+    trainer = Trainer.__new__(Trainer)
+    trainer.cfg = compose(FlatConfig(save=str(tmp_path)))
+    trainer.state, trainer.finite, trainer.last_samples, trainer.last_validation = TrainState(3), None, None, None
+    trainer.hooks = SimpleNamespace(on_evaluate=take_time, on_samples=take_time, on_save=take_time)
+    trainer.evaluator, trainer.task_scores = SimpleNamespace(evaluate=take_time), take_time
+    trainer.samples = take_time
+    checkpointer = SimpleNamespace(start_save=take_time, finish_save=lambda wait: None, saving=None)
+    trainer.parts = SimpleNamespace(valid_sets=["validation"], checkpointer=checkpointer)
+    trainer.restart_timer()
+    getattr(trainer, work)()
+    assert seconds[0] == 1200.0
+    seconds[0] += 2.0
+    assert trainer.restart_timer() == 2.0

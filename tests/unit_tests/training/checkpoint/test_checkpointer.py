@@ -172,6 +172,27 @@ def test_weights_only_starts_at_zero(two, snapshots):
     assert run.load() == TrainState() and run.bits()[0]["0.weight"] == snapshots[2][0]["0.weight"]
 
 
+@pytest.mark.parametrize(
+    "changes", [{"finetune": True}, {"no_load_optim": True}, {"pretrained_checkpoint": True}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_tiny_step_after_loading_weights_alone_stays_near_them(tmp_path, dtype, flag):
+    """The main parameters are those of the checkpoint, not of the initial weights."""
+    precision = {"fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16}
+    trained = Run(settings(tmp_path, lr=0.1, **precision), dtype=dtype).train(5)
+    trained.save()
+    pretrained = {"load": None, "pretrained_checkpoint": str(tmp_path)}
+    changes = pretrained if flag == "pretrained_checkpoint" else {flag: True}
+    schedule = {"lr": 1e-6, "override_opt_param_scheduler": True}
+    run = Run(settings(tmp_path, **schedule, **precision, **changes), dtype=dtype)
+    initial = [weight.detach().clone() for weight in run.net.parameters()]
+    run.load()
+    run.train(2)
+    for weight, loaded, first in zip(run.net.parameters(), trained.net.parameters(), initial):
+        assert (loaded - first).abs().max() > 0.1
+        assert (weight - loaded).abs().max() < 1e-3
+
+
 def test_own_progress_comes_before_pretrained_weights(two, tmp_path):
     other = tmp_path / "other"
     Run(settings(other)).train(3).save()
