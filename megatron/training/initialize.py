@@ -40,6 +40,19 @@ class _RankFilter(logging.Filter):
         return True
 
 
+class _StdoutHandler(logging.StreamHandler):
+    """Handler for stdout. If its reader has gone, as with ``| head``, the log goes nowhere and the program goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Redirect stdout to the null device after a broken pipe; report other errors as logging does."""
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            super().handleError(record)
+            return
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.stream.fileno())  # also for what the buffer of the stream still holds
+        os.close(null)
+
+
 def show_crashes() -> None:
     """Make crashes in native code (SIGSEGV, abort, SIGBUS of a truncated data file) write the stacks to stderr."""
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
@@ -56,7 +69,7 @@ def configure_logging(level: int | None = None) -> None:
     library.propagate = False
     for handler in [h for h in library.handlers if getattr(h, "megatron_stdout", False)]:
         library.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _StdoutHandler(sys.stdout)
     handler.megatron_stdout = True  # type: ignore[attr-defined]
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.addFilter(_RankFilter(launched_rank()))

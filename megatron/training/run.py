@@ -33,7 +33,7 @@ from megatron.training.checks.rank_agreement import check_data, check_settings
 from megatron.training.checks.self_checks import check_build, replica_checks
 from megatron.training.components import Components
 from megatron.training.config.flat import FlatConfig
-from megatron.training.config.launcher import is_first_rank, launched_rank, launched_world_size
+from megatron.training.config.launcher import check_launch, is_first_rank, launched_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings_file import write_settings
 from megatron.training.data.datasets import data_sources, samples_per_split
@@ -91,6 +91,8 @@ def run(given: FlatConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -
             if is_first_rank():
                 sys.stdout.write(dry_run_report(cfg))
             return 0
+        if not torch.distributed.is_initialized():
+            check_launch()
         with Watchdog(cfg) as watchdog:
             code = _run(cfg, make_task, watchdog, hooks)
             watchdog.finish()

@@ -250,19 +250,19 @@ class CheckpointReader:
 
     def _read_at(self, file: str, position: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes of ``file`` from ``position`` on. Opens regular files only, without following a
-        link. Raises CheckpointDamagedError if it cannot be opened or ends early."""
+        link. Raises CheckpointDamagedError if it cannot be read or ends early."""
+        path = self.directory / file
         try:
-            stream = open_regular(self.directory / file, follow=False, buffering=0)
+            with open_regular(path, follow=False, buffering=0) as stream:
+                stream.seek(position)
+                done = 0
+                while done < len(view):
+                    count = stream.readinto(view[done:])  # type: ignore[attr-defined]
+                    if not count:
+                        raise CheckpointDamagedError(f"{path}: ends early")
+                    done += count
         except OSError as error:
-            raise CheckpointDamagedError(f"{self.directory / file}: cannot be opened ({error.strerror})") from error
-        with stream:
-            stream.seek(position)
-            done = 0
-            while done < len(view):
-                count = stream.readinto(view[done:])  # type: ignore[attr-defined]
-                if not count:
-                    raise CheckpointDamagedError(f"{self.directory / file}: ends early")
-                done += count
+            raise CheckpointDamagedError(f"{path}: cannot be read ({error.strerror})") from error
 
     def verify_assets(self) -> list[str]:
         """Return a message for each copied file (asset) that is missing, unreadable or has another CRC-32; empty if all

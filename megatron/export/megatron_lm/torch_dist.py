@@ -208,7 +208,9 @@ def _parse(metadata: Record, folder: Path) -> _Checkpoint:
             raise CheckpointError(f"{folder}: {index['fqn']} is compressed or otherwise transformed")
         if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= sizes[file]:
             raise CheckpointDamagedError(f"{folder / file}: has {sizes[file]} bytes, {index['fqn']} ends beyond")
-        places.setdefault(index["fqn"], {})[index.attributes.get("offset")] = (folder / file, start, length)
+        if (offset := index.attributes.get("offset")) in places.setdefault(index["fqn"], {}):
+            raise CheckpointDamagedError(f"{folder}: the piece of {index['fqn']} at {offset} is stored twice")
+        places[index["fqn"]][offset] = (folder / file, start, length)
     check_names(metadata["state_dict_metadata"], folder / ".metadata")
     flattened = metadata.attributes.get("mcore_data") or {}
     tensors, objects = {}, {}
@@ -223,6 +225,8 @@ def _parse(metadata: Record, folder: Path) -> _Checkpoint:
         stored = _Stored(name, tuple(entry["size"]), dtype)
         for chunk in entry["chunks"]:
             piece = Rectangle(tuple(chunk["offsets"]), tuple(chunk["sizes"]))
+            if piece in stored.pieces:
+                raise CheckpointDamagedError(f"{folder}: the piece of {name} at {piece.offsets} is listed twice")
             if piece.offsets not in places.get(name, {}):
                 raise CheckpointDamagedError(f"{folder}: the piece of {name} at {piece.offsets} is nowhere stored")
             stored.pieces[piece] = place = places[name][piece.offsets]

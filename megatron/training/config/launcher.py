@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from megatron.core.config.cli import Problem
+from megatron.core.config.errors import UserError
 
 _RANGES = {
     "WORLD_SIZE": (1, 2**20),
@@ -14,6 +15,14 @@ _RANGES = {
     "LOCAL_WORLD_SIZE": (1, 2**20),
     "MASTER_PORT": (0, 2**16 - 1),
 }
+
+TASKS = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "SLURM_NTASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
+"""Number of processes that srun or mpirun started, and the variable with the number of this one."""
 
 
 def environment_problems() -> list[Problem]:
@@ -39,6 +48,28 @@ def _problems() -> Iterator[Problem]:
         if inner in readable and readable[inner] >= readable.get(outer, 2**20):
             reason = f"must be less than {outer} {readable[outer]}"
             yield Problem(f"environment variable {inner}", reason, readable[inner], fix)
+
+
+def check_launch() -> None:
+    """Raise UserError if the launcher's variables are incomplete, or if several processes were started without a rank:
+    each of them would train the whole model for itself. For programs that start torch.distributed here."""
+    is_set = {name: name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    started = "torchrun and megatron pretrain --nproc set it"
+    size = launched_world_size() or 1
+    if is_set["RANK"]:
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if not is_set[name]:
+                raise UserError(f"environment variable {name}: is not set though RANK is; {started}, or unset RANK")
+        return
+    if size > 1:
+        raise UserError(f"environment variable RANK: is not set though WORLD_SIZE is {size}; {started}, or unset both")
+    for name, ranks in TASKS.items():
+        if (_integer(os.environ.get(name, "")) or 1) > 1:
+            raise UserError(
+                f"environment variable {name} {os.environ[name]}: several processes were started without RANK, and each"
+                f" would train alone and overwrite the others' files; set RANK from {ranks}, WORLD_SIZE, LOCAL_RANK,"
+                f" MASTER_ADDR and MASTER_PORT, or start torchrun once per host; for one process, unset {name}"
+            )
 
 
 def _integer(text: str) -> int | None:

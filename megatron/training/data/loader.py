@@ -275,12 +275,20 @@ class Loader(DataLoader):
         # forked workers inherit what is frozen: if they collected cycles of this process with CUDA tensors, they would
         # call CUDA and abort
         gc.freeze()
+        advice = "free or enlarge /dev/shm, through which workers send batches, or read without: --num-workers 0"
         try:
             batches = super().__iter__()
+        except OSError as error:
+            reason = f"worker processes cannot start ({error.strerror})"
+            raise UserError(f"--num-workers {self.num_workers}: {reason}; {advice}") from error
         finally:
             gc.unfreeze()
         try:
             yield from map(FlatBatch.tensors, batches)
+        except RuntimeError as error:
+            if "bus error" not in str(error).lower():
+                raise
+            raise UserError(f"--num-workers {self.num_workers}: a worker process had no memory; {advice}") from error
         finally:  # torch ends them with the last reference: a cycle may keep it
             batches._shutdown_workers()  # type: ignore[attr-defined]
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import counted
@@ -105,11 +106,12 @@ def dry_run_report(cfg: PretrainConfig) -> str:
             cfg.flat, cfg.training.train_iters, cfg.data_parallel_size
         )
         sections["batches"] = chain(sections["batches"], prediction_rows(cfg, vocab_size, samples))
-    lines = []
+    lines, missing = [], "missing on this machine"
     for title, rows in sections.items():
         section = [f"  {name:<26} {value}" for name, value in rows]
         lines += [title, *section] if section else []
-    return "\n".join([*lines, "the settings are consistent; nothing was started", ""])
+    fails = f', but a run here would fail, see "{missing}"' if missing in lines else ""
+    return "\n".join([*lines, f"the settings are consistent{fails}; nothing was started", ""])
 
 
 def _missing_here(cfg: PretrainConfig) -> Rows:
@@ -117,6 +119,13 @@ def _missing_here(cfg: PretrainConfig) -> Rows:
     for each in check(cfg.with_settings(dry_run=False)):
         flag, _, reason = str(each).partition(": ")
         yield flag, reason
+    save = cfg.checkpoint.save
+    if save is not None:
+        parent = next(path for path in (Path(save), *Path(save).absolute().parents) if path.exists())
+        if not parent.is_dir():
+            yield f"--save {save}", f"{parent} is no folder"
+        elif not os.access(parent, os.W_OK | os.X_OK):
+            yield f"--save {save}", f"{parent} cannot be written"
 
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}

@@ -361,9 +361,18 @@ def test_a_torch_folder_of_another_model_is_one_message(changes, message, tmp_pa
         load_megatron_torch(tmp_path)
 
 
+def list_a_piece_twice(folder):
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    entry = metadata.state_dict_metadata["embedding.word_embeddings.weight"]
+    entry.chunks.append(entry.chunks[0])
+    path.write_bytes(pickle.dumps(metadata))
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
+        (list_a_piece_twice, r"the piece of embedding.word_embeddings.weight at \(0, 0\) is listed twice"),
         (lambda d: (d / ".metadata").unlink(), "being written"),
         (lambda d: (d / ".metadata").write_bytes(pickle.dumps(cut)), "not metadata|damaged"),
         (lambda d: (d / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR."), "the pickle is rejected"),

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from itertools import islice
 
 import numpy as np
@@ -235,3 +236,30 @@ def test_errors_of_batches_that_nothing_needs_yet_wait():
         reader.take(2)
     reader, _ = counted_reader(stop=2)
     list(reader.take(2, 2)[0])  # the last global batch
+
+
+@pytest.mark.parametrize("error, reason", [
+    (OSError(28, "No space left on device"), r"worker processes cannot start \(No space left on device\)"),
+    (OSError(30, "Read-only file system"), r"worker processes cannot start \(Read-only file system\)"),
+])  # fmt: skip
+def test_workers_that_cannot_start_name_the_flag(monkeypatch, error, reason):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", fail)
+    loader = build_loader(Numbers(8), [[(0, 0)]], 2, pin_memory=False)
+    with pytest.raises(UserError, match=rf"^--num-workers 2: {reason}; free or enlarge /dev/shm.*--num-workers 0"):
+        next(iter(loader))
+
+
+class KilledByFullMemory(Numbers):
+    """As the kernel ends a process that writes to a full /dev/shm."""
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGBUS)
+
+
+def test_a_worker_without_shared_memory_names_the_flag():
+    loader = build_loader(KilledByFullMemory(8), [[(0, 0)]], 1, pin_memory=False)
+    with pytest.raises(UserError, match="^--num-workers 1: a worker process had no memory; free or enlarge /dev/shm"):
+        next(iter(loader))

@@ -252,3 +252,31 @@ def test_a_dry_run_writes_nothing_at_all(tmp_path, monkeypatch, capsys):
         flags += [flag, f"new/{flag.strip('-')}"]
     assert preflight(parse_args(flags)) and "nothing was started" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("flags, row", [
+    ("--pretrained-checkpoint missing", r"--pretrained-checkpoint missing +there is no such folder"),
+    ("--load missing --exit-on-missing-checkpoint", r"--load missing +there is no such folder"),
+    ("--save file/run", r"--save file/run +.*file is no folder"),
+])  # fmt: skip
+def test_folders_that_a_run_here_cannot_use_are_reported(tmp_path, monkeypatch, flags, row):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    report = dry_run_report(settings(f"{flags} --dry-run", 1))
+    section = report[report.index("missing on this machine\n") :]
+    assert re.search(row, section), report
+    assert report.endswith(
+        'the settings are consistent, but a run here would fail, see "missing on this machine"; nothing was started\n'
+    )
+
+
+def test_a_save_folder_in_a_folder_without_permission_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    report = dry_run_report(settings(f"--save {tmp_path}/run --dry-run", 1))
+    assert re.search(rf"--save {tmp_path}/run +{tmp_path} cannot be written", report)
+
+
+def test_a_run_that_can_start_here_is_consistent(tmp_path):
+    report = dry_run_report(settings(f"--save {tmp_path}/new/run --load {tmp_path} --dry-run", 1))
+    assert "missing on this machine" not in report
+    assert report.endswith("the settings are consistent; nothing was started\n")

@@ -207,6 +207,7 @@ def test_a_model_that_does_not_fit_is_reported_while_it_is_built(gloo_pool):
 @pytest.mark.gpu
 def test_a_gpu_out_of_memory_holds_what_was_estimated():
     """A real allocator: the table's first three rows equal the estimate, and the rest is counted."""
+    from megatron.core.parallel_state import destroy_model_parallel
     from megatron.training.initialize import initialize_megatron
     from megatron.training.run import _cause, build_components
     from megatron.training.tasks.gpt import GPTTask
@@ -221,15 +222,18 @@ def test_a_gpu_out_of_memory_holds_what_was_estimated():
     before = torch.cuda.memory_allocated()  # tensors of other tests of this process
     cfg = validate_args(parse_args(text.split()), 1)
     groups = initialize_megatron(cfg)
-    parts = build_components(cfg, with_synthetic_data(GPTTask, 32000)(cfg), groups)
-    held, estimate = measure(parts.model, parts.optimizer), estimate_memory(cfg, 32000)[0]
-    assert held.weights == estimate.weights and held.gradients == estimate.gradients
-    assert abs(held.optimizer - estimate.optimizer) < 0.01 * estimate.optimizer
-    assert held.rest - before < 0.05 * (held.total - before)
-    kept = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    assert measure(parts.model, parts.optimizer).rest >= 2**28
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        torch.empty(2**50, dtype=torch.uint8, device="cuda")
-    message = str(_cause(error.value, cfg, parts))
-    assert "GiB in tensors of" in message and "these flags help most" in message, message
-    del kept
+    try:
+        parts = build_components(cfg, with_synthetic_data(GPTTask, 32000)(cfg), groups)
+        held, estimate = measure(parts.model, parts.optimizer), estimate_memory(cfg, 32000)[0]
+        assert held.weights == estimate.weights and held.gradients == estimate.gradients
+        assert abs(held.optimizer - estimate.optimizer) < 0.01 * estimate.optimizer
+        assert held.rest - before < 0.05 * (held.total - before)
+        kept = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+        assert measure(parts.model, parts.optimizer).rest >= 2**28
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+        message = str(_cause(error.value, cfg, parts))
+        assert "GiB in tensors of" in message and "these flags help most" in message, message
+        del kept
+    finally:
+        destroy_model_parallel()
