@@ -162,7 +162,7 @@ def test_another_precision_is_refused_with_the_fix(gloo_pool, dataset, tmp_path)
     run(gloo_pool, 2, dataset, tmp_path, ["--exit-interval", "2", *SHARDED])
     argv = ["--data-path", str(dataset), "--split", "80,10,10", *SHORT, "--bf16", "--load", str(tmp_path)]
     for code, errors in gloo_pool.run(train_with_errors, 2, argv):
-        assert code != 0 and "--no-load-optim" in errors and "full precision" in errors
+        assert code != 0 and "--no-load-optim" in errors and "run in fp32, this run is in bf16: train in fp32" in errors
     assert gloo_pool.run(train_with_errors, 2, [*argv, "--no-load-optim"])[0] == (0, "")
 
 

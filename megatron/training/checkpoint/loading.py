@@ -214,7 +214,7 @@ class Loading:
         if cfg.upcycling.moe_use_upcycling and is_dense(objects["args"]):
             architecture = settings_to_compare(architecture)
             check_width(objects["args"], cfg, found.directory)
-        return check_args(
+        return self._changed_precision() + check_args(
             objects, config_to_dict(cfg.flat), found.directory, architecture=architecture, weights_only=not self.goes_on
         )
 
@@ -258,12 +258,31 @@ class Loading:
         stored = any(name.startswith("optimizer.main_param.") for name in self.reader.names)
         if stored == (self.cfg.model.bf16 or self.cfg.model.fp16 or self.saves_masters):
             return []
-        precisions = ("half precision (--bf16 or --fp16)", "full precision")
-        theirs, ours = precisions if stored else reversed(precisions)
+        theirs, ours = self._precisions()
         return [
-            f"{self.found.directory} holds optimizer state of a run in {theirs}, this run is in {ours}: train in the"
-            " same precision, or add --no-load-optim to go on from its weights with fresh optimizer state"
+            f"{self.found.directory} holds optimizer state of a run in {theirs}, this run is in {ours}: train in"
+            f" {theirs}, or add --no-load-optim to go on from its weights with fresh optimizer state"
         ]
+
+    def _precisions(self) -> tuple[str, str]:
+        """Return the precisions of the checkpoint's run and of this run, by their flags."""
+        model = self.cfg.model
+        now = {"bf16": model.bf16, "fp16": model.fp16, "fp8": model.fp8}
+        theirs, ours = (
+            ("bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32")
+            + (f" with fp8 ({args['fp8']})" if args.get("fp8") else "")
+            for args in (self.reader.objects["args"], now)
+        )
+        return theirs, ours
+
+    def _changed_precision(self) -> list[str]:
+        """Return the notice for another precision than the checkpoint's."""
+        theirs, ours = self._precisions()
+        if theirs == ours or not {"bf16", "fp16"} <= self.reader.objects["args"].keys():  # other programs name none
+            return []
+        masters = "are loaded unchanged" if self.wants_optimizer else "start from the loaded weights"
+        notice = f"the checkpoint's run was in {theirs}, this run is in {ours}: weights are converted, main parameters"
+        return [f"{notice} {masters}"]
 
     def _same_world(self) -> bool:
         """Whether the number of ranks and kinds of generators match; else logs that random states are not restored."""

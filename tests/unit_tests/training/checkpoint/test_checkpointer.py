@@ -376,6 +376,23 @@ def test_what_changes_the_data_or_the_numbers_is_warned_of_last(two, caplog):
     assert not caplog.records
 
 
+def test_another_precision_is_named_with_what_happens(two, caplog):
+    fp16 = {"bf16": False, "fp16": True, "loss_scale": 64.0}
+    Run(settings(two, **fp16), dtype=torch.float16).load()
+    notice = "the checkpoint's run was in bf16, this run is in fp16: weights are converted, main parameters"
+    assert f"{notice} are loaded unchanged" in caplog.text
+    caplog.clear()
+    Run(settings(two, **fp16, finetune=True), dtype=torch.float16).load()
+    assert f"{notice} start from the loaded weights" in caplog.text
+    with pytest.raises(
+        ValueError, match="of a run in bf16, this run is in fp32: train in bf16, or add --no-load-optim"
+    ):
+        Run(settings(two, bf16=False), dtype=torch.float32).load()
+    caplog.clear()
+    Run(settings(two)).load()
+    assert "precision" not in caplog.text and "this run is in" not in caplog.text
+
+
 def test_another_version_of_torch_is_warned_of(two, caplog, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     with caplog.at_level(logging.WARNING, "megatron"):
