@@ -172,11 +172,9 @@ def test_weights_only_starts_at_zero(two, snapshots):
     assert run.load() == TrainState() and run.bits()[0]["0.weight"] == snapshots[2][0]["0.weight"]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"finetune": True}, {"no_load_optim": True}, {"pretrained_checkpoint": True}], ids=str
-)
+@pytest.mark.parametrize("flag", ["finetune", "no_load_optim", "pretrained_checkpoint"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_tiny_step_after_loading_weights_alone_stays_near_them(tmp_path, dtype, flag):
+def test_a_tiny_step_after_loading_only_weights_stays_near_them(tmp_path, dtype, flag):
     """The main parameters are those of the checkpoint, not of the initial weights."""
     precision = {"fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16}
     trained = Run(settings(tmp_path, lr=0.1, **precision), dtype=dtype).train(5)
