@@ -41,7 +41,7 @@ class _RankFilter(logging.Filter):
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """Handler for stdout. If its reader has gone, as with ``| head``, the log goes nowhere and the program goes on."""
+    """Handler for stdout that drops the log once the reader has closed it, as in ``| head``; the program continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Redirect stdout to the null device after a broken pipe; report other errors as logging does."""
@@ -49,7 +49,7 @@ class _StdoutHandler(logging.StreamHandler):
             super().handleError(record)
             return
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.stream.fileno())  # also for what the buffer of the stream still holds
+        os.dup2(null, self.stream.fileno())  # the stream's buffer is flushed there too
         os.close(null)
 
 

@@ -265,7 +265,7 @@ class Loading:
         ]
 
     def _precisions(self) -> tuple[str, str]:
-        """Return the precisions of the checkpoint's run and of this run, by their flags."""
+        """Return the precisions of the stored run and this run, by their flags."""
         model = self.cfg.model
         now = {"bf16": model.bf16, "fp16": model.fp16, "fp8": model.fp8}
         theirs, ours = (

@@ -1,7 +1,7 @@
 """Check, before anything is built, that all ranks have the same settings, software, code, tokenizer and data.
 
 Hosts may hold different files at the same path: an older data set, another checkout, other versions. The ranks would
-train on without a message, each on its own version. Every rank digests what it reads, and one all-gather compares the
+train on different things without a message. Every rank digests the files that it reads, and one all-gather compares the
 digests; only if they differ, a second one gathers the items, to name them. Data files are compared by their sizes, the
 bytes of their indices and sampled blocks of their tokens: another tokenization or order is found, a single changed
 token of a large file need not be.
@@ -75,7 +75,7 @@ TOTAL_BLOCKS = 16384
 """Blocks of tokens that a rank reads of all files together, but at least ``FEWEST_BLOCKS`` of each."""
 FEWEST_BLOCKS = 16
 FULL_INDEX_BYTES = 2**24
-"""Indices up to this size are compared byte by byte, larger ones by as many sampled blocks."""
+"""Indices up to this size are compared byte by byte, larger ones by sampled blocks of this total size."""
 READERS = 16
 
 Items = Mapping[str, str]
@@ -220,8 +220,8 @@ def software() -> dict[str, str]:
 
 
 def code() -> dict[str, str]:
-    """Return digests of every source file of this package, of the program's own modules, and of the functions in the
-    loaded modules of this package, which a program may have replaced."""
+    """Return digests of every source file of this package, the program's modules, and the functions in the loaded
+    modules of this package, which a program may have replaced."""
     digests = dict(_sources())
     libraries = tuple({path for name in ("stdlib", "platstdlib", "purelib", "platlib") for path in _spellings(name)})
     for name, module in sorted(sys.modules.items()):
@@ -244,7 +244,7 @@ def _spellings(library: str) -> tuple[str, str]:
 
 
 def _functions(module: ModuleType) -> Iterator[str]:
-    """Yield the code of the functions of ``module`` and of the methods of its classes."""
+    """Yield the code of all functions and methods of ``module``."""
     for name, member in sorted(vars(module).items()):
         members = vars(member) if isinstance(member, type) and member.__module__ == module.__name__ else {name: member}
         for key, function in sorted(members.items()):

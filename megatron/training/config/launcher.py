@@ -67,7 +67,7 @@ def check_launch() -> None:
         if (_integer(os.environ.get(name, "")) or 1) > 1:
             raise UserError(
                 f"environment variable {name} {os.environ[name]}: several processes were started without RANK, and each"
-                f" would train alone and overwrite the others' files; set RANK from {ranks}, WORLD_SIZE, LOCAL_RANK,"
+                f" would train the full model into the same folders; set RANK from {ranks}, WORLD_SIZE, LOCAL_RANK,"
                 f" MASTER_ADDR and MASTER_PORT, or start torchrun once per host; for one process, unset {name}"
             )
 

@@ -286,7 +286,7 @@ class Loader(DataLoader):
         try:
             yield from map(FlatBatch.tensors, batches)
         except RuntimeError as error:
-            if "bus error" not in str(error).lower():
+            if "Bus error" not in f"{error} {error.__cause__}":
                 raise
             raise UserError(f"--num-workers {self.num_workers}: a worker process had no memory; {advice}") from error
         finally:  # torch ends them with the last reference: a cycle may keep it

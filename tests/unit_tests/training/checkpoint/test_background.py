@@ -102,7 +102,7 @@ class LateStream:
             self.queue[self.done - 1]()
 
     def synchronize(self):
-        time.sleep(0.02)  # a writer that was handed memory too early has read it by now
+        time.sleep(0.02)  # a writer that received memory too early has read it before
         self.run(len(self.queue))
 
     def __enter__(self):

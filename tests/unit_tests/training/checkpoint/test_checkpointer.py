@@ -175,7 +175,7 @@ def test_weights_only_starts_at_zero(two, snapshots):
 @pytest.mark.parametrize("flag", ["finetune", "no_load_optim", "pretrained_checkpoint"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_tiny_step_after_loading_only_weights_stays_near_them(tmp_path, dtype, flag):
-    """The main parameters are those of the checkpoint, not of the initial weights."""
+    """Main parameters become copies of the loaded weights."""
     precision = {"fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16}
     trained = Run(settings(tmp_path, lr=0.1, **precision), dtype=dtype).train(5)
     trained.save()
@@ -388,7 +388,7 @@ def test_another_precision_is_named_with_what_happens(two, caplog):
         Run(settings(two, bf16=False), dtype=torch.float32).load()
     caplog.clear()
     Run(settings(two)).load()
-    assert "precision" not in caplog.text and "this run is in" not in caplog.text
+    assert "this run is in" not in caplog.text
 
 
 def test_another_version_of_torch_is_warned_of(two, caplog, monkeypatch):

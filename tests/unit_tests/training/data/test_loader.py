@@ -253,7 +253,7 @@ def test_workers_that_cannot_start_name_the_flag(monkeypatch, error, reason):
 
 
 class KilledByFullMemory(Numbers):
-    """As the kernel ends a process that writes to a full /dev/shm."""
+    """Ends its process as the kernel does if /dev/shm is full."""
 
     def __getitem__(self, index):
         os.kill(os.getpid(), signal.SIGBUS)
