@@ -16,19 +16,21 @@ import json
 import sys
 from collections.abc import Sequence
 
+from megatron.core.config.cli import ConfigError, Problem
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.models.registry import find_program
 from megatron.core.schedules.batch_size import samples_from_iters
 from megatron.training.arguments import parse_args
 from megatron.training.config.flat import FlatConfig
-from megatron.training.config.resolve import resolve
+from megatron.training.config.resolve import resolve, smallest_world_size
 from megatron.training.notices import unfused_attention
 from megatron.training.report.dry_run import known_vocab_size
 from megatron.training.report.plan.cluster import Cluster, build_cluster
 from megatron.training.report.plan.search import Layout, Search, search
 from megatron.training.report.plan.summary import goodput_rows, layout_record, layout_table
 from megatron.training.report.plan.trials import try_layout
+from megatron.training.rules.run_all import check
 
 
 def tool_flags() -> argparse.ArgumentParser:
@@ -41,7 +43,9 @@ def tool_flags() -> argparse.ArgumentParser:
     own.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node (8)")
     own.add_argument("--memory", type=float, help="GiB per GPU; default: of the GPU kind")
     own.add_argument("--nic-gbits", type=float, default=400.0, help="network bandwidth per GPU in Gb/s (400)")
-    own.add_argument("--tokens", type=float, help="training tokens, such as 1e12; default: from the iterations")
+    own.add_argument(
+        "--tokens", type=count_of, help="training tokens, such as 1e12 or 1T; default: from the iterations"
+    )
     own.add_argument("--gpu-hour-price", type=float, help="price of a GPU-hour, for the cost")
     own.add_argument("--best", type=int, default=8, help="layouts to print (8)")
     own.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -54,23 +58,53 @@ def tool_flags() -> argparse.ArgumentParser:
     return own
 
 
+SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+def count_of(text: str) -> float:
+    """Return the number in ``text``, which may end with a suffix of :data:`SUFFIXES`, such as 1.5T."""
+    number, factor = (text[:-1], SUFFIXES[text[-1].upper()]) if text[-1:].upper() in SUFFIXES else (text, 1.0)
+    try:
+        return float(number) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number, such as 1e12, 500B or 1T") from None
+
+
 def check_numbers(options: argparse.Namespace) -> None:
     """Raise UserError for the first number outside of its range."""
-    lowest = {"tokens": 1.0, "gpu_hour_price": 0.0, "best": 1, "trials": 0, "save_stall": 0.0, "restart_seconds": 0.0}
+    lowest = {"tokens": 1.0, "gpu_hour_price": 0.0, "best": 1, "trials": 0, "save_stall": 0.001, "restart_seconds": 0.0}
     for name, low in lowest.items():
         value, flag = getattr(options, name), "--try" if name == "trials" else f"--{name.replace('_', '-')}"
         if value is not None and not low <= value < 1e18:
             raise UserError(f"{flag} {value:g}: must be at least {low:g} and below 1e18")
 
 
+VARIED = ("parallel", "overlap", "pipeline", "recompute", "distributed-optimizer", "fsdp", "comm-type", "micro-batch")
+"""Parts of the flags that layouts set: their rules apply to each layout."""
+
+
 def read_model(program: str, flags: Sequence[str]) -> FlatConfig:
-    """Return the settings of a training run, whose learning rate, length and micro-batch size are optional."""
+    """Return the settings of a training run, whose learning rate, length and micro-batch size are optional, with those
+    of --load-hf or a checkpoint. Imports torch for these only. Raises ConfigError with all problems of the model."""
     defaults = {"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4, "bf16": True}
     if any(word.split("=")[0] == "--fp16" for word in flags):
         del defaults["bf16"]
     cfg = parse_args(flags, args_defaults=defaults, needs_data=False, model_family=find_program(program)[0].name)
+    if cfg.load_hf or cfg.use_checkpoint_args:
+        from megatron.training.checkpoint.other_formats import apply_hf_settings
+        from megatron.training.checkpoint.settings import apply_checkpoint_args
+
+        cfg = apply_hf_settings(apply_checkpoint_args(cfg))
+    problems = check(resolve(cfg, smallest_world_size(cfg), gpus=True).with_settings(dry_run=True))
+    problems = [each for each in problems if not any(part in each.flag for part in VARIED)]
     if cfg.global_batch_size is None:
-        raise UserError("--global-batch-size: required, because layouts are compared at equal batches; add it")
+        reason = "is required: layouts are compared at equal batches"
+        problems.append(Problem("--global-batch-size", reason, fix="for example --global-batch-size 512"))
+    if known_vocab_size(cfg)[0] is None:
+        reason = "is required: the output layer is part of the time"
+        problems.append(Problem("--vocab-size", reason, fix="for example --vocab-size 128256"))
+    if problems:
+        raise ConfigError(problems)
     return dataclasses.replace(cfg, explicit=cfg.explicit - {"train_iters"} if cfg.train_samples else cfg.explicit)
 
 
@@ -92,8 +126,7 @@ def main(argv: Sequence[str]) -> int:
     cluster = build_cluster(options.gpu, options.nodes, options.gpus_per_node, options.memory, options.nic_gbits)
     cfg = read_model(options.program, flags)
     vocab_size = known_vocab_size(cfg)[0]
-    if vocab_size is None:
-        raise UserError("--vocab-size: required, because the output layer is part of the time; add it")
+    assert vocab_size is not None, "checked by read_model"
     found = search(cfg, cluster, vocab_size, lambda text: print(text, file=sys.stderr))
     for sentence in unfused_attention(resolve(cfg, cluster.world_size, gpus=True)):
         print(sentence, file=sys.stderr)

@@ -9,6 +9,7 @@ from megatron.console import run_tool
 from megatron.core.config.errors import UserError
 from megatron.core.pipeline_parallel.choose import choose_schedule
 from megatron.core.pipeline_parallel.simulate import simulate, unit_costs
+from megatron.tools.plan import count_of
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
 from megatron.training.report.advice import LIBRARIES_GIB, peak_memory
@@ -371,3 +372,62 @@ def test_an_error_of_the_planner_does_not_end_a_run(monkeypatch):
 
     monkeypatch.setattr("megatron.training.report.plan.summary.predict_step", fail)
     assert predict_run(apply(settings(SMALL), {}, 8), "NVIDIA H200", 32000) is None
+
+
+@pytest.mark.parametrize("missing", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length",
+                                     "--max-position-embeddings", "--global-batch-size", "--vocab-size"])  # fmt: skip
+def test_a_missing_size_of_the_model_gives_the_message_of_the_trainer(missing, capsys):
+    words = SMALL.split()
+    at = words.index(missing)
+    assert run_tool("plan", words[:at] + words[at + 2 :]) == 2
+    errors = capsys.readouterr().err
+    assert f": 1 problem with the settings\n  {missing}: is required" in errors
+
+
+def test_all_problems_of_the_model_are_one_message(capsys):
+    assert run_tool("plan", ["--num-layers", "8", "--num-attention-heads", "4", "--hidden-size", "65"]) == 2
+    errors = capsys.readouterr().err
+    assert "--hidden-size 65: is not a multiple of --num-attention-heads 4" in errors
+    for flag in ("--seq-length", "--global-batch-size", "--vocab-size"):
+        assert f"\n  {flag}: is required" in errors
+
+
+def test_the_model_of_a_hugging_face_folder_is_planned(tmp_path, capsys):
+    """The same layouts and times as with the flags of the model."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048,
+              "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4,
+              "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+              "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rest = ["--seq-length", "4096", "--global-batch-size", "32", "--json"]
+    llama = f"{SMALL} --ffn-hidden-size 5632 --swiglu --normalization RMSNorm --disable-bias-linear " \
+            "--hidden-dropout 0 --group-query-attention --num-query-groups 4 --position-embedding-type rope " \
+            "--untie-embeddings-and-output-weights"  # fmt: skip
+    outputs = []
+    for flags in (["--load-hf", str(tmp_path), "--attention-dropout", "0"], llama.split()):
+        assert run_tool("plan", [*flags, *rest]) == 0
+        outputs.append(json.loads(capsys.readouterr().out)["layouts"])
+    assert outputs[0] == outputs[1]
+    assert run_tool("plan", ["--load-hf", str(tmp_path / "nosuch"), *rest]) == 2
+    assert "nosuch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("1T", 1e12), ("1.5b", 1.5e9), ("300M", 3e8), ("2e9", 2e9), ("7k", 7e3)])
+def test_tokens_take_suffixes(text, tokens):
+    assert count_of(text) == tokens
+
+
+@pytest.mark.parametrize("flags", ["--tokens 1Q", "--tokens T", "--save-stall 0", "--save-stall -1", "--tokens 1e20",
+                                   "--restart-seconds nan", "--gpu-hour-price x"])  # fmt: skip
+def test_bad_numbers_of_a_plan_are_one_message(flags, capsys):
+    try:
+        code = run_tool("plan", [*SMALL.split(), *flags.split()])
+    except SystemExit as end:
+        code = end.code
+    errors = capsys.readouterr().err
+    assert code == 2 and flags.split()[0] in errors.splitlines()[-1] and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("flags", ["--save-stall 0.001", "--save-stall 1e17", "--restart-seconds 0", "--tokens 1e17"])
+def test_extreme_numbers_of_a_plan_are_planned(flags, capsys):
+    assert run_tool("plan", [*SMALL.split(), "--best", "1", *flags.split()]) == 0
