@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from megatron.core.config.cli import ConfigError, report, suggestion
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
 from megatron.core.models.registry import programs
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "pretrain":
         return pretrain(arguments)
     if name not in TOOLS:
-        sys.stderr.write(f"error: megatron {name}: unknown command; see megatron --help\n")
+        sys.stderr.write(f"error: megatron {name}: unknown command; {suggestion(name, ['pretrain', *TOOLS])}\n")
         return EXIT_BAD_INPUT
     return run_tool(name, arguments)
 
@@ -87,13 +88,12 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
     """Import and run a tool of :data:`TOOLS`; return its exit code. UserError and OSError become one message on stderr
     and the error's exit code or :data:`EXIT_BAD_INPUT`; a closed pipe gives 1, Ctrl-C 130. Other errors propagate."""
     try:
+        check_folders(name, arguments)
         return import_module(f"megatron.tools.{TOOLS[name][0]}").main(arguments)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (UserError, OSError) as error:
-        from megatron.core.config.cli import ConfigError, report
-
         if isinstance(error, ConfigError):
             report(error)
         else:
@@ -102,6 +102,28 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; run the same command again\n")
         return 130
+
+
+FOLDERS = {
+    **dict.fromkeys(("generate", "serve", "evaluate", "fill-mask", "inspect-batch"), "--load"),
+    "convert": "--load-dir",
+    "verify": "",
+    "inspect": "",
+}
+"""Tool -> flag of the folder that it reads; empty: its first word."""
+
+
+def check_folders(name: str, arguments: Sequence[str]) -> None:
+    """Raise UserError if a folder that the tool ``name`` reads does not exist: before the tool imports torch, which
+    takes seconds."""
+    flag = FOLDERS.get(name)
+    if flag is None or {"-h", "--help"} & set(arguments):
+        return
+    words = [word for argument in arguments for word in (argument.split("=", 1) if flag else [argument])]
+    normal = [word.replace("_", "-") for word in words]
+    place = normal.index(flag) + 1 if flag in normal else len(words) if flag else 0
+    if place < len(words) and not words[place].startswith("--") and not os.path.lexists(words[place]):
+        raise UserError(f"{flag} {words[place]}: there is no such folder; check the path".lstrip())
 
 
 def pretrain(arguments: Sequence[str]) -> int:
@@ -114,6 +136,9 @@ def pretrain(arguments: Sequence[str]) -> int:
         arguments = with_program(arguments)
     if not arguments or (arguments[0] not in programs() and "." not in arguments[0]):
         asked = {"-h", "--help"} & set(arguments[:1])
+        if arguments and not asked:
+            hint = suggestion(arguments[0], programs())
+            sys.stderr.write(f"error: megatron pretrain {arguments[0]}: there is no such program; {hint}\n")
         (sys.stdout if asked else sys.stderr).write(PRETRAIN_USAGE % ",".join(programs()))
         return 0 if asked else EXIT_BAD_INPUT
     name, flags = arguments[0], list(arguments[1:])

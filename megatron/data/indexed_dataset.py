@@ -224,12 +224,22 @@ class IndexedDataset:
         return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(get_bin_path(path_prefix))
 
 
+HALVES = ((".bin", ".idx"), (".idx", ".bin"))
+
+
 def _not_a_prefix(path: str) -> str:
     """Explain, with the fix, why the path of a folder, of a text file, or of one file of a data set is not a prefix;
     return an empty string for other paths, which may not exist."""
     stem, suffix = os.path.splitext(path)
     if suffix in (".bin", ".idx") and IndexedDataset.exists(stem):
         return f"leave out {suffix}: {stem}"
+    stem = stem if suffix in (".bin", ".idx") else path
+    if halves := [
+        (has, lacks) for has, lacks in HALVES if os.path.isfile(stem + has) and not os.path.exists(stem + lacks)
+    ]:
+        (has, lacks) = halves[0]
+        return f"{stem}{has} exists, {stem}{lacks} is missing; copy both files, or preprocess the text again"
+    stem, suffix = os.path.splitext(path)
     if os.path.isdir(path):
         inside = sorted(name.removesuffix(".idx") for name in glob.glob(glob.escape(path) + "/*.idx"))
         return "is a folder; give the path of a data set without .bin and .idx" + (

@@ -22,6 +22,9 @@ from megatron.training.report.pipeline import count_microbatches, peak_layers, p
 COLORS = {"F": "#4c78a8", "B": "#54a24b", "W": "#e8b23a"}
 DEFAULTS = {"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4}
 
+PICTURES = (".png", ".svg", ".pdf")
+"""Endings of --output."""
+
 
 def text_table(timeline: Timeline, width: int) -> str:
     """Format one line per rank with ``width`` columns of equal duration.
@@ -111,6 +114,8 @@ def main(argv: Sequence[str]) -> int:
     timeline = simulated_timeline(cfg, count_microbatches(cfg), vocab_size)
     for name, value in pipeline_rows(cfg, vocab_size):
         print(f"{name:<30} {value}")
+    if output is not None and output.suffix not in PICTURES:
+        raise UserError(f"--output {output}: must end with {', '.join(PICTURES)}")
     if output is None:
         print(text_table(timeline, max(cfg.extra["width"], 1)))
         return 0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError, counted
 from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, read_metrics
+from megatron.training.observe.page.charts import LARGEST
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,6 +73,10 @@ class Run:
         """Return the loss names: all evaluated metrics; without evaluations, training metrics ending in "loss"."""
         evaluated = list(dict.fromkeys(name for name, _ in self.evaluation))
         return evaluated or [name for name in self.train if name.endswith("loss") and "/" not in name]
+
+
+PICTURES = (".png", ".pdf", ".svg")
+"""Endings of --output."""
 
 
 def metrics_path(path: Path) -> Path:
@@ -152,7 +157,7 @@ def smoothed(series: Series, half_life: float) -> Series:
     """Return a two-sided exponential moving average, which has no lag; non-finite points are removed.
 
     Weights halve every ``half_life`` points in both directions."""
-    points = [(x, y) for x, y in zip(series.x, series.y) if math.isfinite(y)]
+    points = [(x, y) for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
     keep = 0.5 ** (1.0 / half_life)
     totals = [0.0] * len(points)
     weights = [0.0] * len(points)
@@ -276,7 +281,7 @@ def spike_limit(runs: list[Run], key: str) -> float:
     """Return the upper end of a norm's y axis, so that spikes do not flatten the curve; infinity without spikes.
 
     Only metrics whose name ends in "norm", with at least 20 points, are limited."""
-    values = sorted(y for run in runs for y in (run.train.get(key) or Series()).y if math.isfinite(y))
+    values = sorted(y for run in runs for y in (run.train.get(key) or Series()).y if abs(y) < LARGEST)
     if not key.endswith("norm") or len(values) < 20:
         return math.inf
     limit = SPIKE * values[int(0.95 * (len(values) - 1))]
@@ -326,7 +331,7 @@ def text_chart(runs: list[Run], key: str, width: int = 80, height: int = 18) -> 
             curves.append((MARKS[index % len(MARKS)], run.label if not sets else f"{run.label}, training", series))
         for name, points in sets:
             curves.append((chr(ord("A") + len(curves) % 26), f"{run.label}, {name}", points))
-    finite = [(x, y) for _, _, series in curves for x, y in zip(series.x, series.y) if math.isfinite(y)]
+    finite = [(x, y) for _, _, series in curves for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
     if not finite:
         raise UserError(f"{key!r}: no finite value to draw")
     low, high = min(y for _, y in finite), max(y for _, y in finite)
@@ -346,7 +351,7 @@ def text_chart(runs: list[Run], key: str, width: int = 80, height: int = 18) -> 
     ends = f"{first:g}".ljust(columns - len(f"{last:g}")) + f"{last:g}"
     lines.append(" " * (margin + 1) + ends)
     for mark, label, series in curves:
-        values = [y for y in series.y if math.isfinite(y)]
+        values = [y for y in series.y if abs(y) < LARGEST]
         lines.append(
             f"{mark:>{margin}}  {label}: first {values[0]:.4f}, last {values[-1]:.4f}, lowest {min(values):.4f}"
         )
@@ -357,7 +362,7 @@ def column_means(series: Series, first: float, last: float, columns: int) -> lis
     """Return (column, mean of the finite points in that column) for the x range ``first`` to ``last``."""
     sums: dict[int, tuple[float, int]] = {}
     for x, y in zip(series.x, series.y):
-        if math.isfinite(y):
+        if abs(y) < LARGEST:
             column = 0 if last == first else round((x - first) / (last - first) * (columns - 1))
             total, count = sums.get(column, (0.0, 0))
             sums[column] = (total + y, count + 1)
@@ -389,6 +394,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.output is None and not options.text:
         parser.error("give --output PICTURE, or --text to draw on the terminal")
+    if options.output is not None and options.output.suffix not in PICTURES:
+        parser.error(f"--output {options.output}: must end with {', '.join(PICTURES)}")
     if options.labels and len(options.labels) != len(options.runs):
         parser.error(
             f"--labels {' '.join(options.labels)}: {counted(len(options.labels), 'name')} for "

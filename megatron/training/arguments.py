@@ -119,8 +119,8 @@ def parse_args(
     cfg = flat_class(family)(
         **merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data, model_family=family
     )
-    if model_problems:  # sizes that a mistyped model leaves out are no further problems
-        raise ConfigError(problems + unavailable)
+    if model_problems or any(problem.flag == "--yaml-cfg" for problem in file_problems):
+        raise ConfigError(problems + unavailable)  # sizes that a mistyped model or file leaves out are no problems
     if problems or unavailable:
         raise ConfigError(problems + _problems_after_misread(cfg, problems) + unavailable)
     if is_first_rank():
@@ -221,7 +221,8 @@ def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, o
         content = yaml.safe_load(read_text(path))
         json.dumps(content, default=str, skipkeys=True)  # ValueError for an alias that makes a list contain itself
     except (OSError, ValueError, yaml.YAMLError) as error:
-        return {}, [Problem("--yaml-cfg", " ".join(str(error).split()), path)]
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        return {}, [Problem("--yaml-cfg", f"cannot be read: {reason}", path, "check the path and the YAML syntax")]
     except RecursionError:
         return {}, [Problem("--yaml-cfg", "is nested too deeply", path)]
     if not isinstance(content, Mapping):

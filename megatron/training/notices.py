@@ -101,7 +101,7 @@ def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str
     FSDP, latent attention, Muon, tokenizer files, relative positions, RoPE scaling, upcycling and expert flags. Also
     notes extra learned positions with latent attention, and the flex dispatcher."""
     saving = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "non_persistent_save_interval")
-    for field in (*saving, "async_save"):
+    for field in (*saving, "save_hf_interval", "async_save"):
         value = getattr(given, field)
         if value != getattr(resolved.flat, field):
             flag = f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")

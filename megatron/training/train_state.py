@@ -30,5 +30,11 @@ class TrainState:
         """Inverse of :meth:`to_dict`. Raises UserError for unknown or missing counters."""
         names = set(cls.__dataclass_fields__)
         if set(values) != names:
-            raise UserError(f"train state has counters {sorted(values)}, expected {sorted(names)}")
+            missing, unknown = (
+                ", ".join(sorted(each)) or "none" for each in (names - set(values), set(values) - names)
+            )
+            raise UserError(
+                f"train state: counters missing: {missing}; unknown: {unknown}; another version wrote the checkpoint: "
+                "--finetune loads its weights only"
+            )
         return cls(**values)

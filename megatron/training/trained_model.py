@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.models.family import ModelFamily
-from megatron.core.models.registry import get_family
+from megatron.core.models.registry import families, get_family
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.export.hf import load_hf_settings
@@ -59,7 +59,8 @@ def load_trained_model(
     Args:
         folder: value for --load.
         step: iteration to load; None: the latest.
-        tool: path of the calling program, ``ModelFamily.tool`` of the families that it serves.
+        tool: path of the calling program. A tool of this package (``ModelFamily.tool``) takes the families that it
+            serves, any other program every family.
         module: module of a family outside of ``megatron``, which checkpoints name but must not import.
         layout: flags of the parallel layout on the ranks of torchrun; empty: the full model on this process.
 
@@ -114,7 +115,8 @@ def _load_hugging_face(folder: str, tool: str, layout: Sequence[str]) -> Trained
 def _checked_family(settings: Mapping[str, object], folder: str, tool: str) -> ModelFamily:
     """Return the model family of ``settings``; raise UserError if it is unknown or another tool serves it."""
     family = stored_family(settings, f"--load {folder}")
-    if family.tool != tool:
+    served = {each.tool for each in families().values()}
+    if family.tool != tool and tool in served:  # a program of the user takes every family
         raise UserError(f"--load {folder} contains a {family.name!r} model; use {family.tool or 'another program'}")
     return family
 

@@ -208,13 +208,28 @@ def defaults() -> dict[str, object]:
 
 
 def explain(problem: cli.Problem, known: Iterable[str]) -> cli.Problem:
-    """Return the problem of an unknown flag with the likeliest spelling as fix: existing flags first, because old names
-    and names of other programs are rarely meant."""
+    """Return the problem of an unknown flag with the likeliest spelling as fix: existing flags first, because older
+    spellings are rarely meant. Rejected flags are not suggested."""
     name = cli.normalize(problem.flag)
-    older = [older for row in rows() if row.status in ("means", "retired", "other") for older in row.names]
-    candidates = (cli.suggestion(name, names) for names in (known, older))
+    if name in MEANT:
+        return replace(problem, fix=MEANT[name])
+    rejected = {spelling for row in rows() if row.status not in ("means", "no effect") for spelling in row.names}
+    older = [older for row in rows() if row.status == "means" for older in row.names if "=" not in older]
+    candidates = (cli.suggestion(name, names) for names in ([each for each in known if each not in rejected], older))
     fix = next((each for each in candidates if each != cli.NO_SUGGESTION), cli.NO_SUGGESTION)
     return replace(problem, fix=fix)
+
+
+MEANT = {
+    "--config": "did you mean --yaml-cfg FILE?",
+    "--config-file": "did you mean --yaml-cfg FILE?",
+    "--resume": "did you mean --load DIRECTORY?",
+    "--resume-from-checkpoint": "did you mean --load DIRECTORY?",
+    "--model": "the program names the model family; --load-hf FOLDER takes a Hugging Face model",
+    "--model-name-or-path": "did you mean --load-hf FOLDER?",
+    "--output-dir": "did you mean --save DIRECTORY?",
+}
+"""Names of other programs' flags -> what they mean here, where no flag is spelled alike."""
 
 
 class TakesSettings(type):

@@ -38,7 +38,7 @@ def get_family(name: str) -> ModelFamily:
         return families()[name]
     try:
         return import_module(name).FAMILY
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # "..", "a..b"
         raise UserError(f"{name}: {error}; name a module that defines FAMILY") from error
 
 

@@ -183,5 +183,5 @@ def find_rule(rule: str | RuleFactory) -> RuleFactory:
     if not isinstance(rule, str):
         return rule
     if rule not in RULES:
-        raise UserError(f"--optimizer {rule}: not available yet; choose {listed([*RULES], most=9)}")
+        raise UserError(f"optimizer {rule!r}: there is no such update rule; choose {listed([*RULES], most=9)}")
     return RULES[rule]

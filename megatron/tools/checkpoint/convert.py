@@ -115,6 +115,8 @@ def main(argv: Sequence[str]) -> int:
     loader, source = formats.open_checkpoint(
         args.load_dir, args.loader, args.ckpt_step, padded_vocabulary=args.keep_vocab_padding
     )
+    if loader == "native":
+        formats.check_copied_files(args.load_dir, args.ckpt_step)
     source.settings.setdefault("model_family", args.model_type.lower())
     cfg = completed(source, flags, loader, args.load_dir)
     trained = "optimizer" in source.objects or source.objects.get("iteration")

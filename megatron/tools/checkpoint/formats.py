@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.commands import as_typed
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES
+from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import HIDDEN, tensor_bytes
 from megatron.export.hf import load_hf
@@ -99,6 +100,13 @@ def open_checkpoint(
     if step is not None:
         raise CheckpointError(f"--ckpt-step {step}: a folder of format {loader} holds only one state")
     return loader, load_hf(folder) if loader == "hf" else load_safetensors(path)
+
+
+def check_copied_files(folder: str, step: int | None) -> None:
+    """Raise CheckpointDamagedError if a file that a native checkpoint holds a copy of (tokenizer) is missing or has
+    another CRC-32."""
+    if damaged := CheckpointReader(native_folder(Path(folder), step)).verify_assets():
+        raise CheckpointDamagedError("\n".join(damaged))
 
 
 def native_folder(path: Path, step: int | None) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.problems import Problems, problem
@@ -29,6 +30,14 @@ def paths_not_empty(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "is an empty path", "check whether a shell variable is unset, or remove the flag")
 
 
+def load_hf_fix(name: str) -> str:
+    """Return the fix for a folder of --load-hf that does not exist; ``name`` may be a model of the Hugging Face hub."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return "check the path"
+    folder = name.partition("/")[2]
+    return f"nothing is downloaded: run `hf download {name} --local-dir {folder}`, then give --load-hf {folder}"
+
+
 def load_folders_exist(cfg: PretrainConfig) -> Problems:
     """Reject folders that do not exist: --load-hf, --pretrained-checkpoint (unless --load exists, which is then used),
     and --load with --exit-on-missing-checkpoint. Does not look for usable checkpoints inside. Checks nothing in a dry
@@ -38,7 +47,7 @@ def load_folders_exist(cfg: PretrainConfig) -> Problems:
         return
     resumes = checkpoint.load is not None and os.path.isdir(checkpoint.load)
     if checkpoint.load_hf is not None and not os.path.isdir(checkpoint.load_hf):
-        yield problem(cfg, "load_hf", "there is no such folder", "check the path")
+        yield problem(cfg, "load_hf", "there is no such folder", load_hf_fix(checkpoint.load_hf))
     if (
         checkpoint.pretrained_checkpoint is not None
         and not resumes

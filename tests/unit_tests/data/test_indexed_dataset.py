@@ -23,6 +23,7 @@ from megatron.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
     IndexedDatasetError,
+    MissingDatasetError,
     get_bin_path,
     get_idx_path,
     resolve_prefix,
@@ -334,3 +335,11 @@ def test_the_import_path_that_programs_know():
 
     assert indexed_dataset.IndexedDataset is IndexedDataset
     assert indexed_dataset.IndexedDatasetBuilder is IndexedDatasetBuilder
+
+
+@pytest.mark.parametrize("has, lacks", [(".bin", ".idx"), (".idx", ".bin")])
+@pytest.mark.parametrize("typed", ["", ".bin", ".idx"])
+def test_half_of_a_pair_names_the_missing_file(tmp_path, has, lacks, typed):
+    (tmp_path / f"x{has}").write_bytes(b"")
+    with pytest.raises(MissingDatasetError, match=f"x{has} exists, .*x{lacks} is missing; copy both files"):
+        resolve_prefix(str(tmp_path / f"x{typed}"))

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config.cli import ConfigError
+from megatron.core.config import absent
+from megatron.core.config.cli import ConfigError, Problem
 from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import (
     core_transformer_config_from_args,
     exit_on_config_error,
+    flag_specs,
     format_arguments,
     parse_args,
     validate_args,
@@ -126,8 +128,11 @@ def test_retired_spellings_are_logged(caplog):
     [
         ("--warmup 3", "--lr-warmup-fraction 3: must be at least 0 and less than 1"),
         ("--deepspeed", "--deepspeed: is a flag of DeepSpeed; --use-distributed-optimizer shards the optimizer"),
-        ("--encoder-pipeline-model-parallel-size 2", "--encoder-pipeline-model-parallel-size: is not a flag any more; "
-         "encoder and decoder share one pipeline: add its stages to --pipeline-model-parallel-size"),
+        (
+            "--encoder-pipeline-model-parallel-size 2",
+            "--encoder-pipeline-model-parallel-size: is not a flag any more; "
+            "encoder and decoder share one pipeline: add its stages to --pipeline-model-parallel-size",
+        ),
         ("--expert-parallel", "--expert-parallel: is not a flag any more; --expert-model-parallel-size"),
         ("--dsa-indexer-topk 3", "--dsa-indexer-topk: exists in Megatron-LM, is not available here; remove it"),
         ("--retro-workdir x", "--retro-workdir: was removed from Megatron-LM; remove it"),
@@ -238,3 +243,27 @@ def test_library_configuration_has_the_same_fields():
     assert (config.num_query_groups, config.ffn_hidden_size, config.kv_channels) == (2, 128, 16)
     assert config.layernorm_epsilon == 1e-6 and config.params_dtype is cfg.model.params_dtype
     assert str(config.params_dtype) == "torch.bfloat16"
+
+
+@pytest.mark.parametrize("content", [None, "a: [", "- 1\n- 2\n", "x: y: z"])
+def test_an_unusable_yaml_file_is_the_only_message(tmp_path, content):
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        parse_args(["--yaml-cfg", str(path)])
+    (problem,) = str(error.value).splitlines()
+    assert problem.startswith(f"--yaml-cfg {path}: ") and "Errno" not in problem and "; " in problem
+
+
+def test_no_rejected_flag_is_suggested():
+    rejected = {name for row in absent.rows() if row.status not in ("means", "no effect") for name in row.names}
+    known = [name for spec in flag_specs() for name in spec.names] + [
+        name for row in absent.rows() for name in row.names
+    ]
+    for typed in [name[:-1] for name in known] + ["--resume", "--model", "--config"]:
+        fix = absent.explain(Problem(typed, "unknown flag"), known).fix
+        assert not rejected.intersection(fix.rstrip("?").replace(",", " ").split()), (typed, fix)
+    assert "--yaml-cfg" in absent.explain(Problem("--config", "unknown flag"), known).fix
+    assert "--load " in absent.explain(Problem("--resume", "unknown flag"), known).fix
+    assert "--load-hf" in absent.explain(Problem("--model", "unknown flag"), known).fix

@@ -18,6 +18,8 @@ WIDTH, HEIGHT = 1000, 300
 """Units of the drawing area."""
 BUCKETS = 400
 """Intervals of x in which a long series keeps its extremes."""
+LARGEST = 1e100
+"""Values that are drawn are smaller, so that sums and differences of them are finite."""
 SPIKE = 3.0
 """Multiple of the 95th percentile at which the y axis ends, for charts with ``cut_spikes``."""
 
@@ -57,10 +59,10 @@ class Frame(NamedTuple):
 
 
 def finite(series: Series) -> Series:
-    """Return the points with finite values."""
-    if all(map(math.isfinite, series.y)):
+    """Return the points with values below :data:`LARGEST`; NaN and infinities are not."""
+    if all(abs(y) < LARGEST for y in series.y):
         return series
-    points = [(x, y) for x, y in zip(series.x, series.y) if math.isfinite(y)]
+    points = [(x, y) for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
     return Series([x for x, _ in points], [y for _, y in points])
 
 

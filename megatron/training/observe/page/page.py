@@ -16,6 +16,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from megatron.core.config.errors import UserError
 from megatron.core.safe_files import create_file
 from megatron.training.observe.page.charts import Chart, Line, draw, draw_rows, finite, short
 from megatron.training.observe.page.run_folder import Run, Series, is_number, number, read_run, table
@@ -51,6 +52,8 @@ PARTS = {
 def write_page(run: Path, output: Path, log: Path | None = None) -> None:
     """Write the page of the run in the folder ``run`` to ``output``, which is replaced at once. Raises UserError if
     there is no run, and OSError if the page cannot be written."""
+    if output.is_dir() or not output.name:
+        raise UserError(f"--output {output}: is a folder; give the path of a file")
     text = build_page(read_run(run, time.time(), log))
     new = output.with_name(f"{output.name}.new")
     with create_file(new) as file:

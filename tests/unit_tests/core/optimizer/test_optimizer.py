@@ -94,7 +94,9 @@ def test_parameters_of_one_model_may_have_different_rules():
     assert {moment.dtype for moment in moments} == {torch.float64}
     assert {*state["exp_avg"], *state["momentum_buffer"]} == {name for name, _ in ours.named_parameters()}
     optimizer.load_state_dict(copy.deepcopy(state))
-    with pytest.raises(ValueError, match="--optimizer soap: not available yet; choose adam, sgd, lion, muon"):
+    with pytest.raises(
+        ValueError, match="optimizer 'soap': there is no such update rule; choose adam, sgd, lion, muon"
+    ):
         get_megatron_optimizer(settings(), [wrapped(network())], update_rule=lambda name, parameter: "soap")
 
 
@@ -275,7 +277,7 @@ def test_state_that_does_not_fit_is_refused_with_every_name():
     words = "exp_avg.0.weight is missing; exp_avg.9.weight is unknown; exp_avg_sq is missing"
     with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(state)
-    with pytest.raises(ValueError, match="--optimizer soap"):
+    with pytest.raises(ValueError, match="optimizer 'soap'"):
         get_megatron_optimizer(settings(optimizer="soap"), [network()])
 
 

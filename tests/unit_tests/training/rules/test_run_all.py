@@ -360,6 +360,7 @@ def test_every_flag_that_names_a_place_is_checked_for_emptiness():
     ("text", "notice"),
     [
         ("--save-interval 5", "--save-interval 5: no effect without --save DIRECTORY; nothing is saved"),
+        ("--save-hf-interval 5", "--save-hf-interval 5: no effect without --save DIRECTORY; nothing is saved"),
         ("--position-embedding-type rope --rope-scaling-factor 32", "--rope-scaling-factor 32: no effect without"),
         ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1: no effect without"),
         ("--recompute-method block", "--recompute-method block: no effect without --recompute-granularity full"),
@@ -395,3 +396,12 @@ def test_an_absent_wandb_is_found_before_anything_is_built(monkeypatch):
     monkeypatch.setattr("megatron.training.rules.training.is_installed", lambda name: name != "wandb")
     found = problems("--wandb-project p --wandb-exp-name n --wandb-save-dir d")
     assert len(found) == 1 and found[0].startswith("--wandb-project p: needs the package wandb; pip install")
+
+
+@pytest.mark.parametrize("name, fix", [
+    ("Qwen/Qwen3-0.6B", "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then give --load-hf Qwen3-0.6B"),
+    ("./nosuch/folder/x", "check the path"),
+])  # fmt: skip
+def test_a_hub_name_of_load_hf_gets_the_command_that_downloads_it(name, fix):
+    (problem,) = rules_checkpoints.load_folders_exist(compose(FlatConfig(load_hf=name)))
+    assert str(problem).startswith(f"--load-hf {name}: there is no such folder") and str(problem).endswith(fix)
