@@ -286,6 +286,17 @@ def test_a_damaged_native_checkpoint_is_found_while_it_is_read(folders, tmp_path
     assert "is damaged (its checksum does not match)" in refused(tmp_path / "native", tmp_path / "out", saver="hf")
 
 
+@pytest.mark.parametrize("saver", formats.SAVERS)
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_damaged_copy_of_a_tokenizer_is_never_exported(folders, tmp_path, saver, damage):
+    shutil.copytree(folders / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text('{"content": "<|im_end|>"}')
+    native = converted(tmp_path / "hf", tmp_path / "native", "native")
+    copy = native / "release" / "tokenizer" / "tokenizer.json"
+    copy.write_text('{"content": "<|im_enc|>"}') if damage == "changed" else copy.unlink()
+    assert "tokenizer/tokenizer.json" in refused(native, tmp_path / "out", saver=saver)
+
+
 def test_a_target_that_exists_is_refused_and_left_alone(folders, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("mine")
