@@ -32,13 +32,8 @@ def _layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None
     accounts = config.account_for_embedding_in_pipeline_split or config.account_for_loss_in_pipeline_split
     if not is_given and not accounts:
         raise UserError(
-<<<<<<< HEAD
             "get_transformer_layer_offset: cannot compute layer offsets, because stages are balanced by the model's "
             "FLOPs; set pipeline_model_parallel_layout, or read layer numbers from parameter names, which are global"
-=======
-            "get_transformer_layer_offset: the configuration does not determine the stages, which are balanced by the "
-            "model's FLOPs; set pipeline_model_parallel_layout, or read layer numbers from the names of parameters"
->>>>>>> 01b092e9 (Answer odd arguments, missing folders and misspelled names in one message)
         )
     stages = pipeline_stages(config)
     rank = parallel_state.get_process_groups().pp.rank if pp_rank is None else pp_rank

@@ -225,7 +225,7 @@ MEANT = {
     "--config-file": "did you mean --yaml-cfg FILE?",
     "--resume": "did you mean --load DIRECTORY?",
     "--resume-from-checkpoint": "did you mean --load DIRECTORY?",
-    "--model": "the program names the model family; --load-hf FOLDER takes a Hugging Face model",
+    "--model-name": "the program names the model family; --load-hf FOLDER takes a Hugging Face model",
     "--model-name-or-path": "did you mean --load-hf FOLDER?",
     "--output-dir": "did you mean --save DIRECTORY?",
 }

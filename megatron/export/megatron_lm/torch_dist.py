@@ -13,7 +13,6 @@ import itertools
 import math
 import os
 import re
-import reprlib
 import stat
 from dataclasses import dataclass, field
 from functools import partial
@@ -231,23 +230,12 @@ def _parse(metadata: Record, folder: Path) -> _Checkpoint:
             if piece.offsets not in places.get(name, {}):
                 raise CheckpointDamagedError(f"{folder}: the piece of {name} at {piece.offsets} is nowhere stored")
             stored.pieces[piece] = place = places[name][piece.offsets]
-<<<<<<< HEAD
             if (size := piece.numel * dtype.itemsize) > place[2]:
                 raise CheckpointDamagedError(
                     f"{folder}: {name}: the part at {list(piece.offsets)} needs {size} bytes, its file has {place[2]}; "
                     "the checkpoint is damaged, copy it again"
                 )
         if problem := coverage_problem(stored.shape, stored.pieces):
-=======
-            if not isinstance(dtype, torch.dtype):
-                raise CheckpointDamagedError(f"{folder}: tensor {name} has the unknown dtype {reprlib.repr(dtype):.60}")
-            if (size := piece.numel * dtype.itemsize) > place[2]:
-                raise CheckpointDamagedError(
-                    f"{folder}: the shard of tensor {name} at {piece.offsets} needs {size} bytes, its file has "
-                    f"{place[2]}; the checkpoint is damaged, copy it again"
-                )
-        if not isinstance(dtype, torch.dtype) or (problem := coverage_problem(stored.shape, stored.pieces)):
->>>>>>> 01b092e9 (Answer odd arguments, missing folders and misspelled names in one message)
             raise CheckpointDamagedError(f"{folder}: the pieces of {name} of shape {list(stored.shape)} {problem}")
         original = (flattened.get(name) or {}).get("nd_reformulated_orig_global_shape")
         if original is not None and tuple(original) != stored.shape:

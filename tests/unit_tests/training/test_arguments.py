@@ -261,9 +261,9 @@ def test_no_rejected_flag_is_suggested():
     known = [name for spec in flag_specs() for name in spec.names] + [
         name for row in absent.rows() for name in row.names
     ]
-    for typed in [name[:-1] for name in known] + ["--resume", "--model", "--config"]:
+    for typed in [name[:-1] for name in known] + ["--resume", "--model-name", "--config"]:
         fix = absent.explain(Problem(typed, "unknown flag"), known).fix
         assert not rejected.intersection(fix.rstrip("?").replace(",", " ").split()), (typed, fix)
     assert "--yaml-cfg" in absent.explain(Problem("--config", "unknown flag"), known).fix
     assert "--load " in absent.explain(Problem("--resume", "unknown flag"), known).fix
-    assert "--load-hf" in absent.explain(Problem("--model", "unknown flag"), known).fix
+    assert "--load-hf" in absent.explain(Problem("--model-name", "unknown flag"), known).fix
