@@ -1,4 +1,4 @@
-"""Which programs may load which models."""
+"""Loading of trained models: tools by family, programs of users."""
 
 import pytest
 

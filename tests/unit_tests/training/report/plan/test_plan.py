@@ -393,7 +393,7 @@ def test_all_problems_of_the_model_are_one_message(capsys):
 
 
 def test_the_model_of_a_hugging_face_folder_is_planned(tmp_path, capsys):
-    """The same layouts and times as with the flags of the model."""
+    """Layouts and times equal the plan by flags."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048,
               "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4,
               "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
