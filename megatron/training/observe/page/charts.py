@@ -18,8 +18,8 @@ WIDTH, HEIGHT = 1000, 300
 """Units of the drawing area."""
 BUCKETS = 400
 """Intervals of x in which a long series keeps its extremes."""
-LARGEST = 1e100
-"""Upper limit of drawn values: their sums and differences stay finite."""
+LARGEST = 1e304
+"""Upper limit of drawn values: sums of thousands of them stay finite."""
 SPIKE = 3.0
 """Multiple of the 95th percentile at which the y axis ends, for charts with ``cut_spikes``."""
 
