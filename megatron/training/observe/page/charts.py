@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 1000, 300
 BUCKETS = 400
 """Intervals of x in which a long series keeps its extremes."""
 LARGEST = 1e304
-"""Upper limit of drawn values: sums of thousands of them stay finite."""
+"""Upper limit of drawn values; sums of thousands stay finite."""
 SPIKE = 3.0
 """Multiple of the 95th percentile at which the y axis ends, for charts with ``cut_spikes``."""
 
