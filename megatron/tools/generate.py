@@ -15,10 +15,11 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
-from megatron.core.safe_files import read_text
+from megatron.core.safe_files import parse_json, read_text
 from megatron.tools.engine_flags import add_engine_flags, layout_flags
 
 
@@ -38,6 +39,12 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--chat", action="store_true", help="send each prompt as a user's message, by the tokenizer's chat template"
     )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        metavar="JSON",
+        help="variables of the chat template, such as '{\"enable_thinking\": false}'",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens; 0: all tokens")
@@ -50,6 +57,17 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1234, help="of the draws")
     add_engine_flags(parser)
     return parser.parse_args(argv)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object in ``text``, for argparse."""
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text}: must be a JSON object")
+    return value
 
 
 def load_prompts(args: argparse.Namespace) -> list[str]:
@@ -74,6 +92,8 @@ def check_ranges(args: argparse.Namespace) -> None:
 
     problems = sampling_problems(vars(args))
     lines = [f"--{name.replace('_', '-')} {value}: {problem}" for name, (value, problem) in problems.items()]
+    if args.chat_template_kwargs is not None and not args.chat:
+        lines.append("--chat-template-kwargs: requires --chat; add it")
     if args.ckpt_step is not None and args.ckpt_step < 0:
         lines.append(f"--ckpt-step {args.ckpt_step}: must not be negative")
     if lines:
@@ -93,12 +113,13 @@ def texts(args: argparse.Namespace) -> Iterator[str]:
     check_ranges(args)
     prompts = load_prompts(args)
     trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family, layout_flags(args))
-    trained = replace(trained, cuda_graphs=args.cuda_graph_impl == "local")
+    trained = replace(trained, cuda_graphs=args.cuda_graph_impl == "local", is_chat=args.chat)
     generate = trained.cfg.family.generate
     assert generate is not None, "only families with generate name this tool"
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     if args.chat:
-        prompts = [trained.tokenizer.chat_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+        render, variables = trained.tokenizer.render_chat, args.chat_template_kwargs or {}
+        prompts = [render([{"role": "user", "content": prompt}], **variables) for prompt in prompts]
     yield from generate(trained, prompts, args.max_new_tokens, sampling)
 
 

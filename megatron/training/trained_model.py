@@ -48,6 +48,12 @@ class TrainedModel:
     """Whether generation may record its steps."""
     num_ranks: int = 1
     """Ranks that each hold a part of the model."""
+    is_chat: bool = False
+    """Whether prompts are rendered conversations, which have all special tokens already."""
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Return the ids of a prompt."""
+        return (self.tokenizer.tokenize_chat if self.is_chat else self.tokenizer.tokenize)(prompt)
 
 
 def load_trained_model(

@@ -22,6 +22,7 @@ def flags(tokenizer_type, **values):
         "vocab_size": None,
         "vocab_extra_ids": None,
         "tokenizer_special_tokens": None,
+        "end_token_ids": None,
         "tiktoken_pattern": None,
         "tiktoken_num_special_tokens": 1000,
         "tokenizer_hf_no_include_special_tokens": False,

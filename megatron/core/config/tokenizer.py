@@ -84,6 +84,10 @@ class TokenizerConfig(FlagGroup):
     tokenizer_special_tokens: list[str] | None = None
     """Special tokens to add."""
 
+    end_token_ids: list[Annotated[int, Range(0, 2**31 - 1)]] | None = None
+    """Ids of tokens that end a generated text, in addition to the tokenizer's. Default: eos_token_id of the Hugging
+    Face folder."""
+
     tiktoken_pattern: Literal["v1", "v2"] | None = None
     """Pattern by which TikTokenizer splits text into words; default: v2."""
 

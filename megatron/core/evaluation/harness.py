@@ -112,16 +112,15 @@ def _check_continuations(adapter: Any, requests: Any) -> None:
 
 def _chat_text(tokenizer: Tokenizer, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
     """Return the prompt of a chat; as in the harness, a system message that the template rejects is left out."""
-    if not add_generation_prompt:
-        raise UserError("--apply-chat-template: this task continues the assistant's answer; remove the flag")
+    options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
     try:
-        return tokenizer.chat_prompt(messages)
+        return tokenizer.render_chat(messages, **options)
     except UserError:
         without_system = [message for message in messages if message["role"] != "system"]
         if len(without_system) == len(messages):
             raise
         logger.warning("the chat template rejects the system message; it is left out")
-        return tokenizer.chat_prompt(without_system)
+        return tokenizer.render_chat(without_system, **options)
 
 
 NEUTRAL: dict[str, Sequence[object]] = {
@@ -164,7 +163,7 @@ def build_request(
     for name, value in values.items():
         if value is not None and value not in NEUTRAL.get(name, ()):
             raise UserError(f"generation_kwargs {name} {value}: is not supported; remove it from the task")
-    request = Request(prompt=prompt, max_new_tokens=num_new, sampling=sampling, stop_tokens=[tokenizer.eod])
+    request = Request(prompt=prompt, max_new_tokens=num_new, sampling=sampling, stop_tokens=tokenizer.end_ids)
     return request, [stop for stop in until if stop]
 
 

@@ -180,11 +180,11 @@ def generate(
     *,
     max_new_tokens: int,
     max_sequence_length: int,
-    stop_token: int | None = None,
+    stop_tokens: Sequence[int] = (),
     sampling: Sampling = PLAIN,
 ) -> Iterator[int]:
-    """Yield the tokens generated after ``prompt`` until ``stop_token`` (not yielded) or ``max_new_tokens``; each runs
-    the model on the full context. A generator: checks and model calls start with its first ``next``.
+    """Yield tokens generated after ``prompt`` until one of ``stop_tokens`` (not yielded) or ``max_new_tokens``; each
+    runs the model on the full context. A generator: checks and model calls start with its first ``next``.
 
     Args:
         model: maps (input_ids [1, s], position_ids [1, s]) to logits [1, s, v]; left in evaluation mode.
@@ -201,7 +201,7 @@ def generate(
         window = torch.tensor([context[-max_sequence_length:]], device=device)
         return model(window, torch.arange(window.shape[1], device=device)[None])
 
-    yield from _written(logits, list(prompt), max_new_tokens, stop_token, sampling)
+    yield from _written(logits, list(prompt), max_new_tokens, stop_tokens, sampling)
 
 
 @torch.no_grad()
@@ -212,10 +212,10 @@ def generate_seq2seq(
     start: int,
     max_new_tokens: int,
     max_sequence_length: int,
-    stop_token: int | None = None,
+    stop_tokens: Sequence[int] = (),
     sampling: Sampling = PLAIN,
 ) -> Iterator[int]:
-    """Yield the tokens a :class:`T5Model` decoder generates after ``start`` until ``stop_token`` (not yielded),
+    """Yield the tokens a :class:`T5Model` decoder generates after ``start`` until one of ``stop_tokens`` (not yielded),
     ``max_new_tokens`` or ``max_sequence_length``. ``text`` is encoded once. A generator: checks start with its first
     ``next``; leaves the model in evaluation mode.
 
@@ -230,7 +230,7 @@ def generate_seq2seq(
     def logits(written: list[int]) -> Tensor:
         return model(ids, torch.tensor([written], device=device), encoder_hidden_states=encoded)
 
-    yield from _written(logits, [start], min(max_new_tokens, max_sequence_length), stop_token, sampling)
+    yield from _written(logits, [start], min(max_new_tokens, max_sequence_length), stop_tokens, sampling)
 
 
 def check_length(text: Sequence[int], max_sequence_length: int) -> None:
@@ -250,15 +250,15 @@ def _written(
     logits: Callable[[list[int]], Tensor],
     context: list[int],
     max_new_tokens: int,
-    stop_token: int | None,
+    stop_tokens: Sequence[int],
     sampling: Sampling,
 ) -> Iterator[int]:
     """Yield up to ``max_new_tokens`` sampled tokens after ``context`` and append each to that list; end before
-    ``stop_token``. ``logits`` computes [1, s, v] of the full context each time."""
+    one of ``stop_tokens``. ``logits`` computes [1, s, v] of the full context each time."""
     choose = sampling.chooser()
     for _ in range(max_new_tokens):
         token = choose(logits(context)[0, -1].cpu(), len(context))
-        if token == stop_token:
+        if token in stop_tokens:
             return
         yield token
         context.append(token)

@@ -11,13 +11,15 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import MAX_TEXT_BYTES, read_file
 
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.chat import ChatTemplates, Message
 UNKNOWN = "\ufffd"
 """Character for bytes that are not valid UTF-8."""
 
@@ -49,8 +51,10 @@ class Tokenizer(ABC):
             not: data made without them serves T5, too.
     """
 
-    chat_template: str | None = None
-    """Jinja template of :meth:`chat_prompt`; None: it has none."""
+    chat: ChatTemplates | None = None
+    """Chat templates; None: it has none."""
+    model_end_ids: Sequence[int] = ()
+    """Ids that end a text of the model, besides the tokenizer's eod and eos."""
 
     def __init__(self, tokenizer_type: str, vocab_size: int, special_ids: Mapping[str, int], fingerprint: str):
         self.tokenizer_type = tokenizer_type
@@ -99,10 +103,28 @@ class Tokenizer(ABC):
             raise UserError(f"--sentence-special-tokens: {self.tokenizer_type} adds no tokens around a text; remove it")
         return self.tokenize_batch(texts)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of ``messages`` (each with ``role`` and ``content``) by the tokenizer's chat template, up to
-        the beginning of the assistant's answer. Raises UserError without a template."""
-        raise UserError(f"--chat: the {self.tokenizer_type} has no chat template; remove it")
+    @property
+    def chat_template(self) -> str | None:
+        """Its default chat template, if it has one."""
+        return None if self.chat is None else self.chat.templates.get("default")
+
+    def render_chat(self, messages: Sequence[Message], /, **options: Any) -> str:
+        """Return the text of ``messages`` by the tokenizer's chat template; ``options`` of ``ChatTemplates.render``.
+        :meth:`tokenize_chat` has its ids: :meth:`tokenize` may add a token that the template writes itself. Raises
+        UserError without a template."""
+        if self.chat is None:
+            raise UserError(f"--chat: the {self.tokenizer_type} has no chat template; remove it")
+        return self.chat.render(messages, **options)
+
+    def tokenize_chat(self, text: str) -> list[int]:
+        """Return the ids of ``text``, a rendered conversation, without tokens that the tokenizer adds around a text."""
+        return self.tokenize_sentences([text], False)[0].tolist()
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Ids that end a generated text: eod, eos and ``model_end_ids``."""
+        local = [self.special_ids[role] for role in ("eod", "eos") if role in self.special_ids]
+        return list(dict.fromkeys([*local, *self.model_end_ids]))
 
     @property
     def vocab(self) -> dict[str, int]:

@@ -19,12 +19,18 @@ TOKENIZER_TYPES = get_args(TokenizerType)
 
 
 def build_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
-    """Build the tokenizer that the flags in ``cfg`` name.
+    """Build the tokenizer that the flags in ``cfg`` name, with their end tokens.
 
     Raises:
         UserError: no type, an unknown or unavailable one, a missing or broken file, a missing library, sentinels for a
             type without them; with the flag and the fix.
     """
+    tokenizer = _build(cfg)
+    tokenizer.model_end_ids = [*tokenizer.model_end_ids, *(cfg.end_token_ids or ())]
+    return tokenizer
+
+
+def _build(cfg: TokenizerConfig) -> Tokenizer:
     kind = cfg.tokenizer_type
     if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         lower_case, special_tokens = kind == "BertWordPieceLowerCase", cfg.tokenizer_special_tokens

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,14 @@ import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import MAX_TEXT_BYTES, parse_json, read_file
+from megatron.core.tokenizers.added_tokens import (
+    CONFIG,
+    ROLES,
+    add_folder_tokens,
+    describe_added,
+    read_folder_tokens,
+    text_of,
+)
 from megatron.core.tokenizers.base import (
     UNKNOWN,
     Tokenizer,
@@ -28,7 +36,8 @@ from megatron.core.tokenizers.base import (
     read_tokenizer_file,
     sentinel_names,
 )
-from megatron.core.tokenizers.chat import Message, read_chat_template, render_chat
+from megatron.core.tokenizers.chat import ChatTemplates, read_chat_templates
+from megatron.core.tokenizers.end_tokens import read_end_ids
 from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe, character_bytes
 from megatron.core.tokenizers.libraries import require
 
@@ -39,21 +48,19 @@ logger = logging.getLogger(__name__)
 
 # tried in this order when the files next to tokenizer.json do not name an end-of-sequence token
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<|eod|>", "<eos>", "<|end▁of▁sentence|>", "[EOD]")
+CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 MAX_IDS = 2**24
 """A larger id is no vocabulary's; libraries walk all ids up to the largest."""
-_ROLES = {
-    "eos": "eos_token",
-    "bos": "bos_token",
-    "pad": "pad_token",
-    "cls": "cls_token",
-    "sep": "sep_token",
-    "mask": "mask_token",
-    "unk": "unk_token",
-}
+CLEANED = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+           (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))  # fmt: skip
+"""Replacements of ``clean_up_tokenization_spaces``."""
 
 
 class BackendTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, with tiktoken in front of it where equal ids are certain."""
+
+    cleans_spaces = False
+    """Whether texts lose the blanks before punctuation (``clean_up_tokenization_spaces``)."""
 
     def __init__(
         self,
@@ -81,14 +88,6 @@ class BackendTokenizer(Tokenizer):
     def definition(self) -> str:
         """The content of its tokenizer.json."""
         return self._backend.to_str()
-
-    def chat_prompt(self, messages: Sequence[Message]) -> str:
-        if self.chat_template is None:
-            return super().chat_prompt(messages)  # raises
-        tokens = {f"{role}_token": self._backend.id_to_token(index) for role, index in self.special_ids.items()}
-        text = render_chat(self.chat_template, messages, tokens)
-        # `tokenize` adds these tokens again
-        return text.removeprefix(self.detokenize(self._around[0])) if self._around else text
 
     @property
     def is_fast(self) -> bool:
@@ -137,7 +136,10 @@ class BackendTokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         with _library_errors():
-            return self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
+            text = self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
+        for old, new in CLEANED if self.cleans_spaces else ():
+            text = text.replace(old, new)
+        return text
 
     def _read_token_bytes(self, token: int) -> bytes:
         text = super()._read_token_bytes(token)
@@ -197,11 +199,19 @@ def build_huggingface(
                 f"--tokenizer-model {file}: the added token {added['content']!r} claims id {added['id']}, which is not "
                 f"the id it gets ({backend.token_to_id(added['content'])}); repair the file's added_tokens"
             )
+    before = describe_added(backend)
+    folder_tokens = read_folder_tokens(file.parent, _optional_json)
+    add_folder_tokens(backend, folder_tokens, file)
+    config, added = _optional_json(file.parent / CONFIG), describe_added(backend)
+    changed = [token | {"id": index} for index, token in sorted(added.items()) if before.get(index) != token]
+    backend.encode_special_tokens = split_special = bool(config.get("split_special_tokens"))
     lacking = [name for name in sentinel_names(extra_ids) if backend.token_to_id(name) is None]
     if special_tokens or lacking:
         backend.add_special_tokens([*(special_tokens or []), *lacking])
+    if special_tokens or lacking or changed:
         definition = json.loads(backend.to_str())
-    special_ids = _special_ids(file.parent, backend)
+    roles = {key: text_of(token) for key, token in folder_tokens.roles.items()}
+    special_ids = _special_ids(roles, backend)
     if "eod" not in special_ids:
         raise UserError(
             f"--tokenizer-model {file} names no end-of-document token (looked in tokenizer_config.json and "
@@ -209,10 +219,18 @@ def build_huggingface(
             'beside it with {"eos_token": "..."}, or name one of those with --tokenizer-special-tokens'
         )
     options = {"type": "huggingface", "special_tokens": list(special_tokens or []), "include": include_special_tokens}
+    options |= {"added": changed} if changed else {}
+    options |= {"split_special_tokens": True} if split_special else {}
     fingerprint = compute_hash([raw], options)
     tokenizer = BackendTokenizer("HuggingFaceTokenizer", backend, special_ids, fingerprint, include_special_tokens)
-    tokenizer.accelerate(definition)
-    tokenizer.chat_template = read_chat_template(file.parent, _optional_json(file.parent / "tokenizer_config.json"))
+    if not split_special:
+        tokenizer.accelerate(definition)
+    tokenizer.cleans_spaces = bool(config.get("clean_up_tokenization_spaces")) and (
+        not isinstance(backend.model, library.models.BPE) or bool(config.get(CLEANS_BPE))
+    )
+    tokenizer.model_end_ids = read_end_ids(file.parent)
+    if templates := read_chat_templates(file.parent, config):
+        tokenizer.chat = ChatTemplates(templates, roles)
     return tokenizer
 
 
@@ -352,19 +370,12 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return _parse(read_file(path, MAX_TEXT_BYTES), path) if path.is_file() else {}
 
 
-def _special_ids(folder: Path, backend: HFTokenizer) -> dict[str, int]:
-    """Return {role: id} (bos, eos, eod, pad, cls, sep, mask, unk) from tokenizer_config.json and
-    special_tokens_map.json, then from well-known token names. BERT's cls and sep serve as bos and eos if these are
-    missing; eod is eos."""
-    found: dict[str, int] = {}
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        config = _optional_json(folder / name)
-        for role, key in _ROLES.items():
-            value = config.get(key)
-            content = value.get("content") if isinstance(value, dict) else value
-            index = backend.token_to_id(content) if isinstance(content, str) and _is_unicode(content) else None
-            if index is not None:
-                found.setdefault(role, index)
+def _special_ids(roles: Mapping[str, str], backend: HFTokenizer) -> dict[str, int]:
+    """Return {role: id} (bos, eos, eod, pad, cls, sep, mask, unk) of the tokens that ``roles`` (``eos_token``: text)
+    names, for other roles of well-known names. BERT's cls and sep serve as bos and eos if these are missing; eod is
+    eos."""
+    named = {key.removesuffix("_token"): backend.token_to_id(roles[key]) for key in ROLES if key in roles}
+    found = {role: index for role, index in named.items() if index is not None}  # all: they were added
     known = {
         "eos": EOD_NAMES,
         "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
@@ -384,11 +395,6 @@ def _special_ids(folder: Path, backend: HFTokenizer) -> dict[str, int]:
     if "eos" in found:
         found["eod"] = found["eos"]
     return found
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether ``text`` has no lone surrogate, which JSON can hold and no token can."""
-    return text == text.encode(errors="replace").decode()
 
 
 def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:

@@ -115,6 +115,8 @@ def load_settings(folder: Path) -> tuple[Family, dict[str, object], list[str]]:
         UserError: config.json is missing or malformed, its family is unknown, or values cannot be represented: all keys
             that ``transformers`` reads and the family does not, else the first problem.
     """
+    from megatron.core.tokenizers.end_tokens import read_end_ids  # imports numpy
+
     try:
         config = read_json(folder / CONFIG)
     except FileNotFoundError:
@@ -125,7 +127,9 @@ def load_settings(folder: Path) -> tuple[Family, dict[str, object], list[str]]:
             if config.get(key) and name.format(**config) not in weight_names(folder):
                 del config[key]
         unread = [key for key in family.unknown_keys(config) if key not in keys_of_transformers(family.architecture)]
-        return family, family.load_settings({key: value for key, value in config.items() if key not in unread}), unread
+        settings = family.load_settings({key: value for key, value in config.items() if key not in unread})
+        ids = read_end_ids(folder)
+        return family, settings | ({"end_token_ids": ids} if ids else {}), unread
     except (TypeError, LookupError, ValueError, ArithmeticError, AttributeError) as error:
         if isinstance(error, UserError):
             raise UserError(f"{folder}: {error}") from None

@@ -77,11 +77,9 @@ def _build(settings: Table, assets: Mapping[str, Path]) -> Tokenizer | None:
 
 def _ids(tokenizer: Tokenizer, model_family: str, rows: int) -> dict[str, int | list[int]]:
     """Return {config.json key: token ID or list of IDs} of the special tokens that exist and are below ``rows``. For
-    GPT the end is both the token that ends documents and the tokenizer's eos; T5 starts decoding with bos, else pad."""
+    GPT the end is every token that ends a text; T5 starts decoding with bos, else pad."""
     roles = {"bos_token_id": ["bos"], "eos_token_id": ["eos"], "pad_token_id": ["pad"]}
-    if model_family == "gpt":
-        roles["eos_token_id"] = ["eod", "eos"]
-    elif model_family == "bert":
+    if model_family == "bert":
         roles |= {"cls_token_id": ["cls"], "sep_token_id": ["sep"]}
     else:
         roles["decoder_start_token_id"] = ["bos" if "bos" in tokenizer.special_ids else "pad"]
@@ -89,6 +87,8 @@ def _ids(tokenizer: Tokenizer, model_family: str, rows: int) -> dict[str, int | 
         key: [tokenizer.special_ids[role] for role in names if role in tokenizer.special_ids]
         for key, names in roles.items()
     }
+    if model_family == "gpt":
+        found["eos_token_id"] = tokenizer.end_ids
     valid = {key: list(dict.fromkeys(each for each in ids if 0 <= each < rows)) for key, ids in found.items()}
     return {key: ids[0] if len(ids) == 1 else ids for key, ids in valid.items() if ids}
 

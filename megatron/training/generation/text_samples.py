@@ -54,13 +54,12 @@ class TextSamples:
         ]
 
     def _texts(self, engine: Engine) -> list[str]:
-        eod = self._tokenizer.special_ids.get("eod")
         requests = [
             Request(
                 prompt=ids,
                 max_new_tokens=self._tokens,
                 sampling=sampling,
-                stop_tokens=[] if eod is None else [eod],
+                stop_tokens=self._tokenizer.end_ids,
             )
             for ids, sampling in zip(self._ids, self._samplings)
         ]

@@ -71,6 +71,7 @@ ROWS = [
           base="--tokenizer-type BertWordPieceLowerCase --vocab-file {bert}", without=WITHOUT),
     Probe("--tokenizer-special-tokens '<pad2>'", ask(lambda tokenizer: pieces(tokenizer).count("<pad2>")), 1, base=BPE,
           without=WITHOUT),
+    Probe("--end-token-ids 7 9", ask(lambda tokenizer: tokenizer.end_ids), [0, 7, 9], base=BPE, without=WITHOUT),
     Probe("--tiktoken-pattern v1", ask(lambda tokenizer: "oX" in pieces(tokenizer)), True, base=TIK, without=WITHOUT),
     Probe("--tiktoken-num-special-tokens 100", ask(size), 360, base=TIK, without=WITHOUT),
     Probe("--tokenizer-hf-no-include-special-tokens", ask(lambda tokenizer: ids(tokenizer)[0] == 0), False, base=BPE,

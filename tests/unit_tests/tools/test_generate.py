@@ -53,7 +53,7 @@ def test_the_cache_and_full_forward_passes_write_the_same_text(gloo_pool, tmp_pa
     texts = trained.cfg.family.generate(trained, ["1 2", "7 8 " * 20, "9"], *shared.values())
     for prompt, text in zip(("1 2", "7 8 " * 20, "9"), texts, strict=True):
         ids = trained.tokenizer.tokenize(prompt)
-        expected = generate(trained.model, ids, **shared, max_sequence_length=32, stop_token=trained.tokenizer.eod)
+        expected = generate(trained.model, ids, **shared, max_sequence_length=32, stop_tokens=trained.tokenizer.end_ids)
         assert text == prompt + trained.tokenizer.detokenize(list(expected))
 
 

@@ -11,6 +11,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.server.fields import Fields, RequestError, checked_type, strings
+from megatron.core.safe_files import parse_json
 from megatron.core.tokenizers.base import Tokenizer
 
 MAX_STOPS = 16
@@ -116,14 +117,15 @@ def read_chat(fields: Fields, served: Served) -> Job:
     messages = [_message(each) for each in checked_type("messages", fields.raw("messages"), list)]
     if not messages:
         raise RequestError("messages: must have at least one message", "messages")
-    text = served.tokenizer.chat_prompt(messages)
+    text = served.tokenizer.render_chat(messages, **_chat_options(fields, served.tokenizer))
     logprobs, top = fields.get("logprobs", bool, False), fields.optional("top_logprobs", int, high=MAX_TOP_LOGPROBS)
     if top and not logprobs:
         raise RequestError("top_logprobs: requires logprobs", "top_logprobs")
     limits = [fields.optional(name, int, 1) for name in ("max_completion_tokens", "max_tokens")]
     longest = next((each for each in limits if each is not None), served.max_length)
+    ids = served.tokenizer.tokenize_chat(text) or [served.tokenizer.eod]
     template = replace(_template(fields, served, longest, 1), top_logprobs=top or 0)
-    return _finish(fields, Job([served.prompt_ids(text)], [text], template, logprobs=logprobs, is_chat=True), served)
+    return _finish(fields, Job([ids], [text], template, logprobs=logprobs, is_chat=True), served)
 
 
 def read_megatron(fields: Fields, served: Served) -> Job:
@@ -173,7 +175,7 @@ def _template(fields: Fields, served: Served, longest: int, all_tokens: int, see
         raise
     except UserError as error:
         raise RequestError(str(error), str(error).partition(" ")[0]) from error
-    stops = () if fields.get("ignore_eos", bool, False) else (served.tokenizer.eod,)
+    stops = () if fields.get("ignore_eos", bool, False) else served.tokenizer.end_ids
     return Request(prompt=(), max_new_tokens=min(longest, served.max_length), sampling=sampling, stop_tokens=stops)
 
 
@@ -219,12 +221,52 @@ def _prompts(value: Any, served: Served) -> tuple[list[list[int]], list[str]]:
 
 
 def _message(value: object) -> dict[str, object]:
-    """Return a chat message whose content is text; text parts are joined."""
+    """Return a chat message whose content is text, or a list of text parts. Only one with tool calls may lack it.
+    Arguments of tool calls become objects, which templates write in their own form."""
     message = dict(checked_type("messages", value, dict))
-    role, content = checked_type("messages.role", message.get("role"), str), message.get("content")
+    checked_type("messages.role", message.get("role"), str)
+    content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        parts = [checked_type("messages.content", each, dict) for each in content]
-        if any(each.get("type") != "text" for each in parts):
-            raise RequestError("messages.content: only parts of type text are supported", "messages")
-        content = "".join(checked_type("messages.content", each.get("text"), str) for each in parts)
-    return {**message, "role": role, "content": checked_type("messages.content", content, str)}
+        for part in content:
+            if checked_type("messages.content", part, dict).get("type") != "text":
+                raise RequestError("messages.content: only parts of type text are supported", "messages")
+            checked_type("messages.content", part.get("text"), str)
+    elif content is not None or not calls:
+        checked_type("messages.content", content, str)
+    if calls is not None:
+        calls = checked_type("messages.tool_calls", calls, list)
+        message["tool_calls"] = [_tool_call(dict(checked_type("messages.tool_calls", call, dict))) for call in calls]
+    return message
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(checked_type("messages.tool_calls.function", call.get("function"), dict))
+    checked_type("messages.tool_calls.function.name", function.get("name"), str)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            value = parse_json(arguments or "{}")
+        except ValueError as error:
+            message = f"messages.tool_calls.function.arguments: must be JSON ({error})"
+            raise RequestError(message, "messages") from error
+        function["arguments"] = value if isinstance(value, dict) else arguments
+    return {**call, "function": function}
+
+
+def _chat_options(fields: Fields, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the options of the chat template: tools, documents, prompt of the answer, and its other variables."""
+    options: dict[str, Any] = dict(fields.get("chat_template_kwargs", dict, {}))
+    choice = fields.raw("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise RequestError("tool_choice: must be none or auto; the model decides by itself", "tool_choice")
+    tools = [checked_type("tools", tool, dict) for tool in fields.get("tools", list, [])]
+    if tools and choice != "none":
+        assert tokenizer.chat is not None, "checked by the caller"
+        if "tools" not in tokenizer.chat.source(has_tools=True):
+            raise RequestError("tools: this model's chat template does not take tools; remove them", "tools")
+        options["tools"] = tools
+    if documents := fields.get("documents", list, []):
+        options["documents"] = [checked_type("documents", document, dict) for document in documents]
+    for name, default in (("add_generation_prompt", True), ("continue_final_message", False)):
+        options[name] = fields.get(name, bool, options.get(name, default))
+    return options

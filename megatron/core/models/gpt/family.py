@@ -48,10 +48,10 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
 
 
 def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-    """Yield each prompt followed by its continuation up to eod or ``max_new_tokens``; an empty prompt starts with the
-    eod token. All prompts run in one batch with a cache. Without a cache, one by one: models whose layers cannot use
-    one, and text beyond --seq-length tokens, whose context loses its oldest tokens. On several ranks these are
-    rejected, or end (collective; ranks other than 0 yield nothing)."""
+    """Yield each prompt followed by its continuation up to an end token or ``max_new_tokens``; an empty prompt starts
+    with the eod token. All prompts run in one batch with a cache. Without a cache, one by one: models whose layers
+    cannot use one, and text beyond --seq-length tokens, whose context loses its oldest tokens. On several ranks these
+    are rejected, or end (collective; ranks other than 0 yield nothing)."""
     from megatron.core.inference import sampling as inference  # imports torch
     from megatron.core.inference.engine import Engine
     from megatron.core.inference.requests import Completion, Request
@@ -59,7 +59,8 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
     from megatron.core.inference.scheduler import Limits
 
     tokenizer, length = trained.tokenizer, trained.cfg.data.seq_length
-    texts = [tokenizer.tokenize(prompt) or [tokenizer.eod] for prompt in prompts]
+    ends = tokenizer.end_ids
+    texts = [trained.tokenize(prompt) or [tokenizer.eod] for prompt in prompts]
     problem, several = model_problem(trained.model), trained.num_ranks > 1
     longest = length if problem is None else -1
     if several and (problem or max(map(len, texts)) > length):
@@ -70,9 +71,8 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
     if batch:
         limits = Limits(length, max_sequences=min(len(batch), 256))
         engine = Engine(trained.model, limits, cuda_graphs=trained.cuda_graphs)
-        eod = [tokenizer.eod]
         completions = engine.stream(
-            Request(prompt=ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=eod) for ids in batch
+            Request(prompt=ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=ends) for ids in batch
         )
         if not engine.is_first_rank:
             list(completions)
@@ -86,7 +86,7 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
                 ids + tokens,
                 max_new_tokens=max_new_tokens - len(tokens),
                 max_sequence_length=length,
-                stop_token=tokenizer.eod,
+                stop_tokens=ends,
                 sampling=sampling,
             )
         yield prompt + tokenizer.detokenize(tokens)

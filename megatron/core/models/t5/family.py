@@ -56,9 +56,9 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
 
 
 def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-    """Yield each prompt, an arrow, and the output up to eos: each sentinel followed by its predicted span. The first
-    decoder token is the same as in the data set: bos, or pad for a tokenizer without bos. Raises UserError for an empty
-    or too long prompt, and on several ranks."""
+    """Yield each prompt, an arrow, and the output up to an end token: each sentinel followed by its predicted span. The
+    first decoder token is the same as in the data set: bos, or pad for a tokenizer without bos. Raises UserError for
+    an empty or too long prompt, and on several ranks."""
     from megatron.core.inference.sampling import generate_seq2seq  # imports torch
 
     tokenizer = trained.tokenizer
@@ -68,11 +68,11 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
     for prompt in prompts:
         tokens = generate_seq2seq(
             trained.model,
-            tokenizer.tokenize(prompt),
+            trained.tokenize(prompt),
             start=start,
             max_new_tokens=max_new_tokens,
             max_sequence_length=trained.cfg.embeddings.max_position_embeddings,
-            stop_token=tokenizer.eos,
+            stop_tokens=tokenizer.end_ids,
             sampling=sampling,
         )
         yield f"{prompt}\n-> {tokenizer.detokenize(list(tokens))}"

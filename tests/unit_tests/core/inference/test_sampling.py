@@ -23,7 +23,8 @@ class NextNumber(torch.nn.Module):
 
 
 def test_greedy_generation_follows_the_model_and_stops_at_the_stop_token():
-    tokens = list(generate(NextNumber(), [1], max_new_tokens=20, max_sequence_length=8, stop_token=7, sampling=GREEDY))
+    limits = {"max_new_tokens": 20, "max_sequence_length": 8, "stop_tokens": [9, 7]}
+    tokens = list(generate(NextNumber(), [1], **limits, sampling=GREEDY))
     assert tokens == [2, 3, 4, 5, 6]
 
 
