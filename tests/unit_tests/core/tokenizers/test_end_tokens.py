@@ -1,6 +1,7 @@
 """End tokens of a model: every id of the tokenizer, generation_config.json and config.json ends its texts."""
 
 import json
+import re
 
 import pytest
 
@@ -41,10 +42,11 @@ def test_every_end_token_ends_the_text_of_every_tool(tmp_path, capsys, place):
     assert generated(folder, capsys) == expected
     trained = load_trained_model(folder, None, "tools/generate.py")
     engine = Engine(trained.model, Limits(LENGTH), num_pages=20, page_size=8)
-    if pytest.importorskip("lm_eval"):
-        adapter = build_adapter(engine, build_huggingface(folder))
-        request = type("Request", (), {"args": ("A", {"max_gen_toks": 12})})
-        assert adapter.generate_until([request]) == [expected]
+    pytest.importorskip("lm_eval")
+    adapter = build_adapter(engine, build_huggingface(folder))
+    request = type("Request", (), {"args": ("A", {"max_gen_toks": 12})})
+    # the harness drops special tokens inside of a text
+    assert adapter.generate_until([request]) == [re.sub(r"<\|.*?\|>", "", expected)]
     common = {"temperature": 0, "max_tokens": 12}
     with running_server(trained.tokenizer, model=trained.model) as (url, _):
         for path, body in {
