@@ -1,4 +1,4 @@
-"""Tokens that the files beside a tokenizer.json add to its vocabulary, as ``AutoTokenizer`` of ``transformers`` does.
+"""Tokens that the files next to a tokenizer.json add to its vocabulary, as ``AutoTokenizer`` of ``transformers`` does.
 
 In this order: ``added_tokens_decoder`` of tokenizer_config.json by id (without that key added_tokens.json, and the
 roles of special_tokens_map.json), tokens with a role (``eos_token``), other special tokens.
@@ -60,7 +60,7 @@ def read_folder_tokens(folder: Path, read: Callable[[Path], dict[str, Any]]) -> 
     tokens.extra = [_text_or_token(value, path, EXTRA[0]) for value in extra]
     if "added_tokens_decoder" not in settings:
         common = [token for key, token in tokens.roles.items() if key in ROLES]
-        special = {text_of(token) for token in (*common, *tokens.extra)}
+        special = {token_text(token) for token in (*common, *tokens.extra)}
         library, path = _library(), folder / ADDED_FILE
         for text, index in read(path).items():
             is_special = _token(text, path, text).content in special
@@ -72,11 +72,11 @@ def read_folder_tokens(folder: Path, read: Callable[[Path], dict[str, Any]]) -> 
 def add_folder_tokens(backend: HFTokenizer, tokens: FolderTokens, where: Path) -> None:
     """Add ``tokens`` to ``backend``, in place. Raises UserError, naming ``where``, if a token does not get its id."""
     added = [tokens.by_id[index] for index in sorted(tokens.by_id)]
-    known = {text_of(token) for token in (*backend.get_added_tokens_decoder().values(), *added)}
-    named = {text_of(token) for token in tokens.roles.values()}
+    known = {token_text(token) for token in (*backend.get_added_tokens_decoder().values(), *added)}
+    named = {token_text(token) for token in tokens.roles.values()}
     values: list[AddedToken | str] = [*added]
     for token in (*tokens.roles.values(), *tokens.extra):
-        if text_of(token) not in known and token not in values:  # a text with other fields replaces an earlier one
+        if token_text(token) not in known and token not in values:  # a text with other fields replaces an earlier one
             values.append(token)
     added = [_token(value, where, "") if isinstance(value, str) else value for value in values]
     for token in added:
@@ -86,11 +86,11 @@ def add_folder_tokens(backend: HFTokenizer, tokens: FolderTokens, where: Path) -
         if (actual := backend.token_to_id(token.content)) != index:
             raise UserError(
                 f"{where}: the added token {token.content!r:.80} claims id {index}, which is not the id it gets "
-                f"({actual}); repair added_tokens_decoder or {ADDED_FILE} beside it"
+                f"({actual}); repair added_tokens_decoder or {ADDED_FILE} next to it"
             )
 
 
-def text_of(token: AddedToken | str) -> str:
+def token_text(token: AddedToken | str) -> str:
     """Return the text of a token, which may be given as such."""
     return token if isinstance(token, str) else token.content
 

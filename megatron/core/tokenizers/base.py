@@ -52,7 +52,7 @@ class Tokenizer(ABC):
     """
 
     chat: ChatTemplates | None = None
-    """Chat templates; None: it has none."""
+    """Chat templates, if there are any."""
     model_end_ids: Sequence[int] = ()
     """Ids that end a text of the model, besides the tokenizer's eod and eos."""
 
@@ -79,7 +79,7 @@ class Tokenizer(ABC):
         return self._token_bytes[token]
 
     def _read_token_bytes(self, token: int) -> bytes:
-        # decoded after another token: alone it may lose the space before a word
+        # decoded after another token: a single token may lose the space before a word
         context = self.tokenize_sentences(["a"], False)[0].tolist()
         before, text = self.detokenize(context), self.detokenize([*context, token])
         return (text[len(before) :] if text.startswith(before) else self.detokenize([token])).encode()

@@ -108,7 +108,7 @@ class ChatTemplates:
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return {name: template} of a Hugging Face ``folder`` with the parsed tokenizer_config.json ``config``: its
     chat_template.jinja ("default") and additional_chat_templates/NAME.jinja, else the key ``chat_template`` (a text, or
-    a list of named ones). Empty: it has none."""
+    a list of named ones); empty without a template."""
     paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         paths["default"] = folder / "chat_template.jinja"

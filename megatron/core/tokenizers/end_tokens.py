@@ -13,7 +13,7 @@ FILES = ("generation_config.json", "config.json")
 
 def read_end_ids(folder: str | os.PathLike) -> list[int]:
     """Return the ids of ``eos_token_id`` (an id or a list) in generation_config.json and config.json of ``folder``,
-    each once; a missing file or key has none. Raises UserError for a damaged file and other values."""
+    each once; empty without such files or keys. Raises UserError for a damaged file and other values."""
     ids: list[int] = []
     for path in (Path(folder) / name for name in FILES):
         if not path.is_file():

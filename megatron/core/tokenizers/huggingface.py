@@ -26,7 +26,7 @@ from megatron.core.tokenizers.added_tokens import (
     add_folder_tokens,
     describe_added,
     read_folder_tokens,
-    text_of,
+    token_text,
 )
 from megatron.core.tokenizers.base import (
     UNKNOWN,
@@ -120,8 +120,8 @@ class BackendTokenizer(Tokenizer):
             arrays = [self._fast.encode(text) for text in texts]
             if special_tokens:
                 assert self._around is not None
-                before, behind = self._around
-                around = (None if ids is None else np.concatenate([before, ids, behind]) for ids in arrays)
+                before, after = self._around
+                around = (None if ids is None else np.concatenate([before, ids, after]) for ids in arrays)
                 arrays = [None if ids is None else ids.astype(np.uint32) for ids in around]
         rest = [index for index, array in enumerate(arrays) if array is None]
         if rest:
@@ -210,13 +210,13 @@ def build_huggingface(
         backend.add_special_tokens([*(special_tokens or []), *lacking])
     if special_tokens or lacking or changed:
         definition = json.loads(backend.to_str())
-    roles = {key: text_of(token) for key, token in folder_tokens.roles.items()}
+    roles = {key: token_text(token) for key, token in folder_tokens.roles.items()}
     special_ids = _special_ids(roles, backend)
     if "eod" not in special_ids:
         raise UserError(
             f"--tokenizer-model {file} names no end-of-document token (looked in tokenizer_config.json and "
             f"special_tokens_map.json for eos_token, then for {', '.join(EOD_NAMES)}); put a tokenizer_config.json "
-            'beside it with {"eos_token": "..."}, or name one of those with --tokenizer-special-tokens'
+            'next to it with {"eos_token": "..."}, or name one of those with --tokenizer-special-tokens'
         )
     options = {"type": "huggingface", "special_tokens": list(special_tokens or []), "include": include_special_tokens}
     options |= {"added": changed} if changed else {}
