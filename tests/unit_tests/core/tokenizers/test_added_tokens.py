@@ -1,4 +1,4 @@
-"""Tokens that the files beside tokenizer.json add: ids, texts and roles are those of AutoTokenizer, or refused."""
+"""Tokens that the files next to tokenizer.json add: ids, texts and roles equal AutoTokenizer, or an error names them."""
 
 import json
 import random
@@ -67,7 +67,7 @@ def random_files(rng, size):
         special_map = where = {}
     for key in rng.sample(ROLES, rng.randrange(4)):
         text = rng.choice([*NEW, "<s>", "</s>", "A", "."])
-        # beside added_tokens.json, transformers overlooks that a token with fields is special
+        # next to added_tokens.json, transformers overlooks that a token with fields is special
         is_text = form == "added" and where is config
         where[key] = text if is_text else random_token(rng, text, plain_type=where is special_map)
     if rng.random() < 0.5:

@@ -89,7 +89,7 @@ def test_ids_and_texts_of_random_conversations_equal_transformers(auto, tmp_path
             messages, options = random_messages(rng, name), random_options(rng)
             try:
                 ids = foreign.apply_chat_template(messages, return_dict=False, **options)
-            except Exception:  # of the template, or of transformers
+            except Exception:  # the template or transformers rejects them
                 with pytest.raises(UserError):
                     local.render_chat(messages, **options)
                 continue
