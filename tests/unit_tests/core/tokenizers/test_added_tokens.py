@@ -1,4 +1,4 @@
-"""Tokens that the files next to tokenizer.json add: ids, texts and roles equal AutoTokenizer, or an error names them."""
+"""Tokens that files next to tokenizer.json add: ids, texts and roles equal AutoTokenizer, or an error names them."""
 
 import json
 import random
