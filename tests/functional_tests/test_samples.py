@@ -69,6 +69,7 @@ def test_texts_are_those_of_the_checkpoint_and_appear_in_every_output(gloo_pool,
     assert gloo_pool.run(run, 1, [*argv, *SAMPLES, *flags], False) == [(0, "")]
     found = samples_in(tmp_path)
     assert [x["iteration"] for x in found[::2]] == [2, 4, 5]
+    assert [x.get("cut") for x in found] == [True] * 4 + [None, True]  # the fifth is a complete document
     assert [x["prompt"] for x in found[:2]] == PROMPTS and len({x["text"] for x in found}) > 2
 
     arguments = ["--load", str(tmp_path), "--prompt", PROMPTS[0], "--max-new-tokens", "9", "--temperature", "0.7"]

@@ -49,11 +49,12 @@ class TextSamples:
         texts = self._engine.run(self._texts)
         seconds = (time.perf_counter() - begin) / len(texts)
         return [
-            Sample(number, prompt, text, final, seconds)
-            for number, (prompt, text) in enumerate(zip(self._prompts, texts), start=1)
+            Sample(number, prompt, text, final, seconds, cut)
+            for number, (prompt, (text, cut)) in enumerate(zip(self._prompts, texts), start=1)
         ]
 
-    def _texts(self, engine: Engine) -> list[str]:
+    def _texts(self, engine: Engine) -> list[tuple[str, bool]]:
+        """Return each continuation, and whether it was cut at its maximum length."""
         requests = [
             Request(
                 prompt=ids,
@@ -66,5 +67,6 @@ class TextSamples:
         texts = []
         for ids, completion in zip(self._ids, engine.completions(requests)):
             stream = TextStream(self._tokenizer, ids)
-            texts.append("".join(map(stream.push, completion.tokens)) + stream.finish())
+            text = "".join(map(stream.push, completion.tokens)) + stream.finish()
+            texts.append((text, completion.finish_reason == "length"))
         return texts

@@ -125,6 +125,8 @@ class Sample:
     """Whether it was written after training, not at an interval."""
     seconds: float = 0.0
     """Share of the duration of all samples."""
+    cut: bool = False
+    """Whether the text ended at its maximum length, not at an end-of-document token."""
 
 
 def is_tensor(value: object) -> TypeGuard["Tensor"]:
@@ -214,10 +216,9 @@ def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> Re
 
 
 def sample_record(iteration: int, consumed_samples: int, sample: Sample) -> Record:
-    """Return the ``metrics.jsonl`` record of one sample; ``final`` only if true."""
+    """Return the ``metrics.jsonl`` record of one sample; ``cut`` and ``final`` only if true."""
     record: Record = {"kind": "sample", "iteration": iteration, "consumed_samples": consumed_samples}
-    if sample.final:
-        record["final"] = True
+    record.update({name: True for name in ("cut", "final") if getattr(sample, name)})
     return record | {"number": sample.number, "prompt": sample.prompt, "text": sample.text}
 
 

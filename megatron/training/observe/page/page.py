@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import create_file
 from megatron.training.observe.page.charts import Chart, Line, draw, draw_rows, finite, short
-from megatron.training.observe.page.run_folder import Run, Series, is_number, number, read_run, table
+from megatron.training.observe.page.run_folder import Run, SampleText, Series, is_number, number, read_run, table
 from megatron.training.observe.plan_comparison import plan_shares
 
 PAGE_FILE = "report.html"
@@ -67,7 +67,7 @@ def build_page(run: Run) -> str:
     style, script = (resources.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
-    name = escape(run.folder.resolve().name or "run")
+    name = escape(": ".join(filter(None, (run.name, run.model))))
     sections = [
         _head(run, name),
         _list("problems", "Problems of the files", run.problems),
@@ -126,6 +126,14 @@ def remaining(run: Run) -> float | None:
     return run.wall / done * (run.train_iters - run.iteration)
 
 
+def speeds(run: Run) -> dict[str, tuple[str, str]]:
+    """Return (name of the figure, title of the chart) of each measured rate; TFLOP/s and MFU are rates of GPUs."""
+    rates = {"tokens_per_second": ("tokens/s", "tokens per second")}
+    if run.device != "CPU":
+        rates |= {"tflops_per_device": ("TFLOP/s per GPU", "TFLOP/s per GPU"), "mfu": ("MFU", "MFU")}
+    return rates
+
+
 def key_figures(run: Run) -> list[tuple[str, str]]:
     """Return (name, value) of the most important figures; unknown ones are absent."""
     total = f" of {run.train_iters:,}" if run.train_iters else ""
@@ -137,14 +145,13 @@ def key_figures(run: Run) -> list[tuple[str, str]]:
         known = finite(series)
         for lowest, iteration in sorted(zip(known.y, known.x))[:1]:
             found.append((f"lowest {loss}, {data}", f"{lowest:.4f} at {iteration:,}"))
-    speeds = {"tokens_per_second": "tokens/s", "tflops_per_device": "TFLOP/s per GPU", "mfu": "MFU"}
-    for key, name in speeds.items():
+    for key, (name, _) in speeds(run).items():
         values = sorted(run.timing.get(key, Series()).y)
         if values and values[-1] > 0:
             middle = values[len(values) // 2]
             found.append((f"{name}, median", f"{middle:.1%}" if key == "mfu" else short(middle)))
     peaks = [max(series.y) for name, series in run.timing.items() if name.startswith("memory/") and "max" in name]
-    if peaks:
+    if peaks and max(peaks) > 0:
         found.append(("memory, peak", f"{max(peaks) / 2**30:.2f} GiB"))
     if run.num_skipped:
         found.append(("skipped iterations", f"{run.num_skipped:,}"))
@@ -223,9 +230,8 @@ def learning_charts(run: Run) -> list[Chart]:
 def speed_charts(run: Run) -> list[Chart]:
     """Return charts of tokens/s and TFLOP/s if recorded, then of step time with its parts, and memory (GiB)."""
     charts = []
-    titles = {"tokens_per_second": "tokens per second", "tflops_per_device": "TFLOP/s per GPU"}
-    for key, title in titles.items():
-        if key in run.timing:
+    for key, (_, title) in speeds(run).items():
+        if key in run.timing and key != "mfu":  # proportional to TFLOP/s
             charts.append(Chart(f"chart-{_slug(key)}", title, [Line(title, run.timing[key])], from_zero=True))
     lines = [Line("iteration", run.timing["seconds_per_iteration"])] if "seconds_per_iteration" in run.timing else []
     lines += [Line(name, run.timing[key]) for key, name in PARTS.items() if key in run.timing]
@@ -296,10 +302,17 @@ def _texts(number: int, run: Run) -> str:
     few = "" if len(shown) == len(found) else f" <small>{len(shown)} of {len(found)} samples</small>"
     rows = "".join(
         f"<dt>iteration {each.iteration:,}</dt>"
-        f"<dd><b>{escape(each.prompt[:MOST_CHARACTERS])}</b>{escape(each.text[:MOST_CHARACTERS])}</dd>"
+        f"<dd><b>{escape(each.prompt[:MOST_CHARACTERS])}</b>{escape(each.text[:MOST_CHARACTERS])}{_end(each)}</dd>"
         for each in shown
     )
     return f'<h3>Prompt {number}{few}</h3><dl class="texts">{rows}</dl>'
+
+
+def _end(sample: SampleText) -> str:
+    """Return the mark of a text that does not end where the model ended it."""
+    if len(sample.text) > MOST_CHARACTERS:
+        return f" <small>… {MOST_CHARACTERS:,} of {len(sample.text):,} characters</small>"
+    return " <small>… cut at --sample-tokens</small>" if sample.cut else ""
 
 
 # ---- plan, timeline, time

@@ -21,6 +21,8 @@ from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, Record,
 
 STATISTICS_POINTS = 1000
 """Iterations whose per-layer statistics are read."""
+COMMON_FOLDERS = re.compile(r"(?i)(checkpoint|ckpt|log|model|output|run|save|weight)s?|metrics|saved|tensorboard")
+"""Names of folders that do not name a run."""
 QUIET_SECONDS = 600.0
 """A run without a recorded end is running if its files changed within this time, or within ten log intervals."""
 LOG_LINES = 200
@@ -57,6 +59,8 @@ class SampleText(NamedTuple):
     iteration: int
     prompt: str
     text: str
+    cut: bool = False
+    """Whether the text ended at --sample-tokens, not at an end-of-document token."""
 
 
 @dataclass
@@ -100,6 +104,30 @@ class Run:
     versions: dict[str, object] = field(default_factory=dict)
     log_lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The last part of --save, else of the folder, that is not a common name such as ``checkpoints``."""
+        save = self.settings.get("save", self.all_settings.get("save"))
+        for path in (save, str(self.folder.resolve())):
+            parts = Path(path).parts if isinstance(path, str) else ()
+            names = [part for part in parts if part.strip("./") and not COMMON_FOLDERS.fullmatch(part)]
+            if names:
+                return names[-1]
+        return "run"
+
+    @property
+    def model(self) -> str:
+        """--model or the name of the folder of --load-hf, else the size of the model; '' if unknown."""
+        settings = self.all_settings | self.settings
+        for key in ("model", "load_hf"):
+            if isinstance(name := settings.get(key), str) and name:
+                return Path(name).name
+        layers, width = (int(number(settings, key)) for key in ("num_layers", "hidden_size"))
+        experts = int(number(settings, "num_experts"))
+        if not (layers and width):
+            return ""
+        return f"{counted(layers, 'layer')} of {width}" + (f", {counted(experts, 'expert')}" if experts else "")
 
 
 def is_number(value: object) -> bool:
@@ -198,7 +226,7 @@ def _add_metrics(run: Run, record: Record) -> None:
             texts = run.texts.setdefault(which, [])
             if texts and texts[-1].iteration == iteration:  # a complete run that was started again
                 texts.pop()
-            texts.append(SampleText(iteration, prompt, text))
+            texts.append(SampleText(iteration, prompt, text, record.get("cut") is True))
         return
     if kind != "train":
         return

@@ -322,4 +322,5 @@ def test_check_finite_lets_finite_values_pass():
 
 def test_texts_that_look_like_numbers_stay_texts():
     record = sample_record(3, 24, Sample(1, "inf", "nan", final=True))
-    assert decode(encode(record)) == record and record["final"] is True
+    assert decode(encode(record)) == record and record["final"] is True and "cut" not in record
+    assert sample_record(3, 24, Sample(1, "inf", "nan", cut=True))["cut"] is True

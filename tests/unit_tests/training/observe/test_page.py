@@ -4,6 +4,7 @@ import json
 import math
 import re
 import time
+from html import escape
 from html.parser import HTMLParser
 
 import pytest
@@ -114,7 +115,7 @@ def end(i, ending="finished", reason="training is complete", **values):
     } | values
 
 
-def sample(i, text, number=1, prompt="Once"):
+def sample(i, text, number=1, prompt="Once", **values):
     return {
         "kind": "sample",
         "iteration": i,
@@ -122,7 +123,7 @@ def sample(i, text, number=1, prompt="Once"):
         "number": number,
         "prompt": prompt,
         "text": text,
-    }
+    } | values
 
 
 def write_run(folder, times=None, metrics=None):
@@ -375,3 +376,38 @@ def test_texts_of_a_prompt_are_spread_over_the_run_and_escaped(tmp_path):
     assert shown == [1, 15, 29, 43, 58, 72, 86, 100] and "8 of 100 samples" in text
     assert f"iteration 5{HOSTILE}{HOSTILE}" in text and not page.bad
     assert text.endswith("iteration 7Onceagain") and text.count("iteration 7Once") == 1  # the later text replaces it
+
+
+@pytest.mark.parametrize(
+    "settings, title",
+    [
+        ({"save": "runs/story/checkpoints", "num_layers": 4, "hidden_size": 192}, "story: 4 layers of 192"),
+        ({"save": "./Weights/ckpt/", "model": "llama3-8b", "num_layers": 32}, "trained: llama3-8b"),
+        ({"save": "/data/run-7", "load_hf": "/hub/Qwen3-0.6B/", "hidden_size": 1024}, "run-7: Qwen3-0.6B"),
+        ({"save": "a<b", "num_layers": 1, "hidden_size": 8, "num_experts": 16}, "a<b: 1 layer of 8, 16 experts"),
+        ({"save": 7, "num_layers": "x"}, "trained"),
+        ({}, "trained"),
+    ],
+)
+def test_title_is_the_run_name_and_the_model(tmp_path, settings, title):
+    folder = write_run(tmp_path / "trained" / "checkpoints", [start(settings=settings), timing(10), end(100)])
+    text = build_page(read_run(folder, NOW))
+    assert re.search("<title>(.*?)</title>", text)[1] == re.search("<h1>(.*?)</h1>", text)[1] == escape(title)
+
+
+def test_rates_of_gpus_are_absent_on_a_cpu(tmp_path):
+    rates = {"tokens_per_second": 900.0, "tflops_per_device": 0.006, "mfu": 0.001}
+    for device, shown in (("CPU", False), ("NVIDIA H200", True)):
+        times = [start(), timing(10, device=device, memory={"mem-max-allocated-bytes": 0}, **rates), end(100)]
+        page = page_of(write_run(tmp_path / device, times))
+        assert ("TFLOP/s" in page.by_id["figures"]) is ("MFU" in page.by_id["figures"]) is shown, page.by_id["figures"]
+        assert ("chart-tflops-per-device" in page.by_id) is shown and "chart-tokens-per-second" in page.by_id
+        assert "tokens/s, median900" in page.by_id["figures"] and "0.00 GiB" not in page.by_id["figures"]
+
+
+def test_cut_texts_are_marked(tmp_path):
+    texts = [sample(1, " whole"), sample(2, " part", cut=True), sample(3, "x" * 4001), sample(4, "y" * 4000)]
+    page = page_of(write_run(tmp_path, metrics=[train(1), *texts]))
+    parts = page.by_id["samples"].split("iteration ")[1:]
+    assert parts[0] == "1Once whole" and parts[1] == "2Once part … cut at --sample-tokens"
+    assert parts[2] == f"3Once{'x' * 4000} … 4,000 of 4,001 characters" and parts[3] == f"4Once{'y' * 4000}"
