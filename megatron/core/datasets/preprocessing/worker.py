@@ -95,7 +95,9 @@ class Worker:
         end-of-document token."""
         self.tokenizer, self.cfg, self.folder = tokenizer, cfg, folder
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
-        self.eod = np.asarray([tokenizer.eod] if cfg.append_eod else [], dtype=self.dtype)
+        special_tokens = cfg.sentence_special_tokens if cfg.split_sentences else None
+        is_ended = cfg.append_eod and tokenizer.ends_texts(special_tokens)  # a second end would be an empty document
+        self.eod = np.asarray([tokenizer.eod] if cfg.append_eod and not is_ended else [], dtype=self.dtype)
         self.split: Callable[[str], list[str]] | None = None
         if cfg.split_sentences:
             self.split, _ = make_splitter(cfg.lang, cfg.keep_newlines)

@@ -14,6 +14,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sidecar import check_sidecar, read_sidecar, sidecar_path
 from tests.test_utils.preprocessing import BYTES, DOCUMENTS, jsonl, pair, run, texts
+from tests.test_utils.scripted_model import byte_tokenizer
 from tests.test_utils.tiny_tokenizers import bert_vocab, flags
 
 
@@ -48,6 +49,27 @@ def test_several_keys_make_one_pair_each(tmp_path):
     _, prefix = run(tmp_path, data, json_keys=["text", "title"], workers=2)
     assert texts(prefix) == DOCUMENTS
     assert texts(prefix, "title") == [text[:12] for text in DOCUMENTS]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("post", "first", "last"), [
+    (None, [], [257]), ("$A </s>", [], [257]), ("<s> $A </s>", [256], [257]), ("<s> $A", [256], [257]),
+    ("$A <s>", [], [256, 257]),
+])  # fmt: skip
+def test_a_document_has_one_end_token_whoever_adds_it(tmp_path, post, first, last, split):
+    tokenizer = byte_tokenizer(tmp_path / "t", post=post)
+    kind = flags("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "t"))
+    documents = ["AB. CD", "E</s>"]
+    options = {"split_sentences": split, "sentence_special_tokens": split and post is not None}
+    _, prefix = run(tmp_path, jsonl(documents), tokenizer=kind, append_eod=True, **options)
+    dataset = IndexedDataset(f"{prefix}_text_{'sentence' if split else 'document'}")
+    parts = [["AB.", "CD"], ["E</s>"]] if split else [[text] for text in documents]
+    added = [[] if post is None else [token for token in last if f"$A {tokenizer.id_to_token(token)}" in post]] * 2
+    expected = []
+    for part, end in zip(parts, added):
+        ids = [[*first, *tokenizer.encode(text, add_special_tokens=False).ids, *end] for text in part]
+        expected += [*ids[:-1], ids[-1] if end == last else ids[-1] + [257]]
+    assert [dataset[index].tolist() for index in range(len(dataset))] == expected
 
 
 def test_sentences_are_sequences(tmp_path):
