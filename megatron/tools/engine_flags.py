@@ -22,7 +22,8 @@ SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_m
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ranks and CUDA graphs."""
+    """Add the flags of the tokenizer, ranks and CUDA graphs."""
+    add_tokenizer_flags(parser)
     about = ("ranks that split each layer; default: all ranks of torchrun", "ranks that split the layers", "EP ranks")
     for name, words in zip(SIZES, about):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=words)
@@ -32,6 +33,20 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="local",
         help="record decode steps as CUDA graphs where possible; none: do not",
     )
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a tokenizer in place of the run's."""
+    parser.add_argument(
+        "--tokenizer-model", metavar="PATH", help="another tokenizer; default: the run's, or its copy in the checkpoint"
+    )
+    parser.add_argument("--tokenizer-type", metavar="TYPE", help="its type; default: the run's")
+
+
+def tokenizer_settings(args: argparse.Namespace) -> dict[str, str]:
+    """Return the settings of :func:`add_tokenizer_flags` that ``args`` has."""
+    values = {"tokenizer_type": args.tokenizer_type, "tokenizer_model": args.tokenizer_model}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def layout_flags(args: argparse.Namespace) -> list[str]:
@@ -60,7 +75,8 @@ def load_gpt(args: argparse.Namespace) -> TrainedModel:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.training.trained_model import load_trained_model
 
-    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family, layout_flags(args))
+    layout, tokenizer = layout_flags(args), tokenizer_settings(args)
+    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family, layout, tokenizer)
     if not isinstance(trained.model, GPTModel):
         raise UserError(f"--load {args.load}: is an encoder-decoder model; use tools/generate.py on one rank")
     return trained

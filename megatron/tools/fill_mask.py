@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.commands import as_typed
 from megatron.core.models.bert.config import BertConfig, num_tokentypes
+from megatron.tools.engine_flags import add_tokenizer_flags, tokenizer_settings
 
 if TYPE_CHECKING:
     from megatron.training.trained_model import TrainedModel
@@ -29,6 +30,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
+    add_tokenizer_flags(parser)
     parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")
     parser.add_argument("--text", required=True, action="append", help="text with masks; may be given several times")
     parser.add_argument("--text-pair", action="append", default=[], metavar="TEXT", help="second part of each text")
@@ -91,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
     from megatron.training.trained_model import load_trained_model
 
     pairs = args.text_pair or [None] * len(args.text)
-    trained = load_trained_model(args.load, args.ckpt_step, "tools/fill_mask.py", args.family)
+    tokenizer = tokenizer_settings(args)
+    trained = load_trained_model(args.load, args.ckpt_step, "tools/fill_mask.py", args.family, (), tokenizer)
     for pair in zip(args.text, pairs):
         print("\n".join(answers(trained, [text for text in pair if text is not None], args.top_k)), flush=True)
     return 0

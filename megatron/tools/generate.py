@@ -20,7 +20,7 @@ from typing import Any
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import parse_json, read_text
-from megatron.tools.engine_flags import add_engine_flags, layout_flags
+from megatron.tools.engine_flags import add_engine_flags, layout_flags, tokenizer_settings
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
@@ -112,7 +112,8 @@ def texts(args: argparse.Namespace) -> Iterator[str]:
 
     check_ranges(args)
     prompts = load_prompts(args)
-    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family, layout_flags(args))
+    layout, tokenizer = layout_flags(args), tokenizer_settings(args)
+    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family, layout, tokenizer)
     trained = replace(trained, cuda_graphs=args.cuda_graph_impl == "local", is_chat=args.chat)
     generate = trained.cfg.family.generate
     assert generate is not None, "only families with generate name this tool"

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from megatron.data.blend import get_blend_and_blend_per_split, get_blend_from_li
 from megatron.data.index_format import get_bin_path, get_idx_path
 from megatron.data.indexed_dataset import MissingDatasetError
 from megatron.tools.checkpoint.run_history import Saved, at_iteration
+from megatron.tools.engine_flags import add_tokenizer_flags, tokenizer_settings
+from megatron.training.checkpoint.run_tokenizer import find_run_tokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import batch_size_at, samples_per_split
 from megatron.training.data.loader import DataSource, KeyedDataset, Shard, train_sampler
@@ -59,6 +62,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--data-path", nargs="+", metavar="PREFIX", help="training data sets that were moved, in the order of the run"
     )
+    add_tokenizer_flags(parser)
     parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")
     parser.add_argument("--width", type=int, default=100, metavar="N", help="characters to print of each text")
     parser.add_argument("--full", action="store_true", help="print full texts")
@@ -84,8 +88,11 @@ def moved(cfg: PretrainConfig, paths: Sequence[str]) -> PretrainConfig:
     return cfg.with_settings(train_data_path=words, **others)
 
 
-def build(saved: Saved, paths: Sequence[str] | None) -> tuple[PretrainConfig, Tokenizer, DataSource]:
-    """Return settings, tokenizer and training data of a run; ``paths`` replace its data sets.
+def build(
+    saved: Saved, paths: Sequence[str] | None, other: Mapping[str, str]
+) -> tuple[PretrainConfig, Tokenizer, DataSource]:
+    """Return settings, tokenizer and training data of a run; ``paths`` replace its data sets, settings in
+    ``other`` its tokenizer.
 
     Raises:
         UserError: another tokenizer; data that is missing, written after the checkpoint, or made by the program.
@@ -93,9 +100,12 @@ def build(saved: Saved, paths: Sequence[str] | None) -> tuple[PretrainConfig, To
     cfg = saved.cfg if paths is None else moved(saved.cfg, paths)
     if cfg.data.dataloader_type == "external" or not cfg.needs_data:
         raise UserError(f"{saved.directory}: its training program makes the data itself; only that program can read it")
-    tokenizer = build_tokenizer(cfg.tokenizer)
-    if saved.tokenizer not in (None, tokenizer.fingerprint):
-        raise UserError(f"{saved.directory}: the tokenizer has changed since ({tokenizer.tokenizer_type}); restore it")
+    if other:
+        cfg = cfg.with_settings(**other)
+        tokenizer = build_tokenizer(cfg.tokenizer)
+    else:
+        settings, tokenizer = find_run_tokenizer(cfg.tokenizer, saved.directory, saved.tokenizer)
+        cfg = cfg.with_settings(**asdict(settings))
     task = task_class(cfg.model_family)(cfg, tokenizer)
     try:
         train, _, _ = task.train_valid_test_datasets_provider((samples_per_split(cfg)[0], 0, 0))
@@ -207,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
     if args.family is not None:
         get_family(args.family)
     saved, consumed, notes = at_iteration(args.load, args.ckpt_step, args.iteration)
-    cfg, tokenizer, train = build(saved, args.data_path)
+    cfg, tokenizer, train = build(saved, args.data_path, tokenizer_settings(args))
     size = batch_size_at(cfg)(consumed)
     if cfg.data.dataloader_type != "cyclic" and consumed + size > len(train):
         raise UserError(f"--iteration {args.iteration}: the training data is used up; it holds {len(train)} samples")

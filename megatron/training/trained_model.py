@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
+from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.models.family import ModelFamily
 from megatron.core.models.registry import families, get_family
@@ -20,6 +22,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
+from megatron.training.checkpoint.run_tokenizer import find_run_tokenizer
 from megatron.training.checkpoint.settings import apply_checkpoint_args, load_checkpoint_args
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import launched_world_size
@@ -57,7 +60,12 @@ class TrainedModel:
 
 
 def load_trained_model(
-    folder: str, step: int | None, tool: str, module: str | None = None, layout: Sequence[str] = ()
+    folder: str,
+    step: int | None,
+    tool: str,
+    module: str | None = None,
+    layout: Sequence[str] = (),
+    tokenizer: Mapping[str, str] | None = None,
 ) -> TrainedModel:
     """Return model (evaluation mode), settings and tokenizer of a --save directory, or of a Hugging Face folder if
     there is no checkpoint and ``step`` is None. Loads weights only. With ``layout``, starts torch.distributed.
@@ -69,6 +77,8 @@ def load_trained_model(
             serves, any other program every family.
         module: module of a family outside of ``megatron``, which checkpoints name but must not import.
         layout: flags of the parallel layout on the ranks of torchrun; empty: the full model on this process.
+        tokenizer: ``tokenizer_type`` and ``tokenizer_model``, to use another tokenizer than the run's or the
+            folder's.
 
     Raises:
         UserError: the model family belongs to another tool, or checkpoint or tokenizer are missing or damaged.
@@ -76,17 +86,34 @@ def load_trained_model(
     if module is not None:
         get_family(module)
     if step is None and (Path(folder) / "config.json").is_file() and find_checkpoint(folder) is None:
-        return _load_hugging_face(folder, tool, layout)
+        return _load_hugging_face(folder, tool, [*layout, *_tokenizer_flags(tokenizer, None)])
     stored = load_checkpoint_args(folder, step)
     family = _checked_family(stored, folder, tool)
     argv = ["--load", folder, "--use-checkpoint-args", "--exit-on-missing-checkpoint", "--finetune", *ASKED, *layout]
     argv += [] if step is None else ["--ckpt-step", str(step)]
+    argv += _tokenizer_flags(tokenizer, stored.get("tokenizer_type"))
     parsed = apply_checkpoint_args(parse_args(argv, needs_data=False, model_family=family.name))
     balancing = {name: stored[name] for name in CHOICE_OF_EXPERTS if name in stored}
-    cfg, groups = _start(replace(parsed, **balancing), layout)
-    built = _build(cfg, groups)
+    parsed = replace(parsed, **balancing)
+    names, found = [field.name for field in fields(TokenizerConfig)], find_checkpoint(folder, step)
+    settings, built_tokenizer = TokenizerConfig(**{name: getattr(parsed, name) for name in names}), None
+    if not tokenizer and found is not None:
+        fingerprint = read_manifest(found.directory)["objects"].get("tokenizer")
+        settings, built_tokenizer = find_run_tokenizer(settings, found.directory, fingerprint)
+    cfg, groups = _start(replace(parsed, **{name: getattr(settings, name) for name in names}), layout)
+    built = _build(cfg, groups, built_tokenizer)
     Checkpointer(cfg, [built.model], None, None, groups=groups, tokenizer=built.tokenizer).load()
     return built
+
+
+def _tokenizer_flags(tokenizer: Mapping[str, str] | None, tokenizer_type: object) -> list[str]:
+    """Return the flags of another ``tokenizer``; its type is by default ``tokenizer_type``, if this is a type with a
+    file."""
+    if not tokenizer:
+        return []
+    default = tokenizer_type if tokenizer_type not in (None, *TOKENIZER_FILES) else "HuggingFaceTokenizer"
+    values = {"tokenizer_type": default, **tokenizer}
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def _start(cfg: FlatConfig, layout: Sequence[str]) -> tuple[PretrainConfig, ProcessGroups]:
@@ -127,9 +154,10 @@ def _checked_family(settings: Mapping[str, object], folder: str, tool: str) -> M
     return family
 
 
-def _build(cfg: PretrainConfig, groups: ProcessGroups) -> TrainedModel:
-    """Build this rank's part of the model of resolved settings, with initial weights, on this process's device."""
-    tokenizer = build_tokenizer(cfg.tokenizer)
+def _build(cfg: PretrainConfig, groups: ProcessGroups, tokenizer: Tokenizer | None = None) -> TrainedModel:
+    """Build this rank's part of the model of resolved settings, with initial weights, on this process's device;
+    ``tokenizer`` is built unless it is given."""
+    tokenizer = tokenizer or build_tokenizer(cfg.tokenizer)
     provider = task_class(cfg.model_family)(cfg, tokenizer).model_provider
     model = provider(groups.pp.is_first, groups.pp.is_last).to(training_device()).eval()
     return TrainedModel(cfg, tokenizer, model, num_ranks=groups.world.size)

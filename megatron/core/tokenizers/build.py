@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +17,7 @@ from megatron.core.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
 from megatron.core.tokenizers.tik_token import TikTokenizer
 
 NOT_YET = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
+DEFINITION = "tokenizer/tokenizer.json"
 TOKENIZER_TYPES = get_args(TokenizerType)
 
 
@@ -70,6 +73,23 @@ def _build(cfg: TokenizerConfig) -> Tokenizer:
     if kind in NOT_YET:
         raise UserError(f"--tokenizer-type {kind} is not available yet; choose one of {', '.join(TOKENIZER_TYPES)}")
     raise UserError(f"--tokenizer-type {kind} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")
+
+
+def is_unnamed(cfg: TokenizerConfig) -> bool:
+    """Whether ``cfg`` names no files of a tokenizer: a NullTokenizer also stands for an unknown one."""
+    return cfg.tokenizer_type in (None, "NullTokenizer")
+
+
+def with_copies(cfg: TokenizerConfig, copies: Mapping[str, Path]) -> TokenizerConfig:
+    """Return ``cfg`` with those of its files that are in ``copies`` (``tokenizer/<name>`` -> path, of a checkpoint); a
+    tokenizer.json there also serves for an unnamed tokenizer."""
+    if DEFINITION in copies and (is_unnamed(cfg) or cfg.tokenizer_type == "HuggingFaceTokenizer"):
+        return replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(copies[DEFINITION]))
+    values = {name: getattr(cfg, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    paths: dict[str, Any] = {
+        name: str(copies.get(f"tokenizer/{Path(value).name}", value)) for name, value in values.items() if value
+    }
+    return replace(cfg, **paths)
 
 
 class MegatronTokenizer:

@@ -27,6 +27,15 @@ TOKENIZER = (
 )
 """Tokenizer files. Other files (weights, their index, code, trainer state) would be invalid in another folder."""
 
+OF_DEFINITION = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    GENERATION,
+)
+"""Files that complete a tokenizer.json."""
+
 
 def side_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     """Return the existing files of ``folder`` among ``names``, by name.

@@ -14,6 +14,7 @@ from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.safe_files import MAX_TEXT_BYTES, read_file
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import DEFINITION, is_unnamed, with_copies
 from megatron.core.tokenizers.huggingface import BackendTokenizer
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron.export.hf.settings import Table
@@ -25,7 +26,6 @@ T5_UNKNOWN = 2
 """Id of unknown pieces in ``transformers``' T5Tokenizer, which ignores the id in the model file."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that are always written, null if unknown: the defaults of ``transformers`` would be other ids."""
-DEFINITION = "tokenizer/tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,12 @@ def _build(settings: Table, assets: Mapping[str, Path]) -> Tokenizer | None:
     from their original paths; a ``tokenizer.json`` there also serves for an unset type or a NullTokenizer. None, with a
     warning, if the tokenizer is unknown or cannot be built."""
     values = {field.name: settings[field.name] for field in fields(TokenizerConfig) if field.name in settings}
-    for name in ("tokenizer_model", "vocab_file", "merge_file"):
-        if values.get(name):
-            values[name] = str(assets.get(f"tokenizer/{Path(values[name]).name}", values[name]))
-    unnamed = values.get("tokenizer_type") in (None, "NullTokenizer")  # the latter also stands for an unknown one
-    if DEFINITION in assets and (unnamed or values["tokenizer_type"] == "HuggingFaceTokenizer"):
-        values |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(assets[DEFINITION])}
-    elif unnamed:
+    cfg = with_copies(TokenizerConfig(**values), assets)
+    if is_unnamed(cfg):
         logger.warning("no tokenizer is known: config.json names no end of text, at which generate() would stop")
         return None
     try:
-        return build_tokenizer(TokenizerConfig(**values))
+        return build_tokenizer(cfg)
     except (UserError, OSError) as error:
         logger.warning("no tokenizer is exported: %s", error)
         return None

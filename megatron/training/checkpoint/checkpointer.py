@@ -28,7 +28,7 @@ from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.export.hf.side_files import GENERATION, TOKENIZER, side_files
+from megatron.export.hf.side_files import GENERATION, OF_DEFINITION, TOKENIZER, side_files
 from megatron.training.checkpoint.background import BackgroundWriter
 from megatron.training.checkpoint.files import alternative, delete_checkpoint, saved_iterations, write_tracker
 from megatron.training.checkpoint.history import fast_folder, identity, set_aside
@@ -334,5 +334,5 @@ def tokenizer_files(cfg: PretrainConfig) -> dict[str, Path]:
         elif value and os.path.isfile(value):
             files.append(Path(value))
             if cfg.tokenizer.tokenizer_type == "HuggingFaceTokenizer":
-                files += side_files(Path(value).parent, ("tokenizer_config.json", "special_tokens_map.json")).values()
+                files += side_files(Path(value).parent, OF_DEFINITION).values()
     return {name: path for path in files if ASSET_NAME.fullmatch(name := f"tokenizer/{path.name}")}

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.files import (
     get_checkpoint_name,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.manifest import read_manifest
+from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.writer import (
     TEMPORARY,
     Fault,
@@ -62,18 +62,26 @@ class Found:
     """Identifier of the save that wrote it; copies share it."""
 
 
+def is_hugging_face_folder(folder: str | os.PathLike) -> bool:
+    """Whether ``folder`` is a model in Hugging Face's format, whatever its name; checkpoints have a manifest."""
+    return os.path.isfile(Path(folder) / "config.json") and not os.path.lexists(Path(folder) / MANIFEST)
+
+
 def find_checkpoint(folder: str | os.PathLike | None, step: int | None = None, *, repair: bool = False) -> Found | None:
     """Return the checkpoint that --load and --ckpt-step select: of ``step``, else of the tracker, else (the tracker is
     unusable or names a missing one; logs a warning) the newest. None if ``folder`` is None, missing or holds no
     checkpoint, without ``step``. Reads manifests and file sizes, no tensors.
 
-    ``folder`` may also be one checkpoint, ``…/iter_0001000``, which must then exist. ``repair`` (one process only)
+    ``folder`` may also be one checkpoint, ``…/iter_0001000``, which must then exist; a Hugging Face folder of that name
+    is none. ``repair`` (one process only)
     restores a checkpoint whose replacement was interrupted.
 
     Raises:
         CheckpointError: the selected one is missing or damaged; names an earlier complete one.
     """
     one = None if folder is None or step is not None else _ITERATION.fullmatch(Path(folder).name)
+    if folder is not None and one and is_hugging_face_folder(folder):
+        return None
     if folder is not None and one and not os.path.lexists(Path(folder) / TRACKER):
         return _open(Path(folder).parent, int(one[1]))
     if folder is None or not Path(folder).is_dir():

@@ -75,7 +75,8 @@ def test_runs_from_a_folder_keep_its_end_tokens(gloo_pool, tmp_path, capsys):
     assert {record["text"] for record in records if record["kind"] == "sample"} == {"bc<|im_end|>xy"}
     (tmp_path / "f" / "config.json").unlink()  # the run knows them without the folder
     assert generated(str(save), capsys) == "bc<|im_end|>xy"
-    exported = save / "hf" / "iter_0000001"
+    exported = save / "hf" / "iter_0000001"  # named as a checkpoint
+    assert generated(str(exported), capsys) == "bc<|im_end|>xy"
     assert json.loads((exported / "config.json").read_text())["eos_token_id"] == [257, 259]
     assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == [257, 259]
 
