@@ -72,10 +72,10 @@ def test_the_reference_imports_nothing_of_the_program():
 
 
 def test_the_reference_stays_short_enough_to_be_read_as_documentation():
-    """630 lines for dense models, 350 for experts, latent attention and further prediction, 460 for BERT and T5, 170
+    """650 lines for dense models, 350 for experts, latent attention and further prediction, 460 for BERT and T5, 170
     for fp8, 120 for Muon, Lion and adaptive Muon."""
     lines = [line for file in REFERENCE.glob("*.py") for line in file.read_text().splitlines()]
-    assert sum(bool(line.strip()) for line in lines) <= 1740
+    assert sum(bool(line.strip()) for line in lines) <= 1760
 
 
 def test_philox_gives_the_published_numbers():

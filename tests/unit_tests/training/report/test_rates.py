@@ -8,7 +8,7 @@ from megatron.training.report import rates
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.plan.search import apply
 from megatron.training.report.rates import MeasuredRate, cost_rows, measured_rates, nearest_rate
-from tests.reference import planner
+from tests.test_utils import planner_definition as planner
 from tests.unit_tests.training.report.plan.test_plan import settings
 
 MODEL = (

@@ -1,4 +1,4 @@
-"""Predicted steps, rates, days and costs equal the definition in ``tests/reference/planner.py`` on random layouts."""
+"""Predicted steps, rates, days and costs equal ``tests/test_utils/planner_definition.py`` on random layouts."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from megatron.training.report.plan.cluster import build_cluster
 from megatron.training.report.plan.search import apply
 from megatron.training.report.plan.step_time import predict_step
 from megatron.training.report.plan.summary import prediction_rows
-from tests.reference import planner
+from tests.test_utils import planner_definition as planner
 from tests.unit_tests.training.report.plan.test_plan import settings
 
 VOCAB = 50000
