@@ -123,7 +123,7 @@ def start_distributed(cfg: PretrainConfig, store: dist.Store | None = None) -> N
 def start_process(cfg: PretrainConfig, store: dist.Store | None = None) -> None:
     """Set the CUDA device, environment defaults and deterministic mode, and start torch.distributed (with ``store``;
     None: from the environment). Collective over all ranks; a second call has no effect."""
-    if cfg.model.deterministic_mode:
+    if cfg.model.deterministic_mode and not torch.are_deterministic_algorithms_enabled():
         make_deterministic()
     set_cuda_defaults()
     device = training_device()
