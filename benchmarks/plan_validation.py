@@ -1,4 +1,4 @@
-"""Validate the planner's predictions, and write its calibration and docs/guides/planning.md's tables.
+"""Validate the planner's predictions, and write its calibration and the tables of results/planning.md.
 
     python benchmarks/plan_validation.py [--check]
 
@@ -38,7 +38,8 @@ from megatron.training.report.plan.step_time import calibration_kinds, predict_s
 
 RESULTS = ROOT / "benchmarks" / "results"
 CALIBRATION = ROOT / "megatron" / "training" / "report" / "plan" / "calibration.tsv"
-PAGE = ROOT / "docs" / "guides" / "planning.md"
+PAGE = RESULTS / "planning.md"
+GUIDE = ROOT / "docs" / "guides" / "planning.md"
 HEADER = "# kind\tmeasured / predicted time\trows; written by benchmarks/plan_validation.py\n"
 OTHER_KERNELS = re.compile(r"\+(te|no-fusions|halves|learned)\b|through copy engines|with separate torch operations")
 """Rows with kernels or options that the time model does not describe."""
@@ -272,7 +273,7 @@ def notes(rows: Sequence[Row]) -> str:
 
 
 def page(text: str, own: Sequence[Row], published: Sequence[Row]) -> str:
-    """Return the guide with its two tables replaced."""
+    """Return the page of errors with its two tables replaced."""
     fitted = f"With a factor per program: {summary(left_out(published), 0.10)}"
     parts = {
         "own": (summary(own, 0.05), breakdown(own), table(own)),
@@ -286,10 +287,21 @@ def page(text: str, own: Sequence[Row], published: Sequence[Row]) -> str:
         ),
     }
     for name, found in parts.items():
-        start, end = f"<!-- {name} rows -->", f"<!-- end of {name} rows -->"
-        before, after = text.split(start)[0], text.split(end)[1]
-        text = before + "\n\n".join((start, *found, end)) + after
+        text = replace_part(text, f"{name} rows", found)
     return text
+
+
+def guide(text: str, own: Sequence[Row], published: Sequence[Row]) -> str:
+    """Return the guide with the two summaries of errors replaced."""
+    found = f"- Runs of this repository: {summary(own, 0.05)}", f"- Published runs: {summary(published, 0.10)}"
+    return replace_part(text, "summaries", ["\n".join(found)])
+
+
+def replace_part(text: str, name: str, paragraphs: Sequence[str]) -> str:
+    """Return a page whose text between the two comments that name a part is replaced."""
+    start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, after = text.split(start)[0], text.split(end)[1]
+    return before + "\n\n".join((start, *paragraphs, end)) + after
 
 
 def main(argv: list[str]) -> int:
@@ -302,6 +314,7 @@ def main(argv: list[str]) -> int:
     stale = _write(CALIBRATION, HEADER + "".join(lines), check)
     own, published = left_out(measured), published_rows()
     stale |= _write(PAGE, page(PAGE.read_text(encoding="utf-8"), own, published), check)
+    stale |= _write(GUIDE, guide(GUIDE.read_text(encoding="utf-8"), own, published), check)
     print(f"own {summary(own, 0.05)}\npublished {summary(published, 0.10)}")
     print(f"with a factor per program {summary(left_out(published), 0.10)}")
     return int(stale)

@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md")
-ASSETS = ("docs/**/*.svg", "docs/site/*")
+ASSETS = ("docs/**/*.svg", "docs/**/*.png", "docs/site/*")
 LINK = re.compile(r"\[(?P<title>[^\]]+)\]\((?P<target>[^)#\s]+)[^)]*\)")
 
 

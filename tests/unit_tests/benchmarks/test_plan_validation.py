@@ -17,8 +17,9 @@ def test_the_calibration_and_the_table_of_errors_are_current():
     lines = [f"{kind}\t{factor:.3f}\t{count}\n" for kind, (factor, count) in factors(rows).items()]
     written = plan_validation.CALIBRATION.read_text(encoding="utf-8")
     assert written == plan_validation.HEADER + "".join(lines), "run python benchmarks/plan_validation.py"
-    guide = plan_validation.PAGE.read_text(encoding="utf-8")
-    assert plan_validation.table(left_out(rows)) in guide, "run python benchmarks/plan_validation.py"
+    page, guide = (path.read_text(encoding="utf-8") for path in (plan_validation.PAGE, plan_validation.GUIDE))
+    assert plan_validation.table(left_out(rows)) in page, "run python benchmarks/plan_validation.py"
+    assert plan_validation.summary(left_out(rows), 0.05) in guide, "run python benchmarks/plan_validation.py"
 
 
 def test_rows_are_calibrated_by_the_device_time_of_others():
