@@ -1,4 +1,4 @@
-"""Figures in README.md and docs/ are those of benchmarks/results and of the tests' tables."""
+"""README.md and docs/ show the figures of benchmarks/results and the sizes of the table of layouts."""
 
 import json
 import re
