@@ -118,18 +118,6 @@ def test_the_pages_are_up_to_date(page):
     assert tables.page(text) == text, "run python benchmarks/tables.py"
 
 
-def test_the_readme_shows_what_was_measured_beside_megatron_lm():
-    text = (tables.ROOT / "README.md").read_text(encoding="utf-8")
-    rows = list(tables.stored("side_by_side")["rows"].values())
-    one, *two, _, graphs = rows
-    for line in (
-        f"| {one['theirs']:.0f} TFLOP/s, {one['theirs_gb']} GB | **{one['ours']:.0f} TFLOP/s, {one['ours_gb']} GB** |",
-        " | ".join(" / ".join(f"{row[side]:.0f}" for row in two) for side in ("theirs", "ours")).replace("| ", "| **"),
-        f"| {graphs['theirs']:.0f} TFLOP/s | **{graphs['ours']:.0f} TFLOP/s** |",
-    ):
-        assert line in text, line
-
-
 COMPUTED = ("training", "limits", "recipes")
 
 
