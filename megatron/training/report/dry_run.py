@@ -121,7 +121,7 @@ def _missing_here(cfg: PretrainConfig) -> Rows:
         yield flag, reason
     save = cfg.checkpoint.save
     if save is not None:
-        parent = next(path for path in (Path(save), *Path(save).absolute().parents) if path.exists())
+        parent = next(path for path in (Path(save), *Path(save).absolute().parents) if os.path.exists(path))
         if not parent.is_dir():
             yield f"--save {save}", f"{parent} is no folder"
         elif not os.access(parent, os.W_OK | os.X_OK):
