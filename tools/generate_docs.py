@@ -2,7 +2,8 @@
 
 ``flags.md`` lists every flag with its type, default, availability and help text, and the retired spellings, from the
 settings' dataclasses. ``hugging_face_families.md`` lists the families of models that can be converted, from their
-tables. ``docs_pictures.py`` draws docs/pictures. ``--check`` only compares and exits with 1 if a file is out of date.
+tables. ``python_interface.md`` lists public functions and classes (``docs_api.py``). ``docs_pictures.py`` draws
+docs/pictures. ``--check`` only compares and exits with 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # run as a program from anywhere
     sys.path.insert(0, str(ROOT))
 
+from docs_api import api_page  # noqa: E402
 from docs_pictures import PICTURES  # noqa: E402
 
 from megatron.core.config import absent  # noqa: E402
@@ -134,6 +136,7 @@ def flag_limits(family: Family) -> list[str]:
 PAGES = {
     "reference/flags.md": flags_page,
     "reference/hugging_face_families.md": families_page,
+    "reference/python_interface.md": api_page,
     **{f"pictures/{name}": picture for name, picture in PICTURES.items()},
 }
 
