@@ -18,7 +18,11 @@ ENCODER = {
     "num_layers": test_encoders.LAYERS, "encoder_num_layers": test_encoders.LAYERS, "ffn_hidden_size": 24,
     "max_position_embeddings": test_encoders.LENGTH, "seq_length": test_encoders.LENGTH,
 }  # fmt: skip
-SIZES = {"dense": {}, "moe": {"num_experts": test_experts.EXPERTS}, "bert": ENCODER, "t5": ENCODER}
+MOE = {
+    "num_experts": test_experts.EXPERTS, "moe_shared_expert_intermediate_size": test_experts.SHARED,
+    "moe_shared_expert_gate": True,
+}  # fmt: skip
+SIZES = {"dense": {}, "moe": MOE, "bert": ENCODER, "t5": ENCODER}
 """Sizes of the weights that are written here, where the recorded runs had others."""
 NEEDED = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
 """Settings that are never None here, and the values that Megatron-LM computes with where they are None."""

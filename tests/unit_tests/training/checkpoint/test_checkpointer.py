@@ -340,7 +340,7 @@ def test_of_a_tokenizers_folder_only_its_own_files_travel_along(tmp_path):
     named = {"tokenizer_model": str(folder / "tokenizer.json"), "tokenizer_type": "HuggingFaceTokenizer"}
     Run(settings(tmp_path / "b", **named)).train(1).save()
     held = {path.name for path in (tmp_path / "b/iter_0000001/tokenizer").iterdir()}
-    assert held == {"tokenizer.json", "tokenizer_config.json"}  # the latter names the end of text
+    assert held == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}  # name the ends of texts
 
 
 def test_no_checkpoint_code_can_unpickle():
