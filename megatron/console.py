@@ -34,6 +34,7 @@ TOOLS = {
     "plot": ("plot_metrics", "plot the metrics of runs"),
     "verify-layout": ("verify_layout", "compare a parallel layout with a single process"),
     "verify-generation": ("verify_generation", "compare the log-probabilities of trainer and generator bit for bit"),
+    "check-cluster": ("check_cluster", "measure links, collectives and GPUs of a cluster and name slow ones"),
     "plan": ("plan", "find the fastest layouts of a model on a cluster, with memory, time and cost"),
     "draw-schedule": ("draw_schedule", "draw a pipeline schedule"),
     "inspect-batch": ("inspect_batch", "print the text of a training batch"),

@@ -27,6 +27,7 @@ BAD_INPUT = {
     "plot": "nothing --text",
     "verify-layout": "--num-layers -1",
     "verify-generation": "--num-layers -1",
+    "check-cluster": "--json nothing/out.json",
     "plan": "--num-layers -1",
     "draw-schedule": "--num-layers -1",
     "inspect-batch": "--load nothing --iteration 1",

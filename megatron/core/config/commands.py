@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "plot_metrics": "plot",
     "verify_layout": "verify-layout",
     "verify_generation": "verify-generation",
+    "check_cluster": "check-cluster",
     "plan": "plan",
     "draw_schedule": "draw-schedule",
     "unigram_baseline": "unigram-baseline",
