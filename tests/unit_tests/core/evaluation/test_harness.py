@@ -250,5 +250,4 @@ def test_a_system_message_that_the_template_rejects_is_left_out(tmp_path):
     adapter = build_adapter(Engine(model, Limits(16, 50), num_pages=20, page_size=8), tokenizer)
     user, system = {"role": "user", "content": "hi"}, {"role": "system", "content": "Be brief."}
     assert adapter.apply_chat_template([system, user]) == adapter.apply_chat_template([user]) == "<hi>"
-    with pytest.raises(UserError, match="continues the assistant's answer"):
-        adapter.apply_chat_template([user], add_generation_prompt=False)
+    assert adapter.apply_chat_template([user], add_generation_prompt=False) == "<hi", "the last message is continued"
