@@ -104,14 +104,22 @@ def training(file: str) -> str:
     return "\n".join([table(header, rows), *notes, *(["", "Not valid:", *spoiled] if spoiled else []), ""])
 
 
+SHORT = (
+    "one", "one+fp8-tensorwise", "one-8b", "gpt-345m+cuda-graph", "dp2", "tp2-sp-overlap+four-sequences",
+    "pp2-zero-bubble", "cp2-s32768", "dp4", "pp4-zero-bubble-h2", "cp4-s32768+a2a", "mixtral", "qwen3-moe",
+    "qwen3-moe-ep2+gather-tokens", "bert-large", "t5-3b",
+)  # fmt: skip
+"""Rows of the short speed table."""
+
+
 def speed() -> str:
-    """The speed table in short: valid rows that ``bench_training.py`` takes by name."""
+    """The speed table in short: the valid rows of ``SHORT``."""
     rows = [
         (f"`{name}`", what(ROWS[base_row(name)], name), f"{row['tflops_per_gpu']:.0f}",
          row["tokens_per_second_per_gpu"], row["seconds_per_iteration"],
          row["peak_memory_gb"] and f"{row['peak_memory_gb']:.0f}")
         for name, row in stored("training").get("rows", {}).items()
-        if " " not in name and row.get("tflops_per_gpu") and not row.get("invalid") and "error" not in row
+        if name in SHORT and row.get("tflops_per_gpu") and not row.get("invalid") and "error" not in row
     ]  # fmt: skip
     return table(("row", "run", "TFLOP/s per GPU", "tokens/s per GPU", "s per step", "peak GB"), rows)
 
