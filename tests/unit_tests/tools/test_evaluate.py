@@ -254,10 +254,11 @@ def test_wrong_tasks_and_paths_are_named_before_the_model_is_loaded(folder, tmp_
         ([*load, "--tasks", "nope", "--output", str(tmp_path / "out")], "--tasks nope"),
         ([*load, "--tasks", "a", "--limit", "0"], "--limit 0"),
         ([*load, "--tasks", "a", "--include-path", "missing"], "--include-path missing"),
-        (["--load", "missing", *local], "--load missing: no such folder"),
+        (["--load", "missing", *local], "error: --load missing: there is no such folder; check the path\n"),
         ([*load, *local, "--output", str(tmp_path)], f"--output {tmp_path}: cannot be written (Is a directory)"),
         ([*load, *local, "--output", "missing/out"], "--output missing/out: cannot be written (No such file"),
     ):  # fmt: skip
         assert run_tool("evaluate", flags) == 2
-        assert word in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert word in error and len(error.splitlines()) == 1, error
     assert not list(tmp_path.iterdir())

@@ -81,9 +81,15 @@ def test_a_folder_without_a_checkpoint_is_named_by_the_flag_that_was_given(tool,
 ])  # fmt: skip
 def test_values_out_of_range_are_named_before_anything_is_loaded(tool, tmp_path, capsys, flag, values):
     for value in values:
-        assert tool("generate", "--load", tmp_path / "nope", f"{flag}={value}") == 2
+        assert tool("generate", "--load", tmp_path, f"{flag}={value}") == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"error: {flag} ") and ": must " in error and "nope" not in error, error
+        assert error.startswith(f"error: {flag} ") and ": must " in error and "--load" not in error, error
+
+
+def test_a_missing_folder_is_the_one_problem_named_beside_a_wrong_value(tool, tmp_path, capsys):
+    missing = tmp_path / "nope"
+    assert tool("generate", "--load", missing, "--temperature", "nan") == 2
+    assert capsys.readouterr().err == f"error: --load {missing}: there is no such folder; check the path\n"
 
 
 def test_all_values_out_of_range_are_named_at_once(tool, tmp_path, capsys):
