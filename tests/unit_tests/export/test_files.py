@@ -91,7 +91,7 @@ def test_a_loss_of_power_leaves_the_old_or_the_new_checkpoint_of_megatron_lms_fo
     def interchange(iteration):
         weights = {"model.embedding.word_embeddings.weight": LazyTensor.of(torch.full((4, 2), float(iteration)))}
         counters = {"iteration": iteration, "train_state": {"consumed_train_samples": 8}}
-        return Interchange({"num_layers": 0, "vocab_size": 4, "make_vocab_size_divisible_by": 1}, weights, counters)
+        return Interchange({"num_layers": 1, "vocab_size": 4, "make_vocab_size_divisible_by": 1}, weights, counters)
 
     def check(folder, promise):
         """The tracker's checkpoint is complete, and so is every folder with ``.metadata``, which is written last."""
