@@ -81,9 +81,9 @@ KERNELS = [f"{CORE}/fusions", f"{CORE}/fp8", f"{CORE}/attention"]
 def items(repeats: int) -> dict[str, Item]:
     """By name, the most important first."""
     return {
-        "tests:kernels": test_item(100, 8, KERNELS),
+        "tests:kernels": test_item(150, 8, KERNELS),
         "tests:core": test_item(80, 6, [CORE], KERNELS),
-        "tests:rest": test_item(110, 8, ["tests"], [CORE]),
+        "tests:rest": test_item(140, 12, ["tests"], [CORE]),
         "ceilings": bench_item("ceilings", 45),
         "row:one": row_item("one", repeats),
         "fusions": bench_item("fusions", 60),

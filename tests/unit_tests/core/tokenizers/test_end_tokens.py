@@ -13,7 +13,6 @@ from megatron.core.inference.scheduler import Limits
 from megatron.core.tokenizers.huggingface import build_huggingface
 from megatron.training.trained_model import load_trained_model
 from tests.functional_tests.test_conversion import run
-from tests.test_utils.model_server import running_server
 from tests.test_utils.scripted_model import LENGTH, scripted_folder
 
 TEXT = "Abc<|im_end|>xy<|im_start|>z</s>q"
@@ -36,6 +35,9 @@ def generated(folder, capsys, prompt="A"):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_end_token_ends_the_text_of_every_tool(tmp_path, capsys, place):
+    pytest.importorskip("starlette")
+    from tests.test_utils.model_server import running_server
+
     httpx = pytest.importorskip("httpx")
     generation, settings, expected = PLACES[place]
     folder = scripted_folder(tmp_path / "f", TEXT, generation, settings, template=CHAT)
