@@ -58,11 +58,17 @@ def used_gpu_memory(request):
 
 @pytest.fixture(autouse=True)
 def process_groups_are_discarded():
-    """A test that does not discard its process groups fails, because the next test cannot initialize others."""
+    """A test that does not discard its process groups fails, because the next test cannot initialize others. A world of
+    one that a library call started ends here: a process with torch.distributed counts as launched."""
     yield
     state = sys.modules.get("megatron.core.parallel_state")
-    if state is not None and state.model_parallel_is_initialized():
-        state.destroy_model_parallel()
+    if state is None:
+        return
+    discarded = not state.model_parallel_is_initialized()
+    state.destroy_model_parallel()
+    if state.dist.is_initialized():
+        state.dist.destroy_process_group()
+    if not discarded:
         pytest.fail("the test did not discard its process groups; call destroy_model_parallel()")
 
 
