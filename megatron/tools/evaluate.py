@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,20 @@ def evaluate(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace, man
     )
 
 
+def check_scores(results: dict[str, dict[str, Any]]) -> None:
+    """Raise UserError if a score is NaN or infinite. Standard errors that are become the harness's "N/A"."""
+    for task, scores in results.items():
+        wrong = [name for name, value in scores.items() if isinstance(value, float) and not math.isfinite(value)]
+        for name in wrong:
+            metric = name.partition(",")[0]
+            if not metric.endswith("_stderr"):
+                raise UserError(
+                    f"--tasks {task}: {metric} is {scores[name]}, so no results are written: the model gives a text "
+                    "the probability 0, or the task has nothing to score"
+                )
+            scores[name] = "N/A"
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the scores of the command line ``argv`` as the harness's table; return the exit code."""
     args = parse_command_line(argv)
@@ -105,7 +120,9 @@ def main(argv: Sequence[str]) -> int:
     from lm_eval.utils import make_table
 
     print(make_table(results))
+    for kind in ("results", "groups"):
+        check_scores(results.get(kind) or {})
     if args.output is not None:
         kept = {name: results[name] for name in ("results", "n-samples", "versions") if name in results}
-        args.output.write_text(json.dumps(kept, indent=1, default=str) + "\n", encoding="utf-8")
+        args.output.write_text(json.dumps(kept, indent=1, default=str, allow_nan=False) + "\n", encoding="utf-8")
     return 0

@@ -201,8 +201,15 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """Return the harness's results for the tasks ``names`` of ``manager`` (``tasks.find_tasks``). ``settings``: further
     arguments of ``simple_evaluate``, such as ``limit`` and ``num_fewshot``. Call it on rank 0 of ``engine``; other
-    ranks call ``engine.follow``."""
+    ranks call ``engine.follow``. Raises UserError if logits are NaN or infinite, and for a perplexity that is too large
+    for a float."""
     from lm_eval import simple_evaluate
 
     adapter = build_adapter(engine, tokenizer)
-    return simple_evaluate(model=adapter, tasks=list(names), task_manager=manager, **settings)
+    try:
+        return simple_evaluate(model=adapter, tasks=list(names), task_manager=manager, **settings)
+    except OverflowError as error:  # math.exp in its perplexities
+        raise UserError(
+            f"a score of {', '.join(names)} is larger than any float ({error}): the texts are too unlikely for a "
+            "perplexity; use tasks with bits_per_byte"
+        ) from error

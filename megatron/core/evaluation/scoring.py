@@ -7,12 +7,14 @@ scored tokens are computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.attention.cached_layout import Chunk
 from megatron.core.config.errors import UserError
 from megatron.core.inference.engine import Engine
+from megatron.core.inference.sampling import NOT_FINITE
 from megatron.core.inference.step import OutputRow, StepPlan
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -44,7 +46,8 @@ def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
     must have no requests; other ranks call ``engine.follow``.
 
     Contexts are cut from the left to the engine's maximum length. Raises UserError for an empty context or
-    continuation, a continuation that does not fit, or pairs that need more pages than the cache has.
+    continuation, a continuation that does not fit, pairs that need more pages than the cache has, or logits that are
+    NaN or infinite.
     """
     assert not engine.has_work, "the engine is generating"
     results = [Likelihood() for _ in pairs]
@@ -62,6 +65,8 @@ def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
         for index, token in enumerate(continuation, len(ids) - len(continuation)):
             each.targets.setdefault(index, []).append((token, result))
     _run(engine, sorted(inputs.values(), key=lambda each: len(each.ids), reverse=True))
+    if (number := next((n for n, result in enumerate(results) if math.isnan(result.logprob)), None)) is not None:
+        raise UserError(f"text {number} of {len(results)} has no score: {NOT_FINITE}")
     return results
 
 

@@ -1,6 +1,8 @@
 """tools/evaluate.py and the scores behind it: equal to transformers, and to one forward pass per pair."""
 
+import itertools
 import json
+import math
 import random
 from types import SimpleNamespace
 
@@ -9,10 +11,12 @@ import torch
 
 from megatron.console import run_tool
 from megatron.core.config.errors import UserError
-from megatron.core.evaluation.scoring import score
+from megatron.core.evaluation import harness
+from megatron.core.evaluation.scoring import Likelihood, score
 from megatron.core.evaluation.tasks import find_tasks
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.scheduler import Limits
+from megatron.tools.evaluate import check_scores
 from tests.test_utils.hf_folders import tiny_llama
 from tests.test_utils.tiny_tokenizers import byte_level_bpe
 from tests.unit_tests.core.inference.test_engine import build
@@ -73,6 +77,16 @@ def test_pairs_that_cannot_be_scored_are_named():
         with pytest.raises(UserError, match=word):
             score(engine, [pair])
     assert engine.pool.num_free == engine.pool.num_usable
+
+
+def test_texts_with_nan_are_named_and_leave_no_pages():
+    model = build("grouped")
+    model.embedding.word_embeddings.weight.data[9] = torch.nan
+    engine = Engine(model, Limits(LENGTH, 64), num_pages=20, page_size=4)
+    with pytest.raises(UserError, match="text 2 of 3 has no score: the model's logits are NaN or infinite"):
+        score(engine, [([3], [4]), ([3, 4], [9]), ([9, 3], [4, 5])])
+    assert engine.pool.num_free == engine.pool.num_usable
+    assert score(engine, [([3], [4])])[0].logprob < 0, "pages with NaN are used again"
 
 
 # ---- the harness
@@ -262,3 +276,48 @@ def test_wrong_tasks_and_paths_are_named_before_the_model_is_loaded(folder, tmp_
         error = capsys.readouterr().err
         assert word in error and len(error.splitlines()) == 1, error
     assert not list(tmp_path.iterdir())
+
+
+def masked_scores(values):
+    """Stand-in for ``score``: log-probabilities are ``values`` in turn."""
+    turn = itertools.cycle(values)
+    return lambda engine, pairs: [Likelihood(next(turn), True) for _ in pairs]
+
+
+@pytest.mark.parametrize(("task", "values", "message"), [
+    ("perplexity", [-torch.inf], "--tasks tiny_perplexity: word_perplexity is inf, so no results are written"),
+    ("perplexity", [-1e6], "a score of tiny_perplexity is larger than any float"), ("choice", [-torch.inf, -2.0], None),
+])  # fmt: skip
+def test_scores_that_are_not_finite_are_one_error_and_no_file(
+    folder, tmp_path, monkeypatch, capsys, task, values, message
+):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(folder / "cache"))
+    monkeypatch.setattr(harness, "score", masked_scores(values))
+    flags = [
+        "--load",
+        folder,
+        "--tasks",
+        f"tiny_{task}",
+        "--include-path",
+        folder / "tasks",
+        "--output",
+        tmp_path / "o",
+    ]
+    code, error = run_tool("evaluate", list(map(str, flags))), capsys.readouterr().err
+    if message is None:
+        assert code == 0 and 0 <= strict_json(tmp_path / "o")["results"]["tiny_choice"]["acc,none"] <= 1
+        return
+    assert code != 0 and message in error and "Traceback" not in error and not list(tmp_path.iterdir())
+
+
+def strict_json(path):
+    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_standard_errors_that_are_nan_are_absent():
+    scores = {"a": {"acc,none": 0.5, "acc_stderr,none": math.nan, "alias": "a"}}
+    check_scores(scores)
+    assert scores == {"a": {"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": "a"}}
+    with pytest.raises(UserError, match="--tasks a: acc is nan"):
+        check_scores({"a": {"acc,none": math.nan}})

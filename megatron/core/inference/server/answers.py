@@ -13,6 +13,9 @@ from megatron.core.inference.server.service import Event
 from megatron.core.inference.text import Detokenizer, TextStream
 from megatron.core.tokenizers.base import Tokenizer
 
+LEAST_LOGPROB = -9999.0
+"""Log-probability that OpenAI and vLLM write for impossible tokens: JSON has no infinity."""
+
 
 def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
     """Return the index of each token's first character in ``text``, whose tokens are ``ids``. A token that the
@@ -23,6 +26,12 @@ def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[
         is_added = token in special_ids and not text.startswith(tokenizer.detokenize([token]), index)
         index += 0 if is_added else len(detokenizer.push(token))
     return offsets
+
+
+def finite_score(score: TokenScore) -> TokenScore:
+    """Return ``score`` with log-probabilities of at least :data:`LEAST_LOGPROB`."""
+    top = tuple((token, max(logprob, LEAST_LOGPROB)) for token, logprob in score.top)
+    return TokenScore(score.token, max(score.logprob, LEAST_LOGPROB), top)
 
 
 class ScoredToken(NamedTuple):
@@ -57,7 +66,8 @@ class Choice:
             piece, self._echo = self._echo, None
             if self.job.logprobs:
                 offsets = prompt_offsets(self._served.tokenizer, self.prompt, self._prompt_text)
-                self._scores += map(ScoredToken, self.prompt, event.prompt_scores, offsets)
+                scores = [score and finite_score(score) for score in event.prompt_scores]
+                self._scores += map(ScoredToken, self.prompt, scores, offsets)
         num_before = self._stream.num_characters
         if event.token is not None:
             self.tokens.append(event.token)
@@ -68,7 +78,8 @@ class Choice:
             self.num_tokens += 1
             # a stop token follows an incomplete character, which the end completes
             offset = self._stream.num_characters if event.token is None else num_before
-            self._scores.append(ScoredToken(event.score.token, event.score, len(self._prompt_text) + offset))
+            score = finite_score(event.score)
+            self._scores.append(ScoredToken(score.token, score, len(self._prompt_text) + offset))
         self.finish_reason = "stop" if self._stream.stopped else event.finish_reason
         return piece
 
