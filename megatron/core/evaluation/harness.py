@@ -46,7 +46,7 @@ def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
 
         @property
         def prefix_token_id(self) -> int:
-            return tokenizer.special_ids.get("bos", tokenizer.eod)
+            return tokenizer.prefix_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
             begins = string.startswith(tokenizer.detokenize([self.prefix_token_id]) or "\0")

@@ -55,6 +55,8 @@ class Tokenizer(ABC):
     """Chat templates, if there are any."""
     model_end_ids: Sequence[int] = ()
     """Ids that end a text of the model, besides the tokenizer's eod and eos."""
+    names_bos: bool = True
+    """Whether the tokenizer's files name bos. If not, ``special_ids`` may have a token with a usual name."""
 
     def __init__(self, tokenizer_type: str, vocab_size: int, special_ids: Mapping[str, int], fingerprint: str):
         self.tokenizer_type = tokenizer_type
@@ -131,6 +133,13 @@ class Tokenizer(ABC):
         """Ids that end a generated text: eod, eos and ``model_end_ids``."""
         local = [self.special_ids[role] for role in ("eod", "eos") if role in self.special_ids]
         return list(dict.fromkeys([*local, *self.model_end_ids]))
+
+    @property
+    def prefix_id(self) -> int:
+        """Token before a text that is scored without a context: bos if the tokenizer's files name it, else eos, else
+        eod."""
+        roles = ("bos", "eos", "eod") if self.names_bos else ("eos", "eod")
+        return next(self.special_ids[role] for role in roles if role in self.special_ids)
 
     @property
     def vocab(self) -> dict[str, int]:

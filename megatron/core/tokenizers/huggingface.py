@@ -228,7 +228,7 @@ def build_huggingface(
     tokenizer.cleans_spaces = bool(config.get("clean_up_tokenization_spaces")) and (
         not isinstance(backend.model, library.models.BPE) or bool(config.get(CLEANS_BPE))
     )
-    tokenizer.model_end_ids = read_end_ids(file.parent)
+    tokenizer.model_end_ids, tokenizer.names_bos = read_end_ids(file.parent), "bos_token" in roles
     if templates := read_chat_templates(file.parent, config):
         tokenizer.chat = ChatTemplates(templates, roles)
     return tokenizer

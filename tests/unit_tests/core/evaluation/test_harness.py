@@ -1,6 +1,7 @@
 """The harness's model interface equals the harness's own for transformers (``HFLM``) on the same folders."""
 
 import importlib.util
+import json
 import logging
 import random
 import sys
@@ -170,6 +171,22 @@ def test_a_context_with_bos_gets_no_second_one(random_pair):
     assert adapter.generate_until(jobs) == reference.generate_until(jobs, disable_tqdm=True)
     assert adapter.prefix_token_id == reference.prefix_token_id == tokenizer.bos
     assert adapter.eot_token_id == reference.eot_token_id
+
+
+@pytest.mark.parametrize("special", [("</s>", "<s>"), ("</s>",), ("<|endoftext|>", "<s>", "[CLS]", "<bos>")])
+@pytest.mark.parametrize("config", [
+    {}, {"bos_token": None}, {"bos_token": "<s>"}, {"bos_token": "</s>"}, {"bos_token": "<new>"},
+    {"bos_token": {"__type": "AddedToken", "content": "<s>"}},
+], ids=str)  # fmt: skip
+def test_the_prefix_token_is_named_by_the_files_as_in_the_harness(tmp_path, special, config):
+    """A token with a usual name, such as ``<s>``, is not bos by its name."""
+    byte_level_bpe(tmp_path / "tokenizer.json", 300, special=special)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special[0], **config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    foreign, local = transformers.AutoTokenizer.from_pretrained(tmp_path), build_huggingface(str(tmp_path))
+    prefix = foreign.eos_token_id if foreign.bos_token_id is None else foreign.bos_token_id  # HFLM.prefix_token_id
+    engine = Engine(build("grouped", vocab_size=local.vocab_size), Limits(16, 50), num_pages=20, page_size=8)
+    assert build_adapter(engine, local).prefix_token_id == local.prefix_id == prefix
 
 
 def test_answers_end_with_the_end_token_and_stop_strings_and_lack_special_tokens(chain):
