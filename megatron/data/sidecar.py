@@ -23,8 +23,10 @@ class FingerprintedTokenizer(Protocol):
 
     tokenizer_type: str
     vocab_size: int
-    fingerprint: str
     special_ids: dict[str, int]
+
+    @property
+    def fingerprint(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,17 @@ class SidecarInfo:
     """The content of a sidecar."""
 
     tokenizer_type: str
-    fingerprint: str  # sha256 of the tokenizer's files and options
+    fingerprint: str  # of the tokenizer: sha256 of files and options, "+", sha256 of ids
     vocab_size: int  # largest id + 1
     special_ids: Mapping[str, int] = field(default_factory=dict)
     append_eod: bool = False  # whether every document ends with the id special_ids["eod"]
     version: int = FORMAT_VERSION
+
+
+def same_tokenizer(first: str, second: str) -> bool:
+    """Whether two fingerprints name tokenizers with equal files, or with equal ids: programs rewrite tokenizer.json.
+    Older records hold the sha256 of the files only."""
+    return not set(first.split("+")).isdisjoint(second.split("+"))
 
 
 def sidecar_path(prefix: str) -> str:
@@ -92,10 +100,10 @@ def _checked(info: SidecarInfo) -> SidecarInfo:
 
 
 def check_sidecar(prefix: str, tokenizer: FingerprintedTokenizer) -> SidecarInfo | None:
-    """Return the sidecar of ``prefix`` if its fingerprint equals the tokenizer's; None, without a warning, if it does
+    """Return the sidecar of ``prefix`` if it names the same tokenizer; None, without a warning, if it does
     not exist. Raises UserError if the data set was made with another tokenizer, or if the sidecar is damaged."""
     info = read_sidecar(prefix)
-    if info is None or info.fingerprint == tokenizer.fingerprint:
+    if info is None or same_tokenizer(info.fingerprint, tokenizer.fingerprint):
         return info
     raise UserError(
         f"{prefix} was made with another tokenizer: {info.tokenizer_type} with {info.vocab_size} ids, sha256 "

@@ -17,7 +17,7 @@ import numpy as np
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
-from megatron.data.sidecar import SidecarInfo, read_sidecar, sidecar_path, write_sidecar
+from megatron.data.sidecar import SidecarInfo, read_sidecar, same_tokenizer, sidecar_path, write_sidecar
 
 
 def find_prefixes(folder: str) -> list[str]:
@@ -61,8 +61,12 @@ def common_sidecar(prefixes: list[str]) -> SidecarInfo | None:
     """
     found = {prefix: read_sidecar(prefix) for prefix in prefixes}
     known = {prefix: info for prefix, info in found.items() if info is not None}
-    kinds = {(info.fingerprint, info.append_eod) for info in known.values()}
-    if len(kinds) > 1:
+    # the longest fingerprint: older sidecars record the files only
+    first = max(known.values(), key=lambda info: len(info.fingerprint), default=None)
+    if first is not None and not all(
+        same_tokenizer(info.fingerprint, first.fingerprint) and info.append_eod == first.append_eod
+        for info in known.values()
+    ):
         listing = ", ".join(
             f"{prefix} ({info.tokenizer_type}, sha256 {info.fingerprint[:12]}, append-eod {info.append_eod})"
             for prefix, info in known.items()
@@ -74,7 +78,7 @@ def common_sidecar(prefixes: list[str]) -> SidecarInfo | None:
             f"warning: no tokenizer is recorded for {without}; the result will have no record either", file=sys.stderr
         )
         return None
-    return next(iter(known.values()), None)
+    return first
 
 
 def merge(folder: str, output: str, multimodal: bool) -> None:

@@ -20,6 +20,7 @@ from megatron.core.models.family import ModelFamily
 from megatron.core.models.registry import default_family, families, known_family
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
+from megatron.data.sidecar import same_tokenizer
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
@@ -128,8 +129,8 @@ def check_architecture(
 
 
 def other_tokenizer(stored: str | None, current: str | None, where: str | os.PathLike) -> list[str]:
-    """Return the problem that both fingerprints are known and differ, or an empty list."""
-    if None in (stored, current) or stored == current:
+    """Return the problem that both fingerprints are known and name different tokenizers, or an empty list."""
+    if stored is None or current is None or same_tokenizer(stored, current):
         return []
     return [f"{where} was trained with another tokenizer: use its own, or --finetune"]
 

@@ -10,6 +10,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,17 @@ from megatron.core.safe_files import MAX_TEXT_BYTES, read_file
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.chat import ChatTemplates, Message
+
 UNKNOWN = "\ufffd"
 """Character for bytes that are not valid UTF-8."""
+PROBE = (
+    "The quick brown fox isn't 12 years old, it's 3.14159 or 1234567890!  Two  blanks\t\ttabs\r\n\n  lines \n"
+    "naïve cafe\u0301 ÅNGSTRÖM ﬁne ½ Ⅷ ＡＢＣ １２３ Straße İstanbul Ελληνικά Привет שלום مرحبا ١٢٣ हिन्दी १२३ "
+    "ไทย 中文字符 かなカナ 한국어 \u1112\u1161\u11ab 👩‍👩‍👧 🇩🇪 \u00a0\u200b\u3000\ufeff "
+    "def f(x_1):\n\treturn {'k': [a != 0]}  # AbcDef "
+    "<unk> <s> </s> <pad> <mask> [CLS] [SEP] [MASK] <|endoftext|>x <|im_start|>user\n"
+)
+"""Text whose ids compare tokenizers: scripts, digits, white space, code, and names of special tokens."""
 
 
 def _role(role: str, what: str) -> property:
@@ -47,8 +57,6 @@ class Tokenizer(ABC):
         vocab_size: largest id + 1.
         special_ids: ids by role: ``eod``, ``bos``, ``eos``, ``pad``, ``cls``, ``sep``, ``mask``, ``unk``; absent roles
             are missing.
-        fingerprint: sha256 over the tokenizer's files and the options that change the ids of text, which sentinels do
-            not: data made without them serves T5, too.
     """
 
     chat: ChatTemplates | None = None
@@ -62,8 +70,23 @@ class Tokenizer(ABC):
         self.tokenizer_type = tokenizer_type
         self.vocab_size = vocab_size
         self.special_ids = dict(special_ids)
-        self.fingerprint = fingerprint
+        self._files_hash = fingerprint
         self._token_bytes: dict[int, bytes] = {}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the tokenizer, for ``same_tokenizer``: a sha256 of its files and options, "+", and a sha256
+        of its vocabulary, eod and ids of ``PROBE`` and of a part of its tokens. Excludes T5's sentinels: data made
+        without them serves T5, too."""
+        try:
+            tokens = sorted((index, token) for token, index in self.vocab.items() if not token.startswith("<extra_id_"))
+            special_ids = self.all_special_ids
+            special = [token for index, token in tokens if index in special_ids]
+            sample = [token for _, token in tokens[:: len(tokens) // 4096 + 1]]
+            ids = self.tokenize(" ".join([PROBE, *special, *sample]))
+        except UserError:  # no vocabulary of strings, or the probe has characters that it cannot represent
+            return f"{self._files_hash}+{self._files_hash}"
+        return f"{self._files_hash}+{compute_hash([], {'tokens': tokens, 'eod': self.eod, 'ids': ids})}"
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:

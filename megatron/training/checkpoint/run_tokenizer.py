@@ -11,6 +11,7 @@ from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import is_unnamed, with_copies
+from megatron.data.sidecar import same_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ def find_run_tokenizer(
     cfg: TokenizerConfig, directory: str | os.PathLike, fingerprint: str | None
 ) -> tuple[TokenizerConfig, Tokenizer]:
     """Return settings and tokenizer of the run whose checkpoint is ``directory``: of ``cfg``, or if these files are
-    missing or have another ``fingerprint`` (None: unknown), of the copies in the checkpoint. Raises UserError if
+    missing or do not match ``fingerprint`` (None: unknown), of the copies in the checkpoint. Raises UserError if
     neither is the run's tokenizer."""
     folder = Path(directory) / "tokenizer"
     copies = {f"tokenizer/{path.name}": path for path in folder.iterdir()} if folder.is_dir() else {}
@@ -32,7 +33,7 @@ def find_run_tokenizer(
         except UserError as error:
             problems.append(str(error))
             continue
-        if fingerprint in (None, tokenizer.fingerprint):
+        if fingerprint is None or same_tokenizer(fingerprint, tokenizer.fingerprint):
             if problems:
                 logger.warning("%s. Taking the copy in %s", problems[0], folder)
             return candidate, tokenizer

@@ -124,7 +124,8 @@ def check_data(prefixes: Sequence[str], weights: object, fingerprint: str | None
     """
     if world.size == 1:
         return
-    items = {"data weights": json.dumps(weights), "tokenizer": str(fingerprint), "data sources": str(len(prefixes))}
+    ids_hash = str(fingerprint).rpartition("+")[2]  # the files may differ
+    items = {"data weights": json.dumps(weights), "tokenizer": ids_hash, "data sources": str(len(prefixes))}
     digests = data_digests(prefixes)
     items |= {f"{index}{suffix}\0data": digest for (index, suffix), digest in digests.items()}
     names = {f"{index}{suffix}": f"{prefixes[index]}{suffix}" for index, suffix in digests}

@@ -50,7 +50,7 @@ from megatron.core.safe_files import create_file, make_folder, open_to_append, p
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder, remove_index
-from megatron.data.sidecar import sidecar_info, write_sidecar
+from megatron.data.sidecar import same_tokenizer, sidecar_info, write_sidecar
 
 logger = logging.getLogger(__name__)
 
@@ -193,8 +193,10 @@ def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, object]) -> Non
     another plan's parts, or if the output exists, without --overwrite."""
     path, publishing = os.path.join(folder, "plan.json"), os.path.join(folder, "publishing")
     old: dict[str, object] | None = None
-    with contextlib.suppress(FileNotFoundError, ValueError):
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         old = parse_json(read_file(path, MAX_PLAN_BYTES))
+        if same_tokenizer(str(old["tokenizer"]), str(plan["tokenizer"])):
+            old["tokenizer"] = plan["tokenizer"]
     if old == plan:
         for garbage in glob.glob(glob.escape(folder) + "/*.partial*"):
             os.unlink(garbage)

@@ -46,6 +46,18 @@ def test_an_interrupted_run_continues_to_the_same_bytes(tmp_path, reference, mon
     assert pair(prefix) == reference
 
 
+@pytest.mark.parametrize("form", ["{files}", "rewritten+{ids}"])
+def test_a_rewritten_tokenizer_continues_a_run(tmp_path, monkeypatch, reference, form):
+    with interrupted_after(monkeypatch, 3):
+        run(tmp_path, jsonl(), append_eod=True)
+    path = tmp_path / "out.partial" / "plan.json"
+    plan = json.loads(path.read_text())
+    files, _, ids = plan["tokenizer"].partition("+")
+    path.write_text(json.dumps(plan | {"tokenizer": form.format(files=files, ids=ids)}))
+    totals, prefix = run(tmp_path, [str(tmp_path / "input.jsonl")], append_eod=True)
+    assert totals.reused_parts == 3 and pair(prefix) == reference
+
+
 def test_parts_of_another_run_are_not_mixed_in(tmp_path, monkeypatch):
     data = jsonl()
     with interrupted_after(monkeypatch, 3):
