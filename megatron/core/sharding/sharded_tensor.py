@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,8 @@ DTYPES: dict[str, torch.dtype] = {
 """Storable dtypes by their safetensors names; their sizes are in ``dist_checkpointing/manifest.py``."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,3 +121,22 @@ def flat_range_tensors(
 def _key(name: str, spec: ParameterSpec) -> str:
     """Return the dict key: the global name, or for a part of a global tensor the local name, which is unique."""
     return global_name(name, spec) if spec.part is None else name
+
+
+def with_leading_dims(tensors: Mapping[str, T], offsets: Sequence[tuple[int, int, int]]) -> dict[str, T]:
+    """Return ``tensors`` with the leading dims that ``offsets`` adds to stored tensors: (axis, index of the local part,
+    number of parts) for the axes 0, 1, …, in any order. Other values of the dict are returned as they are. Raises
+    ValueError for other axes."""
+    ordered = sorted(offsets)
+    if [axis for axis, _, _ in ordered] != [*range(len(ordered))]:
+        raise ValueError(f"sharded_offsets {list(offsets)}: the axes must be 0, 1, ... without gaps")
+    leading = tuple(index for _, index, _ in ordered), tuple(size for _, _, size in ordered)
+
+    def moved(value: T) -> T:
+        if not isinstance(value, ShardedTensor):
+            return value
+        local = value.local[(None,) * len(ordered)]
+        shape, start = leading[1] + tuple(value.global_shape), leading[0] + tuple(value.offsets)
+        return replace(value, local=local, global_shape=shape, offsets=start)
+
+    return {key: moved(value) for key, value in tensors.items()} if ordered else dict(tensors)

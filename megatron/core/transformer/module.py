@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from megatron import serve_other_names
 from megatron.core import parallel_state
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.sharding.placement import global_name
-from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
+from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors, with_leading_dims
 
 
 class MegatronModule(nn.Module):
@@ -22,12 +22,15 @@ class MegatronModule(nn.Module):
         super().__init__()
         self.config = config
 
-    def sharded_state_dict(self, prefix: str = "", *unused: object, **ignored: object) -> dict[str, ShardedTensor]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[tuple[int, int, int]] = (), *unused: object, **ignored: object
+    ) -> dict[str, ShardedTensor]:
         """Return this rank's shards of all parameters for ``dist_checkpointing.save`` and ``load``. They share memory
-        with the parameters. Extra arguments are ignored.
+        with the parameters. ``sharded_offsets`` adds leading dims, see ``with_leading_dims``. Extra arguments are
+        ignored.
         """
         groups = self.__dict__.get("groups") or parallel_state.get_process_groups()
-        return module_tensors(self, prefix=prefix, groups=groups)
+        return with_leading_dims(module_tensors(self, prefix=prefix, groups=groups), sharded_offsets)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict as torch does, and return torch's report. Keys may be global parameter names. If a shape

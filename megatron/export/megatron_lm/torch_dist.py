@@ -128,6 +128,11 @@ class _Checkpoint:
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
+def read_common_state(folder: Path) -> dict[str, object]:
+    """Return the unsharded state of a checkpoint folder; see ``_Checkpoint.state``. Raises CheckpointError."""
+    return _open(folder).state()
+
+
 def load_megatron_torch_dist(
     folder: str | os.PathLike, step: int | None = None, *, padded_vocabulary: bool = False
 ) -> Interchange:
