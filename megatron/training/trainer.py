@@ -18,6 +18,7 @@ from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.statistics import StatisticsSum, invalid_values, summaries, total_losses
 from megatron.training.checkpoint.checkpointer import SaveReport
 from megatron.training.checks.finite import FiniteCheck, check_has_tokens, named_by_origin
+from megatron.training.checks.gradient_origin import RecentBatches, nonfinite_ranks
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.evaluate import EvalName, EvalSet, Evaluator
@@ -56,6 +57,7 @@ class Trainer:
         self.forward_backward = make_forward_backward(cfg, self.device)
         checked = cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16
         self.finite = FiniteCheck(global_rank()) if checked else None
+        self.recent = RecentBatches()
         self.flops_per_sample = parts.task.flops_per_sample()
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
@@ -131,11 +133,21 @@ class Trainer:
         metrics.elapsed = self.restart_timer()
         return metrics
 
-    def read_checks(self) -> None:
-        """Raise if any loss or gradient so far was not finite. Waits for the device; call before a log, evaluation or
-        save."""
+    def read_checks(self, keep: int = 0) -> None:
+        """Raise if any loss or gradient so far, without the last ``keep`` iterations, was not finite. Waits for the
+        device; call before a log, evaluation or save. Collective if a gradient was not finite: that iteration then runs
+        again, so that the message can name the ranks."""
         if self.finite is not None:
-            self.finite.read()
+            self.finite.read(keep, self._nonfinite_ranks)
+
+    def _nonfinite_ranks(self, iteration: int) -> str:
+        """Return a sentence with the ranks whose gradients of ``iteration`` are not finite. Collective."""
+        _, size, counts, batches = self.recent.of_iteration(iteration)
+
+        def forward_backward() -> None:
+            self.forward_backward(**self._inputs(size, iter(batches), counts))
+
+        return nonfinite_ranks(self.parts.model, self.parts.groups.world, forward_backward)
 
     def restart_timer(self) -> float:
         """Return the seconds since the last call: the iteration time, as evaluation and saving also end with a call."""
@@ -199,7 +211,7 @@ class Trainer:
                 update.found_nonfinite,
             )
             waits = time.perf_counter()
-            self.finite.read(keep=1)
+            self.read_checks(keep=1)
             device_wait = time.perf_counter() - waits
         if layer_norms is not None:
             metrics.statistics = {**metrics.statistics, **layer_norms.finish()}
@@ -216,20 +228,25 @@ class Trainer:
         """Zero ``main_grad``, read the micro-batches of the global batch and weigh the losses by its valid tokens.
         Collective: counts are all-reduced over ``dp_cp``. Returns the arguments of ``forward_backward``, and the counts
         over all ranks, fp64 [losses]."""
-        parts, cfg, task = self.parts, self.cfg, self.parts.task
-        for chunk in parts.model:
+        for chunk in self.parts.model:
             chunk.zero_grad_buffer()
         batches, counts = self._read(size)
-        counts = global_counts(counts, parts.groups, self.device, task.rows_are_shared)
+        counts = global_counts(counts, self.parts.groups, self.device, self.parts.task.rows_are_shared)
+        if self.finite is not None:
+            batches = self.recent.save(self.state.iteration + 1, size, counts, batches)
+        return self._inputs(size, batches, counts), counts
+
+    def _inputs(self, size: int, batches: Iterator[dict], counts: Tensor) -> dict[str, object]:
+        """Weigh the losses by ``counts`` and return the arguments of ``forward_backward``."""
+        parts, cfg, task = self.parts, self.cfg, self.parts.task
         task.loss_weights.set(parts.optimizer.scale_loss(1.0 / counts.clamp(min=1.0)))
-        work = {
+        return {
             "forward_step_func": task.forward_step,
             "model": parts.model,
             "loss_weights": task.loss_weights,
             "on_forward": parts.on_forward,
             **task.micro_batches(batches, self._num_microbatches(size), cfg.training.micro_batch_size),
         }
-        return work, counts
 
     def _reduce(self, local: dict[str, Tensor], counts: Tensor) -> tuple[LossSums, Tensor]:
         """Complete the gradients, and the loss sums over all ranks: collective over data-parallel ranks and the

@@ -173,12 +173,12 @@ class DistributedDataParallel(DataParallel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Disable overlapped gradient reduction in backward; use it for all micro-batches but the last. Gradients still
-        accumulate in ``main_grad``."""
-        self._last_microbatch = False
+        accumulate in ``main_grad``. May be nested."""
+        before, self._last_microbatch = self._last_microbatch, False
         try:
             yield
         finally:
-            self._last_microbatch = True
+            self._last_microbatch = before
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start the reductions that backward has not started yet. Collective; does not wait."""

@@ -7,8 +7,9 @@ weights are then still those before the failing iteration.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from megatron.core.config.errors import UserError
 from megatron.training.observe.metrics import OF_ANOTHER_RANK, NonFiniteError, check_finite
+
+logger = logging.getLogger(__name__)
 
 
 class _Iteration(NamedTuple):
@@ -68,10 +71,16 @@ class FiniteCheck:
             copied.record()
         self._waiting.append(_Iteration(iteration, consumed_samples, list(losses), values, copied))
 
-    def read(self, keep: int = 0) -> None:
+    def read(self, keep: int = 0, find_ranks: Callable[[int], str] | None = None) -> None:
         """Check the noted iterations in order, except the newest ``keep``, and raise for the first one with an invalid
         value. Waits for their copies only. Raises UserError if no token contributed to the loss,
-        :class:`NonFiniteError` for a loss sum or a gradient norm that is not finite."""
+        :class:`NonFiniteError` for a loss sum or a gradient norm that is not finite.
+
+        Args:
+            keep: number of iterations that are not checked.
+            find_ranks: returns a sentence for the message about a gradient norm, from the number of the iteration.
+                Called on all ranks, and only if the gradient norm of that iteration is not finite.
+        """
         while len(self._waiting) > keep:
             each = self._waiting.popleft()
             if each.copied is not None:
@@ -83,9 +92,13 @@ class FiniteCheck:
             losses = dict(zip(each.names, sums))
             check_finite(losses, iteration=iteration, rank=self.rank, consumed_samples=samples)
             if held:
+                problem = f"{place}: the gradient norm is not finite though the loss is"
+                found = ""
+                if find_ranks is not None:
+                    logger.warning("%s; running the iteration again to find the ranks", problem)
+                    found = f"{find_ranks(iteration)}. "
                 raise NonFiniteError(
-                    f"{place}: the gradient norm is not"
-                    " finite though the loss is. The weights have not been updated. Lower --lr or raise the warm-up;"
+                    f"{problem}. {found}The weights have not been updated. Lower --lr or raise the warm-up;"
                     " --no-check-for-nan-in-loss-and-grad skips such updates instead"
                 )
 

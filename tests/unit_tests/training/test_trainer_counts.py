@@ -112,7 +112,7 @@ def test_records_are_written_before_a_checkpoint_and_the_checkpoint_is_reported_
     events = []
     trainer = Trainer.__new__(Trainer)
     trainer.cfg, trainer.state = compose(FlatConfig(save="folder")), TrainState(iteration=3)
-    trainer.finite, trainer.last_mark = SimpleNamespace(read=lambda: events.append("values are finite")), 0.0
+    trainer.finite, trainer.last_mark = SimpleNamespace(read=lambda *_: events.append("values are finite")), 0.0
     report = SaveReport(TrainState(iteration=3), "folder", True, False)
 
     def start_save(state, **how):
