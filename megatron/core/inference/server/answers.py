@@ -56,6 +56,7 @@ class Choice:
         self._scores: list[ScoredToken] = []
         self.num_tokens = 0
         """Number of sampled tokens, stop tokens included."""
+        self._sum_logprobs = 0.0
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
 
@@ -76,12 +77,18 @@ class Choice:
             piece += self._stream.finish()
         if event.score is not None:
             self.num_tokens += 1
+            self._sum_logprobs += event.score.logprob
             # a stop token follows an incomplete character, which the end completes
             offset = self._stream.num_characters if event.token is None else num_before
             score = finite_score(event.score)
             self._scores.append(ScoredToken(score.token, score, len(self._prompt_text) + offset))
         self.finish_reason = "stop" if self._stream.stopped else event.finish_reason
         return piece
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log-probability per sampled token."""
+        return self._sum_logprobs / max(self.num_tokens, 1)
 
     @property
     def num_unreported(self) -> int:
@@ -147,6 +154,7 @@ class Answer:
         prefix, kind = ("chatcmpl", "chat.completion") if job.is_chat else ("cmpl", "text_completion")
         self._kind = kind
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.name}
+        self._head["system_fingerprint"] = served.fingerprint
 
     def usage(self) -> dict[str, int]:
         """Return the number of tokens of prompts and texts."""
@@ -156,10 +164,21 @@ class Answer:
     def full(self, texts: Sequence[str]) -> dict[str, object]:
         """Return the answer without streaming."""
         choices = []
-        for choice, text in zip(self.choices, texts):
-            message = {"message": {"role": "assistant", "content": text}}
-            choices.append(self._choice(choice, message if self.job.is_chat else {"text": text}))
+        for number, choice in enumerate(self._best_choices()):
+            text = texts[choice.index]
+            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            values = self._choice(choice, message if self.job.is_chat else {"text": text})
+            choices.append({**values, "index": number})
         return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage()}
+
+    def _best_choices(self) -> list[Choice]:
+        """Return the choices to return, those of each prompt together and the likeliest first with ``best_of``."""
+        count = self.job.count
+        if self.job.num_best is None:
+            return self.choices
+        groups = [self.choices[first : first + count] for first in range(0, len(self.choices), count)]
+        ranked = [sorted(group, key=lambda choice: -choice.mean_logprob) for group in groups]
+        return [choice for group in ranked for choice in group[: self.job.num_best]]
 
     def first_chunks(self) -> list[dict[str, object]]:
         """Return the chunks before any text: in a chat, those with the role."""

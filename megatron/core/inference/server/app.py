@@ -163,14 +163,14 @@ class Server:
         check_model(fields, self.served)
         text, tokenizer = checked_type("prompt", fields.raw("prompt"), str), self.served.tokenizer
         special = fields.get("add_special_tokens", bool, True)
-        fields.finish({}, ())
+        fields.finish()
         ids = tokenizer.tokenize(text) if special else tokenizer.tokenize_sentences([text], False)[0].tolist()
         return {"tokens": ids, "count": len(ids), "max_model_len": self.served.max_length}
 
     def _text(self, fields: Fields) -> dict[str, object]:
         check_model(fields, self.served)
         ids = [checked_type("tokens", each, int) for each in checked_type("tokens", fields.raw("tokens"), list)]
-        fields.finish({}, ())
+        fields.finish()
         if len(ids) > MAX_DETOKENIZED:
             raise RequestError(f"tokens: are {len(ids)}, at most {MAX_DETOKENIZED} are allowed", "tokens")
         if not all(0 <= each < self.served.tokenizer.vocab_size for each in ids):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
 from typing import Any, TypeVar
 
 from megatron.core.config.errors import UserError
+from megatron.core.inference.server.request_fields import Rules
 from megatron.core.safe_files import parse_json
 
 Value = TypeVar("Value")
@@ -69,13 +70,24 @@ class Fields:
             return None
         return self.get(name, kind, kind(), low, high) if kind in (int, float) else self.get(name, kind, kind())
 
-    def finish(self, neutral: Mapping[str, Sequence[object]], ignored: Sequence[str]) -> None:
-        """Reject fields that were not read. Fields of ``neutral`` may have these values, or be null; ``ignored`` ones
-        have no effect on the result."""
-        for name in self._values.keys() - self._read - set(ignored):
-            value = self._values[name]
-            if value is not None and value not in neutral.get(name, ()):
-                raise RequestError(f"{name}: is not supported; remove it", name)
+    def finish(self, *rules: Rules) -> None:
+        """Reject fields that were not read, except ignored ones and limited ones with a neutral value."""
+        known = {name: rule for table in rules for name, rule in table.items()}
+        for name, value in self._values.items():
+            rule = known.get(name)
+            if value is None or name in self._read or (rule is not None and rule.kind == "ignored"):
+                continue
+            if rule is None:
+                raise RequestError(f"{name}: is not a field of this request; remove it", name)
+            if not any(value == neutral and _is_bool(value) == _is_bool(neutral) for neutral in rule.neutral):
+                values = " or ".join(json.dumps(neutral) for neutral in rule.neutral)
+                raise RequestError(
+                    f"{name}: is not supported; remove it" + (f", or send {values}" * bool(values)), name
+                )
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)  # 1 == True in Python, not in JSON
 
 
 def checked_type(name: str, value: object, kind: type[Value]) -> Value:

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.server.fields import Fields, RequestError, checked_type, strings
+from megatron.core.inference.server.request_fields import MAX_STOPS, MAX_TOP_LOGPROBS, MEGATRON, PATHS
 from megatron.core.safe_files import parse_json
 from megatron.core.tokenizers.base import Tokenizer
 
-MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_SCORES = 2**21
 """Largest number of log-probabilities of all prompts of a request, most likely tokens included."""
-NEUTRAL: dict[str, Sequence[object]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "top_p_decay", "top_p_bound"), (0,)),
-    **dict.fromkeys(
-        ("stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon", "skip_special_tokens"), (False,)
-    ),
-    **dict.fromkeys(("best_of", "repetition_penalty", "length_penalty"), (1,)),
-    "suffix": ("",),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-}
-"""Fields that change results and are not available, with the values that change nothing."""
-IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "no_log")
+SEED_RANGE = -(2**63), 2**63 - 1
+DEVELOPER = "developer"
+"""OpenAI's name of the role ``system``; few chat templates know it, and the others would leave its messages out."""
+REFUSED_IN_MESSAGES = ("audio", "function_call", "refusal")
+"""Keys of OpenAI's messages that may only be null."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +32,8 @@ class Served:
     tokenizer: Tokenizer
     max_length: int
     max_prompts: int
+    fingerprint: str = field(default_factory=lambda: f"fp_{secrets.token_hex(5)}")
+    """OpenAI's ``system_fingerprint``: answers to a request with a seed are equal while it does not change."""
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return the tokens of a prompt; an empty one starts a document."""
@@ -54,7 +45,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Job:
-    """A request of a client: ``count`` choices for each prompt."""
+    """A request of a client: generates ``count`` choices for each prompt."""
 
     prompts: list[list[int]]
     texts: list[str]
@@ -62,6 +53,8 @@ class Job:
     template: Request
     """Request of every choice, without its prompt and seed."""
     count: int = 1
+    num_best: int | None = None
+    """Number of choices to return for each prompt, those of the highest log-probability per token; None: all."""
     stops: Sequence[str] = ()
     echo: bool = False
     logprobs: bool = False
@@ -106,17 +99,20 @@ def read_completion(fields: Fields, served: Served) -> Job:
     template = replace(template, top_logprobs=top or 0, prompt_logprobs=echo and top is not None)
     if not template.max_new_tokens and not echo:
         raise RequestError("max_tokens 0: requires echo", "max_tokens")
-    return _finish(fields, Job(prompts, texts, template, echo=echo, logprobs=top is not None), served)
+    best_of = fields.optional("best_of", int, 1)
+    return _finish(fields, Job(prompts, texts, template, echo=echo, logprobs=top is not None), served, best_of)
 
 
 def read_chat(fields: Fields, served: Served) -> Job:
     """Return the job of ``POST /v1/chat/completions``."""
     check_model(fields, served)
-    if served.tokenizer.chat_template is None:
+    if served.tokenizer.chat is None:
         raise RequestError("this model's tokenizer has no chat template; use /v1/completions", "messages")
-    messages = [_message(each) for each in checked_type("messages", fields.raw("messages"), list)]
+    messages = [_message(message) for message in checked_type("messages", fields.raw("messages"), list)]
     if not messages:
         raise RequestError("messages: must have at least one message", "messages")
+    if not any(DEVELOPER in template for template in served.tokenizer.chat.templates.values()):
+        messages = [{**each, "role": "system"} if each["role"] == DEVELOPER else each for each in messages]
     text = served.tokenizer.render_chat(messages, **_chat_options(fields, served.tokenizer))
     logprobs, top = fields.get("logprobs", bool, False), fields.optional("top_logprobs", int, high=MAX_TOP_LOGPROBS)
     if top and not logprobs:
@@ -147,7 +143,7 @@ def read_megatron(fields: Fields, served: Served) -> Job:
         raise RequestError("top_k: must not be given with top_p", "top_k")
     if (stop := fields.optional("stop_token", int)) is not None:
         template = replace(template, stop_tokens=[stop])
-    fields.finish(NEUTRAL, IGNORED)
+    fields.finish(MEGATRON)
     return Job(prompts, texts, template, echo=True, logprobs=logprobs)
 
 
@@ -161,6 +157,8 @@ def check_model(fields: Fields, served: Served) -> None:
 
 def _template(fields: Fields, served: Served, longest: int, all_tokens: int, seed: int | None = None) -> Request:
     """Return a request without prompt. ``all_tokens``: default of ``top_p``, where 1 and 0 both mean every token."""
+    if all_tokens and (seed := fields.optional("seed", int, *SEED_RANGE)) is not None:
+        seed %= 2**63
     top_p = fields.get("top_p", float, float(all_tokens), 0, 1)
     if all_tokens and not top_p:
         raise RequestError("top_p 0.0: must be above 0", "top_p")
@@ -169,7 +167,7 @@ def _template(fields: Fields, served: Served, longest: int, all_tokens: int, see
             temperature=fields.get("temperature", float, 1.0),
             top_k=max(fields.get("top_k", int, 0, -1), 0),
             top_p=0.0 if top_p == 1 else top_p,
-            seed=fields.optional("seed", int) if seed is None else seed,
+            seed=seed,
         )
     except RequestError:
         raise
@@ -179,18 +177,31 @@ def _template(fields: Fields, served: Served, longest: int, all_tokens: int, see
     return Request(prompt=(), max_new_tokens=min(longest, served.max_length), sampling=sampling, stop_tokens=stops)
 
 
-def _finish(fields: Fields, job: Job, served: Served) -> Job:
+def _finish(fields: Fields, job: Job, served: Served, best_of: int | None = None) -> Job:
     """Read the fields that both of OpenAI's requests have; reject all others."""
     count = fields.get("n", int, 1, 1)
-    _check_count(count * len(job.prompts), served, "n")
+    num_generated = count if best_of is None else best_of
+    if num_generated < count:
+        raise RequestError(f"best_of {best_of}: must be at least n, which is {count}", "best_of")
+    _check_count(num_generated * len(job.prompts), served, "n" if best_of is None else "best_of")
     stops = strings("stop", fields.raw("stop"), MAX_STOPS)
     stream = fields.get("stream", bool, False)
+    if stream and num_generated > count:
+        raise RequestError(f"best_of {best_of}: must not be above n, which is {count}, with stream", "best_of")
     options = fields.get("stream_options", dict, {})
     if options and not stream:
         raise RequestError("stream_options: requires stream", "stream_options")
-    usage = checked_type("stream_options.include_usage", options.get("include_usage", False), bool)
-    fields.finish(NEUTRAL, IGNORED)
-    job = replace(job, count=count, stops=stops, stream=stream, include_usage=usage)
+    for name, value in options.items():
+        if name not in ("include_usage", "include_obfuscation"):
+            raise RequestError(f"stream_options.{name}: is not supported; remove it", "stream_options")
+        checked_type(f"stream_options.{name}", value, bool)
+    fields.finish(*PATHS["POST /v1/chat/completions" if job.is_chat else "POST /v1/completions"])
+    if (longest := max(map(len, job.prompts))) > served.max_length:
+        message = f"the prompt has {longest} tokens, the model takes {served.max_length}: give a shorter one"
+        raise RequestError(message, "messages" if job.is_chat else "prompt", code="context_length_exceeded")
+    num_best = count if num_generated > count else None
+    usage = options.get("include_usage", False)
+    job = replace(job, count=num_generated, num_best=num_best, stops=stops, stream=stream, include_usage=usage)
     job.check_size()
     return job
 
@@ -223,8 +234,13 @@ def _prompts(value: Any, served: Served) -> tuple[list[list[int]], list[str]]:
 def _message(value: object) -> dict[str, object]:
     """Return a chat message whose content is text, or a list of text parts. Only one with tool calls may lack it.
     Arguments of tool calls become objects, which templates write in their own form."""
-    message = dict(checked_type("messages", value, dict))
+    message = checked_type("messages", value, dict)
+    # clients send a message of an answer again with null for the keys that it lacks
+    message = {key: part for key, part in message.items() if part is not None or key == "content"}
     checked_type("messages.role", message.get("role"), str)
+    for key in REFUSED_IN_MESSAGES:
+        if key in message:
+            raise RequestError(f"messages.{key}: is not supported; remove it", "messages")
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         for part in content:
@@ -256,15 +272,21 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 def _chat_options(fields: Fields, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the options of the chat template: tools, documents, prompt of the answer, and its other variables."""
     options: dict[str, Any] = dict(fields.get("chat_template_kwargs", dict, {}))
+    assert tokenizer.chat is not None, "checked by the caller"
     choice = fields.raw("tool_choice")
     if choice not in (None, "none", "auto"):
         raise RequestError("tool_choice: must be none or auto; the model decides by itself", "tool_choice")
     tools = [checked_type("tools", tool, dict) for tool in fields.get("tools", list, [])]
     if tools and choice != "none":
-        assert tokenizer.chat is not None, "checked by the caller"
         if "tools" not in tokenizer.chat.source(has_tools=True):
             raise RequestError("tools: this model's chat template does not take tools; remove them", "tools")
         options["tools"] = tools
+    effort = fields.optional("reasoning_effort", str)
+    if effort is not None:
+        if "reasoning_effort" not in tokenizer.chat.source(has_tools="tools" in options):
+            message = "reasoning_effort: this model's chat template does not take it; remove it"
+            raise RequestError(message, "reasoning_effort")
+        options["reasoning_effort"] = effort
     if documents := fields.get("documents", list, []):
         options["documents"] = [checked_type("documents", document, dict) for document in documents]
     for name, default in (("add_generation_prompt", True), ("continue_final_message", False)):

@@ -183,11 +183,11 @@ def test_megatron_requests_are_answered(http, tokenizer):
     {"prompt": "a", "n": 0}, {"prompt": "a", "n": True}, {"prompt": "a", "max_tokens": -1}, {"prompt": "a", "top_p": 0},
     {"prompt": "a", "max_tokens": 1.5}, {"prompt": "a", "max_tokens": 0}, {"prompt": "a", "temperature": -1},
     {"prompt": "a", "temperature": "hot"}, {"prompt": "a", "temperature": 10**400}, {"prompt": "a", "top_p": 1.5},
-    {"prompt": "a", "top_k": -2}, {"prompt": "a", "seed": 2**63}, {"prompt": "a", "seed": -1},
+    {"prompt": "a", "top_k": -2}, {"prompt": "a", "seed": 2**63}, {"prompt": "a", "seed": -(2**63) - 1},
     {"prompt": "a", "logprobs": 21}, {"prompt": "a", "logprobs": -1}, {"prompt": "a", "logprobs": True},
     {"prompt": "a", "stop": [1]}, {"prompt": "a", "stop": ["x"] * 17}, {"prompt": "a", "stream_options": {"x": 1}},
     {"prompt": "a", "suffix": "b"}, {"prompt": "a", "logit_bias": {"3": 1}}, {"prompt": "a", "nonsense": 1},
-    {"prompt": "a", "best_of": 3}, {"prompt": "a", "stream": "yes"}, {"prompt": "a", "model": 3},
+    {"prompt": "a", "best_of": 9}, {"prompt": "a", "stream": "yes"}, {"prompt": "a", "model": 3},
 ])  # fmt: skip
 def test_wrong_requests_get_400_with_a_reason(http, server, wrong):
     response = http.post("/v1/completions", content=json.dumps(wrong), headers={"Content-Type": "application/json"})
