@@ -116,6 +116,44 @@ class VariableLengthConfig(OptionalGroup):
 
 
 @dataclass(kw_only=True)
+class FillInTheMiddleConfig(OptionalGroup):
+    """Fill-in-the-middle"""
+
+    fim_data: bool = False
+    """Write parts of the samples as prefix, suffix and middle, between tokens that mark them (code models)."""
+
+    fim_rate: Annotated[float, Range(0, 1, above=True)] = 0.5
+    """Probability that --fim-data rearranges the text between two --fim-eod-token."""
+
+    fim_spm_rate: Annotated[float, Range(0, 1)] = 0.5
+    """Share of rearranged texts with the suffix first (SPM) instead of the prefix (PSM)."""
+
+    fim_split_sample: str | None = None
+    """Token between fragments (files of a repository) that are rearranged separately."""
+
+    fim_fragment_rate: Annotated[float, Range(0, 1)] | None = None
+    """Probability that a fragment is rearranged; required with --fim-split-sample."""
+
+    fim_no_prefix: str | None = None
+    """Texts that start with this are not rearranged."""
+
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token before the prefix."""
+
+    fim_middle_token: str = "<fim_middle>"
+    """Token before the middle."""
+
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token before the suffix."""
+
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills samples which became shorter; it must exist, but has no loss and no effect."""
+
+    fim_eod_token: str = "<|endoftext|>"
+    """Token that ends documents; texts between two of them are rearranged separately."""
+
+
+@dataclass(kw_only=True)
 class MaskedDataConfig(OptionalGroup):
     """Masked words"""
 

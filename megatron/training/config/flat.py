@@ -13,6 +13,7 @@ from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationC
 from megatron.core.config.optional import (
     CustomLayersConfig,
     DocumentConfig,
+    FillInTheMiddleConfig,
     MaskedDataConfig,
     OptionalGroup,
     RopeScalingConfig,
@@ -52,6 +53,7 @@ class FlatConfig(
     DataConfig,
     DocumentConfig,
     VariableLengthConfig,
+    FillInTheMiddleConfig,
     MaskedDataConfig,
     TokenizerConfig,
     ValidationConfig,

@@ -13,6 +13,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optional import (
     CustomLayersConfig,
     DocumentConfig,
+    FillInTheMiddleConfig,
     MaskedDataConfig,
     OptionalGroup,
     RopeScalingConfig,
@@ -57,6 +58,7 @@ class PretrainConfig:
     data: DataConfig
     documents: DocumentConfig
     variable_lengths: VariableLengthConfig
+    fill_in_the_middle: FillInTheMiddleConfig
     masked_data: MaskedDataConfig
     tokenizer: TokenizerConfig
     validation: ValidationConfig

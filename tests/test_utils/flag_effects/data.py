@@ -4,6 +4,7 @@ import re
 from unittest import mock
 
 from tests.test_utils.flag_effects.rows import Probe, changes, finished, gives, keeps, keeps_to_rounding, row
+from tests.test_utils.flag_effects.tokenizers import WITHOUT
 from tests.test_utils.flag_effects.training import iterations
 
 
@@ -108,6 +109,44 @@ DATA = [
     row("--null-tokenizer-eod-id 5", no_loss_after(5), base="--eod-mask-loss"),
     row("--null-tokenizer-pad-id 7", padding_is_masked(7)),
 ]  # fmt: skip
+BYTES = "--tokenizer-type ByteLevelTokenizer"
+"""The data as text: characters 0 to 62, which 63 ends."""
+MARKS = [f"--fim-{role}-token <0xF{number}>" for number, role in enumerate(("prefix", "middle", "suffix", "pad"))]
+MARKS.append("--fim-eod-token <0x3F>")
+FIM = " ".join(["--fim-data --fim-rate 1", BYTES, *MARKS])
+
+
+def no_such_token(base, run):
+    """The run names a token that the tokenizer does not have."""
+    finished(base)
+    assert run.code != 0 and "<none>: is not a token of the tokenizer" in run.errors
+
+
+def marked(share, mark=0xF0, first=True):
+    """``share`` of the samples hold (or begin with) the id."""
+
+    def count(run):
+        samples = [row for batch in run.batches for row in batch.tokens]
+        return sum(row[0] == mark if first else mark in row for row in samples) / len(samples)
+
+    return gives(count, share)
+
+
+FILL_IN = [
+    row(f"--fim-data --fim-rate 1 {' '.join(MARKS)}", marked(1), changes("losses"), base=BYTES, without=WITHOUT),
+    row("--fim-rate 1e-9", marked(0), base=FIM, without=WITHOUT),
+    row("--fim-spm-rate 1", gives(lambda run: [ids[1] for batch in run.tokens for ids in batch], [0xF2] * 8), base=FIM,
+        without=WITHOUT),
+    row("--fim-fragment-rate 1", marked(1), base=f"{FIM} --fim-split-sample <0x0A> --fim-fragment-rate 0",
+        without=WITHOUT),
+    row("--fim-split-sample <0x0A> --fim-fragment-rate 0", changes("tokens"), base=FIM, without=WITHOUT),
+    row("--fim-no-prefix ''", marked(0), base=FIM, without=WITHOUT),
+    row("--fim-prefix-token <0xFA>", marked(1, 0xFA), base=FIM, without=WITHOUT),
+    row("--fim-middle-token <0xFA>", changes("tokens"), base=FIM, without=WITHOUT),
+    row("--fim-suffix-token <0xFA>", changes("tokens"), base=FIM, without=WITHOUT),
+    row("--fim-pad-token <none>", no_such_token, base=FIM, without=WITHOUT),
+    row("--fim-eod-token <eod>", changes("tokens"), base=FIM, without=WITHOUT),
+]  # fmt: skip
 TASKS = "--eval-tasks one --eval-tasks-interval 2"
 
 
@@ -165,4 +204,4 @@ EVALUATION = [
     row("--validation-set-names near far", gives(names, ["near", "far"]),
         base=f"{TWO_SETS} --multiple-validation-sets", without=SPLIT_FREE),
 ]  # fmt: skip
-ROWS = [*DATA, *EVALUATION]
+ROWS = [*DATA, *FILL_IN, *EVALUATION]

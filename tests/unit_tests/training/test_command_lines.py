@@ -28,6 +28,7 @@ NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 OUR_ATTENTION = "--attention-dropout 0.1: built-in attention is used, because Transformer Engine's"
 LINES = [
     ("", OUR_ATTENTION),
+    ("--fim-data --fim-rate 0.5 --fim-spm-rate 0.5", OUR_ATTENTION),
     ("--async-save --use-persistent-ckpt-worker --no-ckpt-fully-parallel-save", OUR_ATTENTION),
     ("--tensor-model-parallel-size 4 --qk-layernorm --test-mode", "--test-mode accepted without effect"),
     ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
@@ -155,7 +156,7 @@ def test_dry_run_lists_what_a_run_would_miss_here(monkeypatch):
     assert "pip install wandb" in missing and "/data/vocab.json" in missing and "/data/merges.txt" in missing
 
 
-@pytest.mark.parametrize("text", ["--fim-data --fim-rate 0.5", "--use-mup", "--experimental-attention-variant dsa"])
+@pytest.mark.parametrize("text", ["--use-mup", "--experimental-attention-variant dsa"])
 def test_what_would_change_results_is_refused(text):
     with pytest.raises(ValueError, match="is not available (here|yet)"):
         parse_args(f"{BASE} {text}".split())

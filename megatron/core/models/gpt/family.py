@@ -13,6 +13,7 @@ from megatron.core.config.mtp import MTPConfig
 from megatron.core.config.optional import (
     CustomLayersConfig,
     DocumentConfig,
+    FillInTheMiddleConfig,
     MultiplierConfig,
     RopeScalingConfig,
     UpcyclingConfig,
@@ -29,15 +30,17 @@ if TYPE_CHECKING:
 
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
-    """Return (class, configuration) of the data set: GPTDataset, or VarlenDataset with --use-varlen-dataset, or their
-    mock forms with --mock-data, with the document flags and the tokenizer's vocabulary size (None without tokenizer).
-    ``options`` are the common options. Reads no data."""
+    """Return (class, configuration) of the data set: GPTDataset, GPTFIMDataset with --fim-data, VarlenDataset with
+    --use-varlen-dataset, or their mock forms with --mock-data, with the document flags and the tokenizer's vocabulary
+    size (None without tokenizer). ``options`` are the common options. Reads no data."""
     from megatron.core.datasets import gpt_dataset, varlen_dataset  # imports numpy
 
     tokenizer, varies = options["tokenizer"], cfg.variable_lengths
     options = {
         **options, **asdict(cfg.documents), "vocab_size": None if tokenizer is None else tokenizer.vocab_size
     }  # fmt: skip
+    if cfg.fill_in_the_middle.fim_data:
+        return _fill_in_the_middle(cfg, options)
     if not varies.use_varlen_dataset:
         kind = gpt_dataset.MockGPTDataset if cfg.data.mock_data else gpt_dataset.GPTDataset
         return kind, gpt_dataset.GPTDatasetConfig(**options)
@@ -45,6 +48,16 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
     lengths = None if text is None else varlen_dataset.parse_mock_lengths(text)
     varlen = varlen_dataset.MockVarlenDataset if cfg.data.mock_data else varlen_dataset.VarlenDataset
     return varlen, varlen_dataset.VarlenDatasetConfig(**options, mock_lengths=lengths)
+
+
+def _fill_in_the_middle(cfg: Settings, options: Options) -> DataSet:
+    """Return (class, configuration) of the data set of --fim-data."""
+    from megatron.core.datasets import fim_dataset
+
+    values = asdict(cfg.fill_in_the_middle)
+    tokens = {role: values.pop(f"fim_{role}_token") for role in fim_dataset.TOKENS}
+    del values["fim_data"]
+    return fim_dataset.GPTFIMDataset, fim_dataset.GPTFIMDatasetConfig(**options, **values, fim_extra_tokens=tokens)
 
 
 def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
@@ -120,6 +133,7 @@ FAMILY = ModelFamily(
         CustomLayersConfig,
         DocumentConfig,
         VariableLengthConfig,
+        FillInTheMiddleConfig,
     ),
     rules=collect_rules(rules),
     sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),

@@ -43,3 +43,22 @@ def context_parallel_layers(cfg: Settings) -> Problems:
         return
     for reason in layout_problems(specs):
         yield problem(cfg, "context_parallel_size", reason, FIX)
+
+
+def fill_in_the_middle(cfg: Settings) -> Problems:
+    """Reject --fim-data with data that has no text, a fragment token without a rate, and --fim-* without --fim-data."""
+    group = cfg.fill_in_the_middle
+    if not group.fim_data:
+        for name in sorted(cfg.explicit & vars(group).keys() - {"fim_data"}):
+            yield problem(cfg, name, "requires --fim-data", "add it, or remove this flag")
+        return
+    if cfg.data.mock_data:
+        yield problem(cfg, "fim_data", "requires text, which --mock-data has not", "give --data-path")
+    if cfg.variable_lengths.use_varlen_dataset:
+        yield problem(cfg, "fim_data", "is not supported with --use-varlen-dataset", "remove one of them")
+    if cfg.tokenizer.tokenizer_type == "NullTokenizer":
+        yield problem(cfg, "fim_data", "requires a tokenizer with text, not NullTokenizer", "use another tokenizer")
+    if group.fim_split_sample is not None and group.fim_fragment_rate is None:
+        yield problem(cfg, "fim_split_sample", "requires --fim-fragment-rate", "add it")
+    if group.fim_fragment_rate is not None and group.fim_split_sample is None:
+        yield problem(cfg, "fim_fragment_rate", "requires --fim-split-sample", "add it, or remove this flag")
