@@ -25,6 +25,7 @@ from megatron.core.sharding.placement import Shard, Zeros, parameter
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
+from megatron.core.transformer.sites import Sited
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -36,13 +37,15 @@ class Slots:
     linear_out: object
 
 
-class GatedRecurrence(nn.Module):
+class GatedRecurrence(Sited, nn.Module):
     """[s, b, h] -> [s, b, h]."""
 
     mixes_tokens, layouts = True, frozenset({"zigzag", "contiguous"})
+    calls = ("scan",)
 
     def __init__(self, config, submodules, *, groups):
         super().__init__()
+        self.open_sites()
         width, common = 2 * config.hidden_size, {"config": config, "bias": False, "groups": groups}
         self.linear_in = build_module(
             submodules.linear_in, config.hidden_size, StackedSize((3, width), 1), init_method=weight_init(config),
@@ -58,7 +61,7 @@ class GatedRecurrence(nn.Module):
         keep_sbw = torch.sigmoid(forget_sbw + self.decay)
         new_sbw = (1 - keep_sbw) * value_sbw
         keep_sbw = keep_sbw * follows(keep_sbw, ctx.layout)
-        states_sbw = self.states(keep_sbw, new_sbw, ctx.layout)
+        states_sbw = self.at.scan(self.states, keep_sbw, new_sbw, ctx.layout)
         return self.linear_out(states_sbw * nn.functional.silu(gate_sbw))[0]
 
     def states(self, keep_sbw, new_sbw, layout):
@@ -71,7 +74,7 @@ class GatedRecurrence(nn.Module):
         into = linear("linear_in", (3, width), config.hidden_size, 1, bias=False)
         out = linear("linear_out", (config.hidden_size,), width, 1, bias=False)
         narrow = width // config.tensor_model_parallel_size * item
-        kept = Saved("states and gates", 10.0 * narrow)
+        kept = Saved("states and gates", 10.0 * narrow, ("scan",), ("scan",))
         scan = Op("other", "scan", traffic=16.0 * narrow, gradients=3.0 * narrow, saved=(kept,))
         ops = (gemm(into[0], config, place.seq_length), scan, gemm(out[0], config, place.seq_length))
         params = (*into, Param("decay", (width,), {"tp": 0}, ndim=1), *out)

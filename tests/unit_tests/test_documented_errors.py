@@ -18,14 +18,14 @@ from megatron.compat.batches import get_batch_on_this_tp_rank
 from megatron.core.config.errors import UserError, call_all
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_tracker
-from megatron.core.groups.process_groups import RankGrid
+from megatron.core.groups.process_groups import SINGLE_PROCESS, RankGrid
 from megatron.core.inference.server.json_text import json_bytes
 from megatron.core.parallel_state import resolve_group
 from megatron.core.pipeline_parallel.choose import build_schedule
 from megatron.core.safe_files import make_folder, open_private, parse_json
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.utils import split_tensor_into_1d_equal_chunks
-from megatron.core.transformer.recompute import recomputed_modules
+from megatron.core.transformer.recompute import Recompute
 from megatron.data.blend import parse_and_normalize_split
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.export.safetensors_header import read_header
@@ -141,7 +141,10 @@ ROWS = [
         "layer.weight",
         lambda f, at: f(safetensors(at, {"layer.weight": {**ENTRY, "dtype": "F33"}}, b"0" * 8)),
     ),
-    (recomputed_modules, "UserError for unknown names", UserError, "atention", lambda f, at: f(SELECTIVE)),
+    (
+        Recompute, "UserError for names", UserError, "atention",
+        lambda f, at: f(SELECTIVE, torch.nn.Linear(1, 1), SINGLE_PROCESS),
+    ),
     (
         build_schedule,
         "UserError if the schedule does not support",

@@ -62,8 +62,9 @@ class LatentHeads(Protocol):
 
     Legend: d channels of a query, e of a value, r of a latent, p of a rope key."""
 
-    absorbs: bool
-    """Whether :meth:`absorb` and :meth:`values` are available."""
+    @property
+    def absorbs(self) -> bool:
+        """Whether :meth:`absorb` and :meth:`values` are available."""
 
     def expand(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [t, 1, a, d] and values [t, 1, a, e] of latents [t, 1, r] and rope keys [t, 1, 1, p]."""

@@ -48,7 +48,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     )
     proj = linear("linear_proj", (hidden,), heads * channels, 1, bias=config.add_bias_linear)
     inputs = (query + key_value) * item
-    kept = Saved("query, key and value", inputs, offload="core_attn")
+    kept = Saved("query, key and value", inputs, offload=("core_attn",))
     ops = [
         gemm(qkv[0], config, place.seq_length, gradients=inputs, saved=(kept,)),
         attention_core(config, place, query, key_value // 2, query),
@@ -132,7 +132,7 @@ def mixed_values(config: Config, elements: int) -> tuple[Saved, ...]:
     """Describe the saved output of core attention, ``elements`` per token: attention itself saves it, and in fp8 the
     output projection saves a copy."""
     copy = input_bytes(config) if input_bytes(config) < activation_bytes(config) else 0
-    return (Saved("mixed values", elements * (activation_bytes(config) + copy), offload="core_attn"),)
+    return (Saved("mixed values", elements * (activation_bytes(config) + copy), offload=("core_attn", "attn_proj")),)
 
 
 def attention_core(config: Config, place: LayerPlace, query: int, key: int, output: int, *, num_keys: int = 0) -> Op:
@@ -157,6 +157,6 @@ def attention_core(config: Config, place: LayerPlace, query: int, key: int, outp
         copies = (query + key) * item  # queries and scaled keys, copied to the layout of the GEMM
         scores = (2 * item + 1 if config.attention_dropout else item) + (item if config.attn_logit_softcapping else 0)
         kept = heads * (num_keys or place.seq_length) * scores + copies
-    saved = (Saved("attention", kept, ("core_attn",), "core_attn"),)
+    saved = (Saved("attention", kept, ("core_attn",), ("core_attn",)),)
     flops = 2.0 * pairs * tp * (query + output)
     return Op("attention", "attention", flops, traffic=traffic, gradients=gradients, saved=saved)

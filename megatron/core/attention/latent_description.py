@@ -33,13 +33,13 @@ def describe_latent_attention(config: Config, place: LayerPlace) -> Piece:
     width = max(key, value)
     both, values = 2 * local * key * item, local * (width if is_filled else config.qk_head_dim + value) * item
     kept = (
-        Saved("query and key", both, ("mla_up_proj",), "core_attn"),
-        Saved("value", values, ("core_attn",) if is_filled else ("mla_up_proj",), "core_attn"),
+        Saved("query and key", both, ("mla_up_proj",), ("core_attn",)),
+        Saved("value", values, ("core_attn",) if is_filled else ("mla_up_proj",), ("core_attn",)),
     )
     ops.append(Op("rotary", "rotary", traffic=2.0 * both, gradients=both + values, saved=kept))
     core = attention_core(config, place, local * key, local * key, local * value)
     if is_filled:
-        filled = Saved("filled output", local * width * item, ("core_attn",), "core_attn")
+        filled = Saved("filled output", local * width * item, ("core_attn",), ("core_attn",))
         core = replace(core, saved=(*core.saved, filled))
     proj = linear("linear_proj", (config.hidden_size,), heads * value, 1, bias=config.add_bias_linear)
     ops += [core, gemm(proj[0], config, place.seq_length, saved=mixed_values(config, local * value))]

@@ -8,11 +8,6 @@ from typing import Annotated, Literal
 from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Layers, PositiveInt, Range
 
-RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "mlp_act", "moe", "moe_act", "shared_experts", "mla_up_proj")
-"""Modules that selective recomputation can recompute."""
-OFFLOADED_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-"""Modules whose saved tensors can be offloaded to host memory."""
-
 IN_FLIGHT, LOADED_AHEAD = 4, 2
 """Calls of these modules whose tensors are still on the device until their copies are done, about one layer's; and
 calls whose tensors return before backward needs them."""

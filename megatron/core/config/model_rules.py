@@ -14,7 +14,7 @@ from dataclasses import replace
 from megatron.core.config.cli import FlagSpec, Problem, flags_of
 from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK, experts_in_fp8
-from megatron.core.config.memory import OFFLOADED_MODULES
+from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.moe import MoEConfig, expert_tensor_ranks
 from megatron.core.config.problems import Problems, collect_rules, common_divisors, nearest_multiples
@@ -148,7 +148,7 @@ def fp8_recomputed_outputs(cfg: ModelSettings) -> Problems:
 
 
 def activation_offload(cfg: ModelSettings) -> Problems:
-    """Reject flags of activation offloading without it, missing and unknown modules, modules of experts in dense
+    """Reject flags of activation offloading without it, missing modules, modules of experts in dense
     models, modules whose saved tensors are recomputed or also saved elsewhere, and Transformer Engine."""
     modules = cfg.offload_modules or ()
     if not cfg.fine_grained_activation_offloading:
@@ -166,11 +166,9 @@ def activation_offload(cfg: ModelSettings) -> Problems:
     recomputed = recomputed_modules(cfg)
     for name in modules:
         reason = fix = ""
-        if name not in OFFLOADED_MODULES:
-            reason, fix = "not available", f"choose from {', '.join(OFFLOADED_MODULES)}"
-        elif name in ("expert_fc1", "moe_act") and cfg.num_moe_experts is None:
+        if name in ("expert_fc1", "moe_act") and cfg.num_moe_experts is None:
             reason, fix = "requires --num-experts", "remove it"
-        elif clash := sorted(recomputed.intersection(_NOT_SAVED[name])):
+        elif clash := sorted(recomputed.intersection(_NOT_SAVED.get(name, ()))):
             reason, fix = f"saves tensors that --recompute-modules {' '.join(clash)} discards", "choose one"
         elif name == "attn_proj" and not {"core_attn"} & {*modules, *recomputed}:
             reason, fix = "saves the output of attention, which core_attn keeps on the device", "add core_attn"
@@ -178,7 +176,7 @@ def activation_offload(cfg: ModelSettings) -> Problems:
             yield problem(cfg, "offload_modules", f"{name} {reason}", fix)
 
 
-def recomputed_modules(cfg: ModelSettings) -> set[str]:
+def recomputed_modules(cfg: RecomputeConfig) -> set[str]:
     """Return the modules of selective recomputation; empty without it."""
     return set(cfg.recompute_modules or ("core_attn",)) if cfg.recompute_granularity == "selective" else set()
 

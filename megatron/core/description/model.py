@@ -103,8 +103,8 @@ class Saved:
     bytes: float
     modules: tuple[str, ...] = ()
     """Names in --recompute-modules; each of them recomputes the tensor instead."""
-    offload: str = ""
-    """Name in --offload-modules with which the tensor is offloaded; empty: never."""
+    offload: tuple[str, ...] = ()
+    """Names in --offload-modules; each of them offloads the tensor."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,14 @@ class Piece:
     def under(self, prefix: str) -> Piece:
         """Return a copy with ``prefix`` added to the names of its parameters."""
         return replace(self, params=tuple(replace(each, name=f"{prefix}{each.name}") for each in self.params))
+
+    def inside(self, site: str) -> Piece:
+        """Return a copy that ``site`` recomputes: its operations save nothing if that is in --recompute-modules."""
+
+        def named(op: Op) -> Op:
+            return replace(op, saved=tuple(replace(each, modules=(*each.modules, site)) for each in op.saved))
+
+        return replace(self, ops=tuple(map(named, self.ops)))
 
     def scaled_to_tokens(self, share: float) -> Piece:
         """Return a copy with the bytes of its operations (traffic, gradients, saved) scaled by ``share``, its tokens
@@ -200,6 +208,12 @@ class ModelDescription:
     def unknown(self) -> list[str]:
         """Names of pieces without a description; counts and FLOPs exclude them."""
         return sorted({piece.name for piece in self.pieces if not piece.is_known})
+
+    def saved(self) -> Iterator[Saved]:
+        """Yield every saved tensor of the full model."""
+        for piece in self.pieces:
+            for op in piece.ops:
+                yield from op.saved
 
     @property
     def settings(self) -> tuple[str, ...]:

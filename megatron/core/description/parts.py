@@ -74,10 +74,10 @@ def _residual_norm(name: str, branch: str, config: Config) -> Op:
     """
     elements, item = stream_elements(config), activation_bytes(config)
     gathered = config.hidden_size if config.tp_comm_overlap else elements
-    reader = "qkv_linear" if branch == "self_attention" else ""
+    reader = ("qkv_linear",) if branch == "self_attention" else ()
     normed = Saved("normed", gathered * input_bytes(config), ("layernorm",), reader)
     offload = "mlp_norm" if branch == "mlp" else "attn_norm"
-    kept = (Saved("stream", elements * stream_bytes(config), offload=offload), normed)
+    kept = (Saved("stream", elements * stream_bytes(config), offload=(offload,)), normed)
     return Op("norm", name, traffic=8.0 * item * elements, saved=kept)
 
 
@@ -119,7 +119,7 @@ def residual_branch(
     entry = describe_norm(norm_name, config.hidden_size, config) if before else []
     leave = describe_norm(post_name, config.hidden_size, config) if behind else []
     mask = Saved("dropout mask", stream_elements(config) * bool(config.hidden_dropout))  # one byte per element
-    ops = [_residual_norm(norm_name, name, config) if before else _no_norm(config), *mixer.ops]
+    ops = [_residual_norm(norm_name, name, config) if before else _no_norm(config), *mixer.inside(name).ops]
     if behind:
         elements, item = stream_elements(config), activation_bytes(config)
         kept = Saved("mixer output", elements * item)

@@ -56,6 +56,7 @@ class Fp8Gemms(Gemms):
         weight_gradients: whether dW is computed in fp8.
     """
 
+    reads_weight = False
     fast_output = True
     """Whether sums of Y may stay in the tensor cores' registers (14 bits)."""
 

@@ -21,6 +21,7 @@ from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.sink import has_sink
 from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError, listed
+from megatron.core.config.model_rules import recomputed_modules
 from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
@@ -32,7 +33,6 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.recompute import recomputed_modules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 logger = logging.getLogger(__name__)

@@ -72,6 +72,9 @@ class Gemms:
         accumulate: (total [o, i], dY^T [o, t], x [t, i]) -> None; adds the product to ``total`` in place.
     """
 
+    reads_weight = True
+    """Whether products read the weight itself, not a copy: then other products may read it in their place."""
+
     def __init__(self, accumulate: Callable[[Tensor, Tensor, Tensor], None] = accumulate_product) -> None:
         self.accumulate = accumulate
 

@@ -23,18 +23,15 @@ from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
-from megatron.core.fusions import normed_rotary, split_rotary
-from megatron.core.fusions.dispatch import ByDevice
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import declare_row_parts
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
+from megatron.core.transformer.head_split import HeadSplit
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, RMSNorm, build_norm
-from megatron.core.transformer.offload import offload_policy
 from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, enter, finish, leave
-from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 Slot = ModuleSpec | Callable[..., object]
@@ -58,6 +55,7 @@ class SelfAttention(Segmented):
     """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp positions under sequence parallelism)."""
 
     mixes_tokens, layouts = True, ANY_ORDER | CACHED  # core attention exchanges keys
+    calls, spans = ("core_attn",), ("qkv_linear", "attn_proj")
 
     def __init__(
         self,
@@ -97,9 +95,6 @@ class SelfAttention(Segmented):
         self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, attn_mask_type, groups=groups
         )
-        self._run_core = recompute_policy(config, "core_attn")
-        names = "qkv_linear", "core_attn", "attn_proj"
-        self._offload_qkv, self._offload_core, self._offload_proj = (offload_policy(config, name) for name in names)
         self.linear_proj = build_module(
             submodules.linear_proj,
             heads * channels,
@@ -109,35 +104,7 @@ class SelfAttention(Segmented):
             bias=config.add_bias_linear,
             groups=groups,
         )
-        self.rotary_interleaved = config.rotary_interleaved
-        self._rotated = split_rotary.choose_rotary(config.params_dtype, config.apply_rope_fusion)
-        self._heads: split_rotary.SplitHeads = self._normed
-        self._rotated_heads: split_rotary.SplitRotary = self._normed_and_rotated
-        if isinstance(self.q_layernorm, IdentityOp) and isinstance(self.k_layernorm, IdentityOp):
-            self._heads = split_rotary.choose_split_heads(config.params_dtype)
-            self._rotated_heads = split_rotary.choose_split_rotary(config.params_dtype, config.apply_rope_fusion)
-        served = isinstance(self._rotated, ByDevice) and channels <= normed_rotary.WIDEST
-        if served and all(type(x) is RMSNorm and x.has_kernel for x in (self.q_layernorm, self.k_layernorm)):
-            self._rotated_heads = ByDevice(self._normed_and_rotated_in_kernel, self._normed_and_rotated)
-
-    def _normed(self, grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query [s, b, g * p, d], key and value [s, b, g, d], after the head norms."""
-        query, key, value = grouped.split((self.heads_per_group, 1, 1), dim=3)
-        return self.q_layernorm(query).flatten(2, 3), self.k_layernorm(key).flatten(2, 3), value.flatten(2, 3)
-
-    def _normed_and_rotated(
-        self, grouped: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = self._normed(grouped)
-        return self._rotated(query, cos, sin, interleaved), self._rotated(key, cos, sin, interleaved), value
-
-    def _normed_and_rotated_in_kernel(
-        self, grouped: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key = self.q_layernorm, self.k_layernorm
-        assert isinstance(query, RMSNorm) and isinstance(key, RMSNorm)
-        norms = normed_rotary.HeadNorms(query.weight, key.weight, query.eps, query.offset)
-        return normed_rotary.split_normed_rotary_triton(grouped, norms, cos, sin, interleaved)
+        self.split = HeadSplit(self, config)
 
     @property
     def borrowed(self) -> tuple[nn.Parameter, ...]:
@@ -164,20 +131,14 @@ class SelfAttention(Segmented):
         reads layout, mask, position bias and dropout."""
         gathering = enter(self.linear_qkv, hidden_states, ctx)
         yield
-        with self._offload_qkv(self.linear_qkv):
-            projected, _ = self.linear_qkv(gathering)  # waits for the all-gather
+        projected, _ = self.at.qkv_linear(self.linear_qkv, gathering)  # waits for the all-gather
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
-        rotary = (ctx.rotary_pos_emb_local if self._is_local else None) or ctx.rotary_pos_emb
-        if rotary is None or not self._has_rotation:
-            query, key, value = self._heads(grouped)
-        else:
-            query, key, value = self._rotated_heads(grouped, *rotary, self.rotary_interleaved)
-        with self._offload_core(self.core_attention):
-            mixed = self._run_core(self.core_attention, query, key, value, ctx)
+        tables = (ctx.rotary_pos_emb_local if self._is_local else None) or ctx.rotary_pos_emb
+        query, key, value = self.split(grouped, tables if self._has_rotation else None)
+        mixed = self.at.core_attn(self.core_attention, query, key, value, ctx)
         del projected, grouped, query, key, value  # a suspended generator would keep their memory
         yield
-        with self._offload_proj(self.linear_proj):
-            summing = leave(self.linear_proj, mixed, ctx)
+        summing = self.at.attn_proj(leave, self.linear_proj, mixed, ctx)
         yield
         return finish(self.linear_proj, summing, ctx)
 

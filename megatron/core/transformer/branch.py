@@ -24,16 +24,13 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fp8.gemms import target_of_reader
-from megatron.core.fusions.fp8_cast import CastTarget
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropout
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.norm import StreamNorm, ToDtype
-from megatron.core.transformer.offload import offload_policy
-from megatron.core.transformer.overlap import Segments, input_reader, mixer_segments, runs_its_segments
-from megatron.core.transformer.recompute import keep, norm_output, recompute_policy
+from megatron.core.transformer.overlap import Segments, mixer_segments, runs_its_segments
+from megatron.core.transformer.sites import Sited
 from megatron.core.transformer.spec_utils import BranchSpec, build_module
 
 
@@ -47,10 +44,12 @@ class Stream(NamedTuple):
     normed: Tensor
 
 
-class Branch:
+class Branch(Sited):
     """One residual branch of ``layer``. Builds its modules and registers them on the layer. ``layer_number`` counts
-    from 1 over the full model.
+    from 1 over the full model. Its sites are its mixer, under the branch's name, its norm and the norm's output.
     """
+
+    spans, results = ("attn_norm", "mlp_norm"), ("layernorm",)
 
     def __init__(
         self,
@@ -83,12 +82,8 @@ class Branch:
             layer.add_module(self.post_norm_name, norm_after)
         layer.add_module(self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config)))
         accepts_context(type(mixer).forward)  # raises for an unsupported signature at construction
-        self._keeping, self._run = norm_output(config), recompute_policy(config, spec.name)
-        self._offload = offload_policy(config, "mlp_norm" if spec.name == "mlp" else "attn_norm")
-        # a shared norm has several readers; a recomputed mixer gets its input as another tensor object, and halves are
-        # gathered before the layer: all would lose the copies
-        delayed = config.fp8 is not None and config.fp8_recipe == "delayed"
-        self._may_cast = delayed and self._run is keep and not config.tp_comm_overlap and not config.share_parallel_norm
+        self.calls, self.norm_site = (spec.name,), "mlp_norm" if spec.name == "mlp" else "attn_norm"
+        self.open_sites()
         self._multiplier = config.residual_multiplier
         self.normed_is_residual = config.apply_residual_connection_post_layernorm
         """Whether the mixer's output is added to the norm's output instead of its input."""
@@ -110,35 +105,27 @@ class Branch:
         return getattr(self.layer, self.dropout_name)
 
     @property
-    def _norm_adds(self) -> bool:
+    def norm_adds(self) -> bool:
+        """Whether the norm's kernel also adds the previous branch's output to the stream."""
         return isinstance(self.norm, StreamNorm) and not self.normed_is_residual
 
-    def _cast(self, hidden: Tensor) -> dict[str, CastTarget]:
-        """Return the argument ``target`` of the norm, the fp8 cast of the normalized stream, if the mixer's first layer
-        is its only reader and has a delayed scale. Else no argument: the norm returns values."""
-        if not (self._may_cast and hidden.is_cuda and self._norm_adds and self.norm.casts):
-            return {}
-        reader = input_reader(self.mixer)
-        target = None if reader is None else target_of_reader(reader, hidden.device)
-        return {} if target is None else {"target": target}
+    def _norm(self, hidden: Tensor, *output: Tensor | None) -> Any:
+        return getattr(self.at, self.norm_site)(self.norm, hidden, *output)
 
     def enter(self, hidden: Tensor) -> Stream:
         """Normalize the residual stream ``hidden`` and return both; the residual is ``hidden``, or the normalized
         stream with ``normed_is_residual``."""
-        norm = self.norm
-        with self._offload(norm):
-            if self._norm_adds:  # its backward also accumulates the gradient of the residual stream
-                residual, normed = norm(hidden, None, **self._cast(hidden))
-                return Stream(hidden, residual, normed)
-            normed = norm(hidden)
+        if self.norm_adds:  # its backward also accumulates the gradient of the residual stream
+            residual, normed = self._norm(hidden, None)
+            return Stream(hidden, residual, normed)
+        normed = self._norm(hidden)
         return Stream(hidden, normed if self.normed_is_residual else hidden, normed)
 
     def add_and_norm(self, before: Branch, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Stream:
         """Add the output of the branch ``before``, after its dropout, to ``residual`` and normalize by this branch's
         norm. One fused kernel does both if ``before`` has no dropout and the norm is a :class:`StreamNorm`."""
-        if self._norm_adds and isinstance(before.dropout, NoDropout):
-            with self._offload(self.norm):
-                hidden, normed = self.norm(residual, output, **self._cast(residual))
+        if self.norm_adds and isinstance(before.dropout, NoDropout):
+            hidden, normed = self._norm(residual, output)
             return Stream(hidden, hidden, normed)
         return self.enter(before.add(residual, output, ctx))
 
@@ -150,8 +137,9 @@ class Branch:
             output = yield from mixer_segments(self.mixer, stream.normed, ctx)
         else:
             mixer = self.mixer
-            with self._keeping(stream.normed, self.norm, stream.hidden):
-                output = self._run(mixer, stream.normed, *((ctx,) if accepts_context(type(mixer).forward) else ()))
+            with self.kept.layernorm(stream.normed, self.norm, stream.hidden):
+                facts = (ctx,) if accepts_context(type(mixer).forward) else ()
+                output = getattr(self.at, self.name)(mixer, stream.normed, *facts)
         output = output if self.post_norm is None else self.post_norm(output)
         return output if self._multiplier == 1.0 else output * self._multiplier
 

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
-from megatron.core.transformer.recompute import recompute_policy
+from megatron.core.transformer.sites import Sited
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
@@ -38,7 +38,7 @@ class CrossAttentionSubmodules:
     linear_proj: ModuleSpec | Callable[..., object]
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Sited, nn.Module):
     """Cross-attention with its projections, [s, b, h] -> [s, b, h]; reads ``ctx.encoder_output`` [e, b, h] and the
     valid keys in ``ctx.encoder_documents``.
 
@@ -47,6 +47,7 @@ class CrossAttention(nn.Module):
     """
 
     mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
+    calls = ("core_attn",)
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class CrossAttention(nn.Module):
         """Build ``linear_q``, ``linear_kv``, ``core_attention`` (without causality) and ``linear_proj`` from the slots.
         Raises UserError unless the query groups are a multiple of the tensor-parallel size."""
         super().__init__()
+        self.open_sites()
         heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         if kv_groups % groups.tp.size:
             raise UserError(
@@ -82,7 +84,6 @@ class CrossAttention(nn.Module):
         self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, AttnMaskType.padding, attention_type="cross", groups=groups
         )
-        self._run_core = recompute_policy(config, "core_attn")
         self.linear_proj = build_module(
             submodules.linear_proj,
             heads * channels,
@@ -106,5 +107,5 @@ class CrossAttention(nn.Module):
         query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.channels))
         pairs = self.linear_kv(ctx.encoder_output.to(self.dtype))[0].unflatten(-1, (-1, 2, self.channels))
         key, value = pairs.unbind(3)
-        mixed = self._run_core(self.core_attention, query, key, value, ctx)
+        mixed = self.at.core_attn(self.core_attention, query, key, value, ctx)
         return self.linear_proj(mixed)[0]

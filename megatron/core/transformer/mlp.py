@@ -15,15 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fp8.gemms import targets_between
-from megatron.core.fusions.activations import select_activation, select_gated_cast
+from megatron.core.fusions.activations import select_activation
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.mlp_description import describe_mlp
 from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, enter, finish, leave
-from megatron.core.transformer.recompute import activation_output
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
@@ -39,6 +37,7 @@ class MLP(Segmented):
     """Feed-forward network, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism)."""
 
     mixes_tokens = False
+    spans, results = ("_activation",), ("mlp_act",)
 
     def __init__(
         self,
@@ -58,22 +57,12 @@ class MLP(Segmented):
         self.linear_fc1 = build_module(
             submodules.linear_fc1, config.hidden_size, fc1_width, init_method=weight_init(config), **shared
         )
-        self.activation, self._gated_cast = select_activation(config), select_gated_cast(config)
-        self._keeping = activation_output(config)
+        self.activation = select_activation(config)
         self.linear_fc2 = build_module(
             submodules.linear_fc2, width, config.hidden_size, init_method=output_weight_init(config), **shared
         )
 
     describe = staticmethod(describe_mlp)
-
-    def _activate(self, x: Tensor) -> Tensor:
-        """Return the activation of ``x``; with delayed fp8 scales a tensor that carries only fp8 copies for fc2, and in
-        backward for fc1."""
-        if self._gated_cast is not None and x.is_cuda:
-            targets = targets_between(self.linear_fc1, self.linear_fc2, x.device)
-            if targets is not None:
-                return self._gated_cast(x, *targets)
-        return self.activation(x)
 
     @property
     def first_linear(self) -> nn.Module:
@@ -93,8 +82,8 @@ class MLP(Segmented):
         yield
         intermediate, _ = self.linear_fc1(gathering)
         yield
-        activated = self._activate(intermediate)
-        with self._keeping(activated, self.activation, intermediate):
+        activated = self.at._activation(self.activation, intermediate)
+        with self.kept.mlp_act(activated, self.activation, intermediate):
             summing = leave(self.linear_fc2, activated, ctx)
         yield
         return finish(self.linear_fc2, summing, ctx)

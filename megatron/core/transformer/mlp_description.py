@@ -29,13 +29,13 @@ def describe_mlp(config: Config, place: LayerPlace, *, width: int | None = None)
     wide = narrow * (2 if gated else 1)
     fc1 = linear("linear_fc1", (2, width) if gated else (width,), hidden, int(gated), bias=config.add_bias_linear)
     fc2 = linear("linear_fc2", (hidden,), width, 1, bias=config.add_bias_linear)
-    input_of_activation = Saved("input of the activation", wide, ("mlp",))
+    input_of_activation = Saved("input of the activation", wide)
     fc1_op = gemm(fc1[0], config, place.seq_length, gradients=wide, saved=(input_of_activation,))
     # reads and writes of forward and backward pass, in tensors of one width
     passes = 3 + 5 if gated else 2 + 3
     # ReLU goes backward by its output: of the two only one is kept, whichever is not computed again
     output = narrow // item * input_bytes(config)
-    kept = () if config.relu else (Saved("output of the activation", output, ("mlp", "mlp_act")),)
+    kept = () if config.relu else (Saved("output of the activation", output, ("mlp_act",)),)
     activation = Op("activation", "activation", traffic=passes * narrow, gradients=narrow, saved=kept)
     ops = (fc1_op, activation, gemm(fc2[0], config, place.seq_length))
     return Piece("feed-forward", (*fc1, *fc2), ops, settings=SETTINGS)

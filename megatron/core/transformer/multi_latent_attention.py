@@ -37,9 +37,7 @@ from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, build_norm
-from megatron.core.transformer.offload import offload_policy
 from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, finish, leave
-from megatron.core.transformer.recompute import heads_output, recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 Slot = ModuleSpec | Callable[..., object] | None
@@ -75,6 +73,7 @@ class MLASelfAttention(Segmented):
     """Multi-latent self-attention with its projections, [s, b, h] -> [s, b, h]."""
 
     mixes_tokens, layouts = True, ANY_ORDER | CACHED  # core attention exchanges keys
+    calls, spans, results = ("core_attn",), ("qkv_linear", "attn_proj"), ("mla_up_proj",)
 
     def __init__(
         self,
@@ -104,7 +103,6 @@ class MLASelfAttention(Segmented):
             k_channels=self._nope + self._rope,
             v_channels=self._value,
         )
-        self.absorbs = config.fp8 is None  # fp8 layers have their own product
         self.linear_proj = _build(
             submodules.linear_proj,
             config.num_attention_heads * self._value,
@@ -114,9 +112,6 @@ class MLASelfAttention(Segmented):
             bias=config.add_bias_linear,
             groups=groups,
         )
-        self._keeping, self._run_core = heads_output(config), recompute_policy(config, "core_attn")
-        names = "qkv_linear", "core_attn", "attn_proj"
-        self._offload_qkv, self._offload_core, self._offload_proj = (offload_policy(config, name) for name in names)
         self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._group = groups.tp
         # each rank's heads read the one rope key: its gradient is all-reduced (reduce-scattered under sequence
@@ -184,8 +179,7 @@ class MLASelfAttention(Segmented):
         projections and core attention | output projection (start the reduction) | (wait, add the bias). Returns [s, b,
         h]. With ``ctx.overlap`` the latents are all-gathered in one message and saved gathered; else backward repeats
         their all-gathers if it recomputes the heads."""
-        with self._offload_qkv(self):
-            source, rest = self._down(hidden_states)
+        source, rest = self.at.qkv_linear(self._down, hidden_states)
         # contiguous: a saved view would keep the memory of the full tensor
         latent, rope_key = (part.contiguous() for part in rest.split((self._ranks[1], self._rope), dim=-1))
         parts, heads = (source, self.kv_layernorm(latent), rope_key), self._heads
@@ -199,11 +193,10 @@ class MLASelfAttention(Segmented):
             mixed = self._attend_cached(*parts, ctx.layout, ctx)
         else:
             qkv = heads(*parts, ctx)
-            with self._keeping(qkv, heads, *parts, ctx), self._offload_core(self.core_attention):
-                mixed = self._run_core(self.core_attention, *qkv, ctx)
+            with self.kept.mla_up_proj(qkv, heads, *parts, ctx):
+                mixed = self.at.core_attn(self.core_attention, *qkv, ctx)
         yield
-        with self._offload_proj(self.linear_proj):
-            summing = leave(self.linear_proj, mixed, ctx)
+        summing = self.at.attn_proj(leave, self.linear_proj, mixed, ctx)
         yield
         return finish(self.linear_proj, summing, ctx)
 
@@ -242,6 +235,12 @@ class MLASelfAttention(Segmented):
         return layout.attend_latents(core, self, query, latent.unsqueeze(2), rope_key, core.mask(ctx)).flatten(2)
 
     # ---- cached_layout.LatentHeads
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether the products of the up projection can be exchanged with those of attention."""
+        traits = getattr(self.linear_kv_up_proj, "traits", None)
+        return traits is None or traits.gemms.reads_weight
 
     def expand(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [t, b, a, d] and values [t, b, a, e] of gathered latents [t, b, r] and rotated rope keys

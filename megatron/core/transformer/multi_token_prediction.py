@@ -39,7 +39,8 @@ from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import weight_init
 from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.recompute import layer_runs
+from megatron.core.transformer.recompute import Recompute
+from megatron.core.transformer.sites import Run, Sited, call, install
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
@@ -147,7 +148,7 @@ class MultiTokenPredictionBlockSubmodules:
     layer_specs: Sequence[ModuleSpec]
 
 
-class MultiTokenPredictionLayer(nn.Module):
+class MultiTokenPredictionLayer(Sited, nn.Module):
     """One depth: embeddings and hidden states [s, b, h] -> [s, b, h]. ``eh_proj`` is replicated over tensor-parallel
     ranks; under sequence parallelism each projects its own positions.
     """
@@ -177,10 +178,11 @@ class MultiTokenPredictionLayer(nn.Module):
         )
         self.final_layernorm = final
         self.stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
-        self._run = layer_runs(config, 1, groups)[0][0]
+        self.layer_runs: list[tuple[Run, range]] = [(call, range(1))]
+        install(self, [Recompute(config, self, groups)])
 
     def forward(self, embeddings: Tensor, hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
-        return self.final_layernorm(self._run(partial(self._layer, ctx), embeddings, hidden_states))
+        return self.final_layernorm(self.layer_runs[0][0](partial(self._layer, ctx), embeddings, hidden_states))
 
     def _layer(self, ctx: ForwardContext, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
         both = torch.cat((self.enorm(embeddings), self.hnorm(hidden_states)), dim=-1)

@@ -15,22 +15,22 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.core.config.errors import UserError
 from megatron.core.config.memory import IN_FLIGHT, LOADED_AHEAD, RecomputeConfig
 from megatron.core.host_memory import SideStream
+from megatron.core.transformer.sites import Run, Sited, known_sites
 
 _MAX_STORAGE = 4  # sizes of a tensor: queries may be a third of the storage that all heads share
-
-OffloadPolicy = Callable[[nn.Module], AbstractContextManager]
-"""``policy(module)``: context for a call of ``module``, whose parameters always stay on the device."""
 
 
 class Offloaded:
@@ -51,7 +51,7 @@ class Offloaded:
         self.on_device = None
 
     def load(self) -> None:
-        """Start the copy to the device unless the data is there."""
+        """Start the copy to the device unless it has the data."""
         if self.on_device is None:
             self.on_device = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
             # the new memory may still be in use by earlier work of the current stream
@@ -212,29 +212,40 @@ class ActivationOffload:
 _record: ContextVar[ForwardRecord | None] = ContextVar("forward record", default=None)
 
 
-def keep_on_device(module: nn.Module) -> AbstractContextManager:
-    """Context in which tensors are saved as usual."""
-    return nullcontext()
+class Offload:
+    """Policy: what sites in ``offload_modules`` save for backward is moved to the host. Sites outside of a stack's
+    forward pass are not affected. Raises UserError for names that no class in use declares."""
+
+    def __init__(self, config: RecomputeConfig) -> None:
+        self.names = set(config.offload_modules or ()) if config.fine_grained_activation_offloading else set()
+        self.config, known = config, known_sites("calls", "spans")
+        if unknown := sorted(self.names.difference(known)):
+            raise UserError(f"offload_modules {unknown}: choose from {', '.join(known)}")
+
+    def attach(self, owner: Sited) -> None:
+        """Wrap the chosen sites of ``owner``; the forward pass of a stack starts a new record."""
+        for name in self.names.intersection((*owner.calls, *owner.spans)):
+            module = owner if isinstance(owner, nn.Module) else owner.layer  # type: ignore[attr-defined]
+            setattr(owner.at, name, partial(_offloaded, module, getattr(owner.at, name)))
+        if self.names and "_stack" in owner.spans:
+            run = partial(run_offloaded, ActivationOffload(self.config), owner.at._stack)
+            owner.at._stack = run
 
 
-def offload_saved(module: nn.Module) -> AbstractContextManager:
-    """Context in which tensors that ``module`` saves are offloaded, inside of :func:`run_offloaded`."""
+def _offloaded(module: nn.Module, run: Run, function: Callable, *args: object) -> object:
+    """Return ``run(function, *args)``; what it saves is offloaded, except the parameters of ``module``."""
     record = _record.get()
-    return nullcontext() if record is None or not torch.is_grad_enabled() else record.group(module)
+    if record is None or not torch.is_grad_enabled():
+        return run(function, *args)
+    with record.group(module):
+        return run(function, *args)
 
 
-def offload_policy(config: RecomputeConfig, name: str) -> OffloadPolicy:
-    """Return :func:`offload_saved` if ``name`` is in ``offload_modules``, else :func:`keep_on_device`."""
-    wanted = config.fine_grained_activation_offloading and name in (config.offload_modules or ())
-    return offload_saved if wanted else keep_on_device
-
-
-@contextmanager
-def offloading(offload: ActivationOffload | None) -> Iterator[ForwardRecord | None]:
-    """Context of a forward pass of a stack of layers. Yields its record, whose :meth:`ForwardRecord.load_after` takes
-    the result; None without offloading or gradients."""
-    if offload is None or not torch.is_grad_enabled():
-        yield None
-        return
+def run_offloaded(offload: ActivationOffload, run: Run, function: Callable, *args: object) -> Any:
+    """Return ``run(function, *args)``, the output of a stack of layers, as one forward pass of ``offload``."""
+    if not torch.is_grad_enabled():
+        return run(function, *args)
     with offload.forward() as record:
-        yield record
+        output = run(function, *args)
+    record.load_after(output)
+    return output

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.sites import Sited
 
 Result = TypeVar("Result")
 Segments = Generator[None, None, Result]
@@ -46,8 +47,12 @@ def drain(segments: Segments[Result]) -> Result:
             return end.value
 
 
-class Segmented(nn.Module):
+class Segmented(Sited, nn.Module):
     """Layer or mixer that is written as a generator of segments; ``forward`` runs them without interruption."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open_sites()
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Compute ``forward`` as a generator that yields where a collective may be in flight."""

@@ -13,7 +13,6 @@ functions. Gradient hooks and ``main_grad`` see one backward pass, because the g
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -21,26 +20,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.config.errors import UserError
-from megatron.core.config.memory import RECOMPUTED_MODULES, RecomputeConfig
+from megatron.core.config.memory import RecomputeConfig
+from megatron.core.config.model_rules import recomputed_modules
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.tensor_parallel.operators import all_gather_along_first_dim, split_along_first_dim
-
-Run = Callable[..., Any]
-"""``run(function, *args)`` calls ``function(*args)`` with a policy for the activations that it saves for backward."""
-
-
-if sys.version_info >= (3, 11):
-    from operator import call as keep  # adds no frame to traces
-else:
-
-    def keep(function: Callable, *args: object) -> object:
-        """Call ``function`` without recomputation."""
-        return function(*args)
+from megatron.core.transformer.sites import Run, Sited, call, known_sites, sited
 
 
 def recompute(function: Callable, *args: object) -> object:
@@ -124,25 +113,9 @@ def recompute_from_split_input(group: Group, function: Callable, *args: object) 
         return recompute(function, *args)
 
 
-def recomputed_modules(config: RecomputeConfig) -> frozenset[str]:
-    """Return the modules that selective recomputation recomputes: ``recompute_modules``, by default only core_attn.
-    Empty for no or full recomputation. Raises UserError for unknown names."""
-    if config.recompute_granularity != "selective":
-        return frozenset()
-    names = frozenset(("core_attn",) if config.recompute_modules is None else config.recompute_modules)
-    if unknown := sorted(names - set(RECOMPUTED_MODULES)):
-        raise UserError(f"recompute_modules {unknown}: choose from {', '.join(RECOMPUTED_MODULES)}")
-    return names
-
-
-def recompute_policy(config: RecomputeConfig, module: str) -> Run:
-    """Return :func:`recompute` if ``module`` is in ``recompute_modules``, else :func:`keep`."""
-    return recompute if module in recomputed_modules(config) else keep
-
-
 def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) -> list[tuple[Run, range]]:
     """Return (policy, range of layer positions) for each group of a stage's layers, in order. Without full
-    recomputation one group that is kept; ``uniform``: groups of ``recompute_num_layers``; ``block``: that many single
+    recomputation one group that is called; ``uniform``: groups of ``recompute_num_layers``; ``block``: that many single
     layers, then one group of the rest, possibly empty, that is kept. ``distribute_saved_activations`` with TP saves
     split inputs.
 
@@ -150,7 +123,7 @@ def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) 
         UserError: full recomputation without a method or with fewer than 1 layer.
     """
     if config.recompute_granularity != "full":
-        return [(keep, range(num_layers))]
+        return [(call, range(num_layers))]
     count = config.recompute_num_layers
     if config.recompute_method is None or count is None or count < 1:
         raise UserError("recompute_granularity 'full' needs recompute_method and recompute_num_layers of at least 1")
@@ -160,7 +133,7 @@ def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) 
     if config.recompute_method == "uniform":
         return [(run, range(first, min(first + count, num_layers))) for first in range(0, num_layers, count)]
     count = min(count, num_layers)
-    return [*((run, range(index, index + 1)) for index in range(count)), (keep, range(count, num_layers))]
+    return [*((run, range(index, index + 1)) for index in range(count)), (call, range(count, num_layers))]
 
 
 class _Recipe(NamedTuple):
@@ -170,12 +143,6 @@ class _Recipe(NamedTuple):
     argument: Tensor
     shape: torch.Size
     """Shape in which the tensor was saved: linear layers may flatten their input."""
-
-
-OutputPolicy = Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], AbstractContextManager]
-"""``policy(output, function, argument)``, with output = ``function(argument)``: context that decides what the
-operations inside save for ``output``.
-"""
 
 
 def discard_output(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
@@ -199,11 +166,6 @@ def discard_output(output: Tensor, function: Callable[[Tensor], Tensor], argumen
             return kept.function(kept.argument).view(kept.shape)
 
     return saved_tensors_hooks(pack, unpack)
-
-
-def save_output(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
-    """Context in which operations save ``output`` as usual."""
-    return nullcontext()
 
 
 class _LazyOutputs:
@@ -240,10 +202,6 @@ class _View(NamedTuple):
     strides: tuple[int, ...]
 
 
-OutputsPolicy = Callable[..., AbstractContextManager]
-"""``policy(outputs, function, *arguments)``, with outputs = ``function(*arguments)``; see :data:`OutputPolicy`."""
-
-
 def discard_outputs(
     outputs: Sequence[Tensor], function: Callable[..., Sequence[Tensor]], *arguments: object
 ) -> AbstractContextManager:
@@ -262,24 +220,31 @@ def discard_outputs(
     return saved_tensors_hooks(pack, lambda kept: kept.of.give(kept) if isinstance(kept, _View) else kept)
 
 
-def save_outputs(outputs: Sequence[Tensor], *recipe: object) -> AbstractContextManager:
-    """Context in which operations save ``outputs`` as usual."""
-    return nullcontext()
+def discard(result: Tensor | Sequence[Tensor], function: Callable, *args: Any) -> AbstractContextManager:
+    """Context in which operations save a recipe instead of ``result`` = ``function(*args)``, one tensor or several."""
+    if isinstance(result, Tensor):
+        return discard_output(result, function, *args)
+    return discard_outputs(result, function, *args)
 
 
-def heads_output(config: RecomputeConfig) -> OutputsPolicy:
-    """Return the policy for the heads that multi-latent attention computes from its latents."""
-    return discard_outputs if "mla_up_proj" in recomputed_modules(config) else save_outputs
+class Recompute:
+    """Policy: sites in ``recompute_modules`` run again in backward; with full granularity groups of layers do.
 
+    Raises UserError for names that neither the classes in use nor a branch of ``stack`` declare."""
 
-def norm_output(config: RecomputeConfig) -> OutputPolicy:
-    """Return the policy for the output of a branch's norm."""
-    return discard_output if "layernorm" in recomputed_modules(config) else save_output
+    def __init__(self, config: RecomputeConfig, stack: nn.Module, groups: ProcessGroups) -> None:
+        self.config, self.groups = config, groups
+        names = recomputed_modules(config)
+        known = known_sites("calls", "results", owners=sited(stack))
+        if unknown := sorted(names.difference(known)):
+            raise UserError(f"recompute_modules {unknown}: choose from {', '.join(known)}")
+        self.names = names - {f"{name}_act" for name in names}  # the output inside of a network that is recomputed
 
-
-def activation_output(config: RecomputeConfig, module: str = "mlp") -> OutputPolicy:
-    """Return the policy for the output of a feed-forward activation. It is saved if the whole network ``module`` (its
-    name in ``recompute_modules``) is recomputed.
-    """
-    modules = recomputed_modules(config)
-    return discard_output if f"{module}_act" in modules and module not in modules else save_output
+    def attach(self, owner: Sited) -> None:
+        """Replace the chosen sites of ``owner``, and ``layer_runs`` of a stack."""
+        for name in self.names.intersection(owner.calls):
+            setattr(owner.at, name, recompute)
+        for name in self.names.intersection(owner.results):
+            setattr(owner.kept, name, discard)
+        if hasattr(owner, "layer_runs"):
+            owner.layer_runs = layer_runs(self.config, len(owner.layer_runs[-1][1]), self.groups)

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fp8.recipe import install_fp8
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.stages import layer_branch_costs, layer_parts
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.offload import ActivationOffload, offloading
 from megatron.core.transformer.overlap import run_two_batch_overlap
-from megatron.core.transformer.recompute import layer_runs
+from megatron.core.transformer.policies import install_policies
+from megatron.core.transformer.sites import Run, Sited, call
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import layer_branches
 
@@ -72,13 +71,15 @@ def layer_specs(spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int) 
     return spec.layer_specs
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(Sited, nn.Module):
     """The layers of this stage, [s, b, h] -> [s, b, h], cast to ``stream_dtype`` first. ``branches`` is the stage's
     range of branches, counted from 0 over all layers (None: all); indices outside this stack belong to another stack.
 
     ``spec`` is one spec for every layer, or ``TransformerBlockSubmodules``. The stack has ``num_layers`` layers (None:
     ``config.num_layers``), numbered from ``first_number``: a second stack continues the numbers of the first.
     """
+
+    spans = ("_stack",)
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class TransformerBlock(nn.Module):
         the final norm. Raises UserError for a block spec of another number of layers or, under context parallelism, a
         layer class without a declared layout."""
         super().__init__()
+        self.open_sites()
         specs = layer_specs(spec, num_layers or config.num_layers)
         names = branch_names(specs, config.use_parallel_residual)
         branches = layer_branch_costs(range(len(specs)), names) if branches is None else branches
@@ -104,14 +106,13 @@ class TransformerBlock(nn.Module):
             number = part.layer + first_number
             layer = build_token_mixer(specs[part.layer], config, layer_number=number, groups=groups, **held)
             self.layers.append(layer, part.layer)
-        self._runs = layer_runs(config, len(self.layers), groups)
-        """Recomputation policy and layer positions of each group of layers."""
-        self._offload = ActivationOffload(config) if config.fine_grained_activation_offloading else None
+        self.layer_runs: list[tuple[Run, range]] = [(call, range(len(self.layers)))]
+        """How each group of layers, by position, is called."""
         self.final_layernorm = None
         if post_layer_norm:
             norm = build_norm if isinstance(spec, ModuleSpec) else spec.layer_norm
             self.final_layernorm = build_module(norm, config, config.hidden_size, config.norm_epsilon, groups=groups)
-        self.fp8 = install_fp8(self, config, len(specs), groups)
+        self.fp8 = install_policies(self, config, len(specs), groups)
         """Scales and recipe of fp8 layers; None without fp8."""
         self._overlaps = overlaps(config, groups) and all(getattr(layer, "overlaps", False) for layer in self.layers)
         self.stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
@@ -119,13 +120,13 @@ class TransformerBlock(nn.Module):
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         """Cast to ``stream_dtype``, run this stage's layers by their recomputation policies, and apply the final norm
         if this stage has it."""
-        hidden_states = hidden_states.to(self.stream_dtype)
-        with offloading(self._offload) as record:
-            for run, positions in self._runs:
-                hidden_states = run(partial(self._through, positions, ctx), hidden_states)
-        if record is not None:
-            record.load_after(hidden_states)
+        hidden_states = self.at._stack(self._through_stack, hidden_states.to(self.stream_dtype), ctx)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+
+    def _through_stack(self, hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
+        for run, positions in self.layer_runs:
+            hidden_states = run(partial(self._through, positions, ctx), hidden_states)
+        return hidden_states
 
     def _through(self, positions: range, ctx: ForwardContext, hidden_states: Tensor) -> Tensor:
         """Run the layers at ``positions`` of this stage, with two-batch overlap if it is configured, every layer

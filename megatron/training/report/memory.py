@@ -363,7 +363,7 @@ def _offloaded_bytes(cfg: PretrainConfig, branch: Piece) -> float:
     if not model.fine_grained_activation_offloading:
         return 0.0
     least = model.min_offloaded_tensor_size * activation_bytes(model) / _tokens(cfg)
-    saved = [each for op in branch.ops for each in op.saved if each.offload in (model.offload_modules or ())]
+    saved = [each for op in branch.ops for each in op.saved if set(each.offload) & set(model.offload_modules or ())]
     return model.activation_offload_fraction * sum(
         each.bytes for each in saved if each.bytes >= least and not recomputed.intersection(each.modules)
     )

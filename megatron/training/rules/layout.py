@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from megatron.core.config.cli import Problem
-from megatron.core.config.memory import RECOMPUTED_MODULES
 from megatron.core.config.problems import Problems, missing, nearest_multiples, problem
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -70,15 +69,11 @@ def full_recomputation_settings(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "recompute_activations", "contradicts --recompute-granularity full", "choose one")
 
 
-def recompute_modules_known(cfg: PretrainConfig) -> Problems:
-    """Reject --recompute-modules without --recompute-granularity selective, and names that are not in
-    ``RECOMPUTED_MODULES``. One problem lists all unknown names."""
-    known = ", ".join(RECOMPUTED_MODULES)
+def recompute_modules_are_selective(cfg: PretrainConfig) -> Problems:
+    """Reject --recompute-modules without --recompute-granularity selective."""
     if cfg.model.recompute_modules is not None and cfg.model.recompute_granularity != "selective":
         reason = "requires --recompute-granularity selective"
         yield problem(cfg, "recompute_modules", reason, "add it, or remove both")
-    if unknown := [name for name in cfg.model.recompute_modules or () if name not in RECOMPUTED_MODULES]:
-        yield problem(cfg, "recompute_modules", f"{', '.join(unknown)} not available", f"choose from {known}")
 
 
 def distributed_saved_activations(cfg: PretrainConfig) -> Problems:

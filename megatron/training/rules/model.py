@@ -108,13 +108,11 @@ def latent_attention_positions(cfg: PretrainConfig) -> Problems:
 
 
 def latent_settings_need_latent_attention(cfg: PretrainConfig) -> Problems:
-    """Without --multi-latent-attention, reject ``mla_up_proj`` in --recompute-modules and a --rope-type that differs
+    """Without --multi-latent-attention, reject a --rope-type that differs
     from --position-embedding-type."""
     model = cfg.model
     if model.multi_latent_attention:
         return
-    if "mla_up_proj" in (model.recompute_modules or ()):
-        yield problem(cfg, "recompute_modules", "mla_up_proj needs --multi-latent-attention", "remove it")
     if model.rope_type is not None and model.rope_type != cfg.embeddings.position_embedding_type:
         fix = f"--position-embedding-type {model.rope_type}"
         yield problem(cfg, "rope_type", "requires --multi-latent-attention, or an equal --position-embedding-type", fix)

@@ -26,6 +26,7 @@ from megatron.training.rules import (
     training,
     variable_lengths,
 )
+from megatron.training.rules.sites import sites_exist
 
 RULES = collect_rules(
     model,
@@ -48,5 +49,5 @@ RULES = collect_rules(
 def check(cfg: PretrainConfig) -> list[Problem]:
     """Return all problems of a resolved configuration; an empty list means that it can run."""
     rules = [*RULES, *collect_rules(data)] if cfg.needs_data else RULES
-    problems = [problem for rule in rules for problem in rule(cfg)]
+    problems = [problem for rule in rules for problem in rule(cfg)] or list(sites_exist(cfg))  # needs valid sizes
     return list({str(problem): problem for problem in problems}.values())

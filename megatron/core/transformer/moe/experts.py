@@ -26,21 +26,22 @@ from megatron.core.tensor_parallel.batch_invariant import multiply_experts
 from megatron.core.tensor_parallel.grouped_linear import GROUPED, LOOP, GroupedLinear, GroupedProducts
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
-from megatron.core.transformer.offload import offload_policy
-from megatron.core.transformer.recompute import activation_output
+from megatron.core.transformer.sites import Sited
 
 
-class SequentialExperts(nn.Module):
+class SequentialExperts(Sited, nn.Module):
     """Experts computed one at a time: rows [r, h], ends int32 [e], weights [r] -> [r, h]. Input and output rows after
     the last end are undefined.
     """
 
     products = LOOP
+    spans, results = ("expert_fc1", "moe_act"), ("moe_act",)
 
     def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
         """Build ``linear_fc1`` and ``linear_fc2`` of all local experts, of width ``moe_ffn_hidden_size`` per full
         expert (fc1 doubled for gated activations), with the GEMMs of ``products``."""
         super().__init__()
+        self.open_sites()
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         assert width is not None and hidden is not None
         products = self.products
@@ -53,15 +54,11 @@ class SequentialExperts(nn.Module):
             width, hidden, init_method=output_weight_init(config), splits_input=True, **shared
         )
         self.activation = select_weighted_activation(config)
-        self._keeping = activation_output(config, "moe")
-        self._offload_fc1, self._offload_act = (offload_policy(config, name) for name in ("expert_fc1", "moe_act"))
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
-        with self._offload_fc1(self.linear_fc1):
-            intermediate = self.linear_fc1(rows, ends)
-        with self._offload_act(self.linear_fc1):
-            activated = self.activation(intermediate, weights)
-        with self._keeping(activated, lambda x: self.activation(x, weights), intermediate):
+        intermediate = self.at.expert_fc1(self.linear_fc1, rows, ends)
+        activated = self.at.moe_act(self.activation, intermediate, weights)
+        with self.kept.moe_act(activated, lambda x: self.activation(x, weights), intermediate):
             return self.linear_fc2(activated, ends, weights)
 
 

@@ -85,9 +85,9 @@ def _experts(config: Config, place: LayerPlace) -> Piece:
     passes = 3 + 5 if gated else 2 + 3
     ops = (
         Op("other", "permutation", traffic=4.0 * rows * hidden * item, gradients=rows * hidden * item,
-           saved=(Saved("rows", rows * hidden * item * kept, ("moe",), "expert_fc1"),)),
+           saved=(Saved("rows", rows * hidden * item * kept, ("moe",), ("expert_fc1",)),)),
         Op("gemm", "linear_fc1", up * flops, gemm=(up * width // split, hidden), gradients=up * narrow,
-           saved=(Saved("input of the activation", up * narrow, ("moe",), "moe_act"),)),
+           saved=(Saved("input of the activation", up * narrow, ("moe",), ("moe_act",)),)),
         Op("activation", "activation", traffic=passes * narrow, gradients=narrow,
            saved=(Saved("output of the activation", narrow * kept, ("moe", "moe_act")),)),
         Op("gemm", "linear_fc2", flops, gemm=(hidden, width // split)),
@@ -101,6 +101,7 @@ def _shared_expert(config: Config, place: LayerPlace) -> Piece:
     """Describe the shared expert: an MLP of ``moe_shared_expert_intermediate_size`` under ``shared_experts.``, and with
     ``moe_shared_expert_gate`` its gate weight [1, hidden] and GEMM."""
     mlp = describe_mlp(config, place, width=config.moe_shared_expert_intermediate_size).under("shared_experts.")
+    mlp = mlp.inside("shared_experts")
     if not config.moe_shared_expert_gate:
         return mlp
     gate = Op("gemm", "gate", 2.0 * place.seq_length * config.hidden_size, gemm=(1, config.hidden_size))

@@ -31,7 +31,7 @@ from megatron.core.transformer.moe.moe_description import describe_moe
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExperts
 from megatron.core.transformer.overlap import Segments, drain, mixer_segments
-from megatron.core.transformer.recompute import recompute_policy
+from megatron.core.transformer.sites import Sited
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
@@ -46,12 +46,13 @@ class MoESubmodules:
     """None: grouped GEMMs, or one expert at a time with ``moe_fusion=False``."""
 
 
-class MoELayer(nn.Module):
+class MoELayer(Sited, nn.Module):
     """MoE layer, [s, b, h] -> [s, b, h]; collective over the joint EP and ETP group, also in backward. Tensor
     parallelism requires sequence parallelism, so that each rank routes different tokens; UserError otherwise.
     """
 
     mixes_tokens, layouts = True, ANY_ORDER | CACHED  # the router's balance depends on all tokens of a sequence
+    calls = ("moe", "shared_experts")
 
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int = 1, *, groups: ProcessGroups
@@ -60,6 +61,7 @@ class MoELayer(nn.Module):
         ``submodules.experts`` None: grouped GEMMs, or one expert at a time without ``moe_fusion``. Raises UserError
         with tensor but without sequence parallelism."""
         super().__init__()
+        self.open_sites()
         if groups.tp.size > 1 and not config.sequence_parallel:  # else every rank would route and count the same tokens
             raise UserError("num_moe_experts with tensor parallelism needs sequence_parallel")
         self.router = build_module(submodules.router, config, layer_number=layer_number, groups=groups)
@@ -69,7 +71,6 @@ class MoELayer(nn.Module):
         self.shared_experts: SharedExperts | None = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = SharedExperts(config, submodules.shared_experts, groups=groups)
-        self._run, self._run_shared = recompute_policy(config, "moe"), recompute_policy(config, "shared_experts")
         self._overlaps_shared = config.moe_shared_expert_overlap and self.shared_experts is not None
         self._tokens_stand_alone = not depends_on_micro_batch(config)
 
@@ -78,10 +79,10 @@ class MoELayer(nn.Module):
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         """Route, dispatch, compute and combine, recomputed together with ``moe`` in ``recompute_modules``; add the
         shared experts' output, which has a separate policy."""
-        output = self._run(lambda x: drain(self._through_experts(x, ctx)), hidden_states)
+        output = self.at.moe(lambda x: drain(self._through_experts(x, ctx)), hidden_states)
         if self.shared_experts is None or self._overlaps_shared:
             return output
-        return output + self._run_shared(self.shared_experts, hidden_states)
+        return output + self.at.shared_experts(self.shared_experts, hidden_states)
 
     @property
     def overlaps(self) -> bool:
@@ -102,7 +103,7 @@ class MoELayer(nn.Module):
         routing = self.router(hidden_states, ctx)
         dispatching = self.dispatcher.start_dispatch(hidden_states.flatten(0, 1), routing)
         # the shared expert overlaps with the dispatch, in backward too (autograd_handle.py)
-        shared = self._run_shared(self.shared_experts, hidden_states) if self._overlaps_shared else None
+        shared = self.at.shared_experts(self.shared_experts, hidden_states) if self._overlaps_shared else None
         yield
         dispatched = dispatching()
         rows = self.experts(dispatched.rows, dispatched.ends, dispatched.weights)

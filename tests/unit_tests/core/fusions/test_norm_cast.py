@@ -16,7 +16,7 @@ from megatron.core.fusions.fp8_cast import E4M3, CastTarget, Scale, carried, cas
 from megatron.core.fusions.residual_norm import NormTraits, normalize_plain, normalize_triton
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.branch import Branch
+from megatron.core.transformer import policies
 from megatron.core.transformer.norm import StreamNorm
 from megatron.core.transformer.overlap import input_reader
 from tests.test_utils.kernels import DEVICE, filled
@@ -124,7 +124,12 @@ def on_kernels(model):
 def targets(model):
     """Whether each branch's norm casts its output, in order."""
     hidden = SimpleNamespace(is_cuda=True, device=next(model.parameters()).device)
-    return [bool(branch._cast(hidden)) for layer in model.decoder.layers for branch in layer.branches]
+    return [
+        not branch.at.is_plain(branch.norm_site)
+        and policies._target_of_mixer(branch, branch.norm, hidden) is not None
+        for layer in model.decoder.layers
+        for branch in layer.branches
+    ]
 
 
 MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_layer_freq": [0, 1]}
@@ -180,7 +185,8 @@ def train(model, *, casts):
     history = model.decoder.fp8.history
     for layer in model.decoder.layers:
         for branch in layer.branches:
-            branch._may_cast = casts
+            if not casts:
+                branch.at.clear(branch.norm_site)
     for _ in range(3):
         model.zero_grad()
         x = filled(32, 2, 128, dtype=torch.bfloat16).to(DEVICE).requires_grad_()
@@ -195,14 +201,17 @@ def train(model, *, casts):
 @pytest.mark.parametrize("settings", [{}, {"add_bias_linear": True, "normalization": "LayerNorm"}])
 def test_layers_train_as_with_separate_casts(settings, monkeypatch):
     """Equal outputs, gradients and recorded magnitudes; the first step has no scale yet."""
-    counted, original, cast = [], PerTensorGemms._cast, Branch._cast
+    counted, original, target = [], PerTensorGemms._cast, policies._target_of_mixer
     monkeypatch.setattr(
         PerTensorGemms, "_cast", lambda self, x, row, *rest, **options:
         counted.append(row) or original(self, x, row, *rest, **options),
     )  # fmt: skip
     if DEVICE == "cpu":  # kernels in the interpreter
         monkeypatch.setattr(ByDevice, "__call__", lambda self, x, *inputs: self.kernel(x, *inputs))
-        monkeypatch.setattr(Branch, "_cast", lambda self, x: cast(self, SimpleNamespace(is_cuda=True, device=x.device)))
+        monkeypatch.setattr(
+            policies, "_target_of_mixer",
+            lambda branch, norm, x: target(branch, norm, SimpleNamespace(is_cuda=True, device=x.device)),
+        )  # fmt: skip
     results, casts_made = [], []
     for casts in (False, True):
         model = build(**settings).to(DEVICE)

@@ -8,15 +8,17 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.config.cli import ConfigError
-from megatron.core.config.memory import IN_FLIGHT, OFFLOADED_MODULES, RecomputeConfig
+from megatron.core.config.errors import UserError
+from megatron.core.config.memory import IN_FLIGHT, RecomputeConfig
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.transformer import offload
-from megatron.core.transformer.offload import ActivationOffload, offload_policy, offloading
+from megatron.core.transformer.offload import ActivationOffload, Offload, run_offloaded
+from megatron.core.transformer.sites import Sited, call
 from tests.test_utils.lazy_streams import LazyStream
 from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
 
-DENSE = [name for name in OFFLOADED_MODULES if name not in ("expert_fc1", "moe_act")]
+DENSE = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 NETWORK = {"num_layers": 3, "swiglu": True, "normalization": "RMSNorm", "qk_layernorm": True, "num_query_groups": 2}
 EXPERTS = {**NETWORK, "num_moe_experts": 4, "moe_ffn_hidden_size": 24}
 LATENT = {
@@ -31,8 +33,20 @@ VARIANTS = {
     "attention": ({**NETWORK, "attention_backend": "unfused"}, {"offload_modules": ["core_attn", "attn_proj"]}),
     "recomputed": (NETWORK, {"offload_modules": ["attn_norm", "attn_proj", "mlp_norm"], **RECOMPUTED}),
     "latent": (LATENT, {"offload_modules": DENSE}),
-    "experts": (EXPERTS, {"offload_modules": list(OFFLOADED_MODULES)}),
+    "experts": (EXPERTS, {"offload_modules": [*DENSE, "expert_fc1", "moe_act"]}),
 }
+
+
+class SitedLinear(Sited, nn.Linear):
+    spans = ("attn_norm",)
+
+
+def sited_linear():
+    """A linear layer [6, 6] that offloads at its site, and the state of its stack."""
+    config, module = RecomputeConfig(**ON, offload_modules=["attn_norm"]), SitedLinear(6, 6)
+    module.open_sites()
+    Offload(config).attach(module)
+    return module, ActivationOffload(config)
 
 
 def forward(overrides, **more):
@@ -151,8 +165,7 @@ def test_small_tensors_and_calls_beyond_the_fraction_stay(monkeypatch, flags):
 
 def test_parameters_changed_tensors_and_parts_of_large_tensors_stay_or_are_copied_anew():
     """Autograd still sees what it saved: views of other memory, and a tensor that is changed between two saves."""
-    config = RecomputeConfig(**ON, offload_modules=["attn_norm"])
-    policy, stack, module = offload_policy(config, "attn_norm"), ActivationOffload(config), nn.Linear(6, 6)
+    module, stack = sited_linear()
     seen = []
 
     def function(x):
@@ -161,18 +174,16 @@ def test_parameters_changed_tensors_and_parts_of_large_tensors_stay_or_are_copie
         for factor in (1.0, 2.0):
             buffer[:4].copy_(x.detach() * factor)
             whole = buffer[:4].clone()
-            with policy(module):
-                total = total + (module(x) * buffer[:4].clone()).sum() + (x * whole).sum() + (x * x).sum()
+            total = total + module.at.attn_norm(
+                lambda whole: (module(x) * buffer[:4].clone()).sum() + (x * whole).sum() + (x * x).sum(), whole
+            )
             seen.append(len(stack._in_flight))
         return total.expand(1)
 
     found = []
     for each in (stack, None):
         x = torch.arange(24.0).view(4, 6).requires_grad_()
-        with offloading(each) as record:
-            output = function(x)
-        if record is not None:
-            record.load_after(output)
+        output = function(x) if each is None else run_offloaded(each, call, function, x)
         output.sum().backward()
         found.append((x.grad, module.weight.grad.clone()))
         module.zero_grad()
@@ -181,21 +192,20 @@ def test_parameters_changed_tensors_and_parts_of_large_tensors_stay_or_are_copie
 
 def test_a_tensor_changed_in_place_between_two_saves_is_stored_twice():
     """Autograd does not check versions of tensors with hooks. Later groups release the device memory of both saves."""
-    config = RecomputeConfig(**ON, offload_modules=["attn_norm"])
-    policy, stack, module = offload_policy(config, "attn_norm"), ActivationOffload(config), nn.Linear(6, 6)
+    module, stack = sited_linear()
     x = torch.arange(24.0).view(4, 6).requires_grad_()
     buffer = torch.arange(24.0).view(4, 6).flip(0) + 0.5
     first = buffer.clone()
-    with offloading(stack) as record:
-        with policy(module):
-            output = (x * buffer).sum()
+
+    def function():
+        output = module.at.attn_norm(lambda: (x * buffer).sum())
         buffer.mul_(3.0)
-        with policy(module):
-            output = output + (x * buffer).sum()
+        output = output + module.at.attn_norm(lambda: (x * buffer).sum())
         for _ in range(IN_FLIGHT + 1):
-            with policy(module):
-                output = output + (x * torch.ones(4, 6)).sum()
-    record.load_after(output)
+            output = output + module.at.attn_norm(lambda: (x * torch.ones(4, 6)).sum())
+        return output
+
+    output = run_offloaded(stack, call, function)
     output.backward()
     assert torch.equal(x.grad, first + 3 * first + IN_FLIGHT + 1)
 
@@ -220,7 +230,6 @@ def test_micro_batches_in_flight_are_kept_apart(gloo_pool):
 @pytest.mark.parametrize("flags, message", [
     ({"offload_modules": ["core_attn"]}, "offload_modules .*: requires fine_grained_activation_offloading"),
     ({**ON}, "fine_grained_activation_offloading: requires offload_modules"),
-    ({**ON, "offload_modules": ["mlp"]}, "mlp not available; choose from attn_norm"),
     ({**ON, "offload_modules": ["moe_act"]}, "moe_act requires"),
     ({**ON, "offload_modules": ["attn_proj"]}, "add core_attn"),
     ({**ON, "offload_modules": ["core_attn"], "recompute_granularity": "selective"}, "core_attn discards"),
@@ -231,6 +240,11 @@ def test_micro_batches_in_flight_are_kept_apart(gloo_pool):
 def test_bad_settings_are_rejected(flags, message):
     with pytest.raises(ConfigError, match=message):
         TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, **flags)
+
+
+def test_unknown_sites_are_listed_when_the_model_is_built():
+    with pytest.raises(UserError, match=r"offload_modules \['mlps'\]: choose from .*attn_proj, core_attn, expert_fc1"):
+        build(SINGLE_PROCESS, {}, num_layers=1, **ON, offload_modules=["mlps"])
 
 
 @pytest.fixture

@@ -13,14 +13,13 @@ from megatron.core import parallel_state
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.transformer.recompute import (
+    Recompute,
     choose,
-    keep,
     layer_runs,
     recompute,
     recompute_from_split_input,
-    recompute_policy,
-    recomputed_modules,
 )
+from megatron.core.transformer.sites import Sited, call
 from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
 
 NETWORK = {
@@ -143,12 +142,24 @@ def drawn(make_run, device):
     return y.detach(), x.grad, module.weight.grad, torch.rand(2), torch.rand(2, device=device)
 
 
+class Owner(Sited, torch.nn.Module):
+    calls = ("core_attn", "mlp", "moe", "shared_experts")
+
+
+def attached(config, name):
+    """The site ``name`` with the policy of ``config``."""
+    owner = Owner()
+    owner.open_sites()
+    Recompute(config, owner, SINGLE_PROCESS).attach(owner)
+    return getattr(owner.at, name)
+
+
 RUNS = {
     "recompute": lambda: recompute,
     **{f"full, {method}": lambda method=method: layer_runs(
         RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=1), 1,
         SINGLE_PROCESS)[0][0] for method in ("uniform", "block")},
-    **{name: lambda name=name: recompute_policy(
+    **{name: lambda name=name: attached(
         RecomputeConfig(recompute_granularity="selective", recompute_modules=[name]), name)
        for name in ("core_attn", "mlp", "moe", "shared_experts")},
 }  # fmt: skip
@@ -158,15 +169,15 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_what_a_users_module_draws_is_drawn_again(name, device):
     """Its gradient uses the forward pass's random numbers, and the generators' next numbers do not change."""
-    assert RUNS[name]() is not keep
-    expected, found = drawn(lambda: keep, device), drawn(RUNS[name], device)
+    assert RUNS[name]() is not call
+    expected, found = drawn(lambda: call, device), drawn(RUNS[name], device)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def _drawn_on_ranks(rank, world_size):
     groups = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     split = drawn(lambda: partial(recompute_from_split_input, groups.tp), "cpu")
-    return all(torch.equal(one, other) for one, other in zip(split, drawn(lambda: keep, "cpu"), strict=True))
+    return all(torch.equal(one, other) for one, other in zip(split, drawn(lambda: call, "cpu"), strict=True))
 
 
 def test_what_a_users_module_draws_is_drawn_again_from_split_input(gloo_pool):
@@ -176,19 +187,19 @@ def test_what_a_users_module_draws_is_drawn_again_from_split_input(gloo_pool):
 def test_layers_run_in_the_groups_that_were_asked_for():
     def positions(method, count, num_layers):
         config = RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=count)
-        return [(run is not keep, list(layers)) for run, layers in layer_runs(config, num_layers, SINGLE_PROCESS)]
+        return [(run is not call, list(layers)) for run, layers in layer_runs(config, num_layers, SINGLE_PROCESS)]
 
     assert positions("uniform", 2, 5) == [(True, [0, 1]), (True, [2, 3]), (True, [4])]
     assert positions("block", 2, 4) == [(True, [0]), (True, [1]), (False, [2, 3])]
     assert positions("block", 9, 1) == [(True, [0]), (False, [])]
-    assert layer_runs(RecomputeConfig(), 3, SINGLE_PROCESS) == [(keep, range(3))]
+    assert layer_runs(RecomputeConfig(), 3, SINGLE_PROCESS) == [(call, range(3))]
 
 
 def test_incomplete_settings_are_refused():
     with pytest.raises(ValueError, match="recompute_num_layers"):
         layer_runs(RecomputeConfig(recompute_granularity="full"), 2, SINGLE_PROCESS)
-    with pytest.raises(ValueError, match=r"\['mlps'\]: choose from core_attn, mlp, layernorm"):
-        recomputed_modules(RecomputeConfig(recompute_granularity="selective", recompute_modules=["mlps"]))
+    with pytest.raises(ValueError, match=r"\['mlps'\]: choose from core_attn, .*mlp, "):
+        attached(RecomputeConfig(recompute_granularity="selective", recompute_modules=["mlps"]), "mlp")
 
 
 def test_each_recomputation_replays_the_choices_of_the_first_pass():
