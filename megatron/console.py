@@ -160,7 +160,7 @@ def pretrain(arguments: Sequence[str]) -> int:
                 return 0
         finally:
             del os.environ["WORLD_SIZE"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    launcher = ["-m", "megatron.training.start.torchrun", "--standalone", f"--nproc_per_node={count}"]
     sys.stdout.flush()
     return os.execv(sys.executable, [sys.executable, *launcher, "-m", "megatron", "pretrain", name, *flags])
 

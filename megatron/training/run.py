@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import UserError, call_all
-from megatron.core.dist_checkpointing.exchange import together
+from megatron.core.dist_checkpointing.exchange import from_first_rank, together
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
@@ -133,8 +133,8 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
         tokenizer = _checked_inputs(cfg, groups.world)
         log_environment()
         log_arguments(cfg)
-        if cfg.checkpoint.save and groups.world.rank == 0:
-            write_settings(cfg.flat, cfg.checkpoint.save)
+        if cfg.checkpoint.save:
+            from_first_rank(partial(write_settings, cfg.flat, cfg.checkpoint.save), groups.world)
         task = make_task(cfg, tokenizer)
         try:
             parts = build_components(cfg, task, groups)

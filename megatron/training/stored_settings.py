@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.attention.description import SETTINGS as ATTENTION_SETTINGS
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
 from megatron.core.models.family import ModelFamily
 from megatron.core.models.registry import default_family, families, known_family
+from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
 from megatron.data.sidecar import same_tokenizer
@@ -201,6 +203,21 @@ def misfits(cfg: PretrainConfig, tokenizer: Tokenizer | None, *, consistent: boo
         yield str(error)
     if tokenizer is not None and not weights_only:
         yield from other_tokenizer(objects.get("tokenizer"), tokenizer.fingerprint, directory)
+    if consistent and not (weights_only or cfg.validation.skip_train or cfg.checkpoint.no_load_optim):
+        yield from _other_schedule(objects, cfg)
+
+
+def _other_schedule(objects: Mapping[str, Any], cfg: PretrainConfig) -> Iterator[str]:
+    """Yield the problem that the checkpoint's learning rate schedule differs and no flag selects one."""
+    flat = cfg.flat
+    if "optimizer" in objects and not (flat.use_checkpoint_opt_param_scheduler or flat.override_opt_param_scheduler):
+        try:
+            scheduler = get_optimizer_param_scheduler(flat, SimpleNamespace(param_groups=[]))
+            scheduler.load_state_dict(objects["scheduler"], objects["train_state"]["consumed_train_samples"])
+        except UserError as error:
+            yield str(error)
+        except (KeyError, TypeError, ValueError):  # damage, which the load reports
+            return
 
 
 def _named_checkpoint(folder: str | None, step: int | None) -> str | None:

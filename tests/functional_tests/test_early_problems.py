@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megatron.core.dist_checkpointing import manifest
+from megatron.core.schedules.learning_rate import schedule_plan
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.stored_settings import config_to_dict
@@ -94,8 +96,29 @@ def test_a_checkpoint_that_does_not_fit_is_found_without_torch(problems_of, tmp_
     assert all(each in errors for each in expected) and f"{len(expected)} problem" in errors, errors
 
 
+PLAN = schedule_plan(validate_args(parse_args(f"{TINY} {NULL} --mock-data".split()), 1).flat)
+STATE = {
+    "scheduler": {**asdict(PLAN), "num_steps": 4}, "train_state": {"consumed_train_samples": 4}, "optimizer": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("--train-iters 8", "--lr-decay-iters: the learning rate now decays over 16 samples, in the checkpoint over 8"),
+    ("--lr 2e-3", "the learning rate schedule differs from the checkpoint's (max_lr: checkpoint 0.001, now 0.002)"),
+])  # fmt: skip
+def test_another_schedule_is_found_without_torch(problems_of, tmp_path, flags, expected):
+    write_checkpoint(tmp_path / "a", "", **STATE)
+    errors = problems_of(f"{NULL} --mock-data --load a {flags}")
+    assert expected in errors and "1 problem" in errors, errors
+
+
 @pytest.mark.parametrize("stored, flags, iteration", [
     ("", "--load a", 3),
+    ("", "--load a --train-iters 8 --override-opt_param-scheduler", 3),
+    ("", "--load a --train-iters 8 --use-checkpoint-opt_param-scheduler", 3),
+    ("", "--load a --train-iters 8 --no-load-optim", 3),
+    ("", "--load a --train-iters 8 --finetune", 3),
+    ("", "--load a --eval-interval 8", 3),
     ("--vocab-size 99", "--load a --finetune", 3),
     ("--vocab-size 99", "--pretrained-checkpoint a", 3),
     ("--vocab-size 99", "--load a", None),
@@ -106,7 +129,7 @@ def test_a_checkpoint_that_does_not_fit_is_found_without_torch(problems_of, tmp_
     ("--ffn-hidden-size 64", "--load a --num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size 64", 3),
 ])  # fmt: skip
 def test_a_checkpoint_that_fits_or_is_searched_by_the_load_is_not_reported(tmp_path, stored, flags, iteration):
-    write_checkpoint(tmp_path / "a", stored, iteration)
+    write_checkpoint(tmp_path / "a", stored, iteration, **STATE)
     command = [sys.executable, "-c", STARTS, *f"{TINY} {NULL} --mock-data {flags}".split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

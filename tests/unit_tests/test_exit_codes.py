@@ -91,7 +91,7 @@ def test_a_dry_run_of_several_processes_needs_one(monkeypatch, capsys):
 def test_right_settings_start_torchrun(count, monkeypatch):
     flags = [*MODEL_FLAGS, "--mock-data", "--distributed-backend", "gloo"]
     _, (command,) = starts(monkeypatch, ["pretrain", "gpt", "--nproc", count, *flags])
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    launcher = ["-m", "megatron.training.start.torchrun", "--standalone", f"--nproc_per_node={count}"]
     assert command == [*launcher, "-m", "megatron", "pretrain", "gpt", *flags]
 
 

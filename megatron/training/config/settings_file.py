@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from megatron.core.config import cli
+from megatron.core.config.errors import UserError
 from megatron.training.config.flat import FlatConfig
 
 SETTINGS_FILE = "settings.yaml"
@@ -42,9 +43,12 @@ def _as_json(value: object) -> str:
 
 def write_settings(cfg: FlatConfig, folder: str) -> None:
     """Write ``settings.yaml`` to ``folder``, which is created. Replaces the file of an earlier start in one step.
-    Raises OSError."""
+    Raises UserError if the folder cannot be written."""
     path = Path(folder) / SETTINGS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(settings_text(cfg), encoding="utf-8")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(settings_text(cfg), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"--save {folder}: cannot be written ({error.strerror}); choose another folder") from error

@@ -31,7 +31,7 @@ from megatron.training.report.pipeline import pipeline_rows
 from megatron.training.report.plan.summary import prediction_rows
 from megatron.training.report.rates import cost_rows
 from megatron.training.report.variable_lengths import variable_length_rows
-from megatron.training.rules.checkpoints import load_folders_exist, save_folder_unused
+from megatron.training.rules.checkpoints import load_folders_exist, save_folder_unused, save_folder_writable
 from megatron.training.rules.inputs import input_problems
 from megatron.training.rules.run_all import check
 
@@ -73,7 +73,8 @@ def preflight(cfg: FlatConfig) -> bool:
     """
     if cfg.use_checkpoint_args or cfg.load_hf:  # the checkpoint's settings are not known yet
         resolved = resolve(cfg, 1)
-        if problems := [*load_folders_exist(resolved), *save_folder_unused(resolved)]:
+        rules = load_folders_exist, save_folder_unused, save_folder_writable
+        if problems := [problem for rule in rules for problem in rule(resolved)]:
             raise ConfigError(problems)
         return False
     resolved = validate_args(cfg, launched_world_size() or 1, announce=cfg.dry_run)

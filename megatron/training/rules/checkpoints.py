@@ -85,6 +85,17 @@ def save_folder_unused(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "save", reason, fix)
 
 
+def save_folder_writable(cfg: PretrainConfig) -> Problems:
+    """Reject a --save folder, or the parent in which it would be created, without permission to write."""
+    if cfg.checkpoint.save is None or cfg.validation.skip_train or cfg.program.dry_run:
+        return
+    path = os.path.abspath(cfg.checkpoint.save)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    if os.path.isdir(path) and not os.access(path, os.W_OK | os.X_OK):
+        yield problem(cfg, "save", f"{path} is not writable for this user", "choose another folder")
+
+
 def non_persistent_folder(cfg: PretrainConfig) -> Problems:
     """Reject --non-persistent-ckpt-type local without --non-persistent-local-ckpt-dir, and a
     --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir equal to --save (absolute paths, links not

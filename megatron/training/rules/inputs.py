@@ -63,7 +63,7 @@ def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Proble
     except UserError as error:
         lines = str(error).splitlines()
     lines += misfits(cfg, tokenizer, consistent=not known)
-    found = [Line(line.split()[0].rstrip(":"), line) for line in lines]
+    found = [Line(line.split()[0].rstrip(":,"), line) for line in lines]
     return [line for line in found if line.flag not in flags]
 
 

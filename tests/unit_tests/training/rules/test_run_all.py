@@ -1,5 +1,7 @@
 """Every contradiction is named with its flag, its value, the reason and a way out; consistent settings pass."""
 
+import os
+
 import pytest
 
 from megatron.core.config.cli import ConfigError, flags_of
@@ -396,6 +398,15 @@ def test_an_absent_wandb_is_found_before_anything_is_built(monkeypatch):
     monkeypatch.setattr("megatron.training.rules.training.is_installed", lambda name: name != "wandb")
     found = problems("--wandb-project p --wandb-exp-name n --wandb-save-dir d")
     assert len(found) == 1 and found[0].startswith("--wandb-project p: needs the package wandb; pip install")
+
+
+def test_a_folder_that_is_not_writable_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))
+    (tmp_path / "open").mkdir()
+    for name, count in (("new/folder", 1), ("open", 0), ("open/new", 0)):
+        problems = list(rules_checkpoints.save_folder_writable(compose(FlatConfig(save=str(tmp_path / name)))))
+        assert len(problems) == count
+        assert all(f"--save {tmp_path / name}: {tmp_path} is not writable" in str(problem) for problem in problems)
 
 
 @pytest.mark.parametrize("name, fix", [
