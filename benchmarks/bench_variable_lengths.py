@@ -121,6 +121,7 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> Measured:
     import torch
 
     from megatron.training.arguments import parse_args
+    from megatron.training.data.planned_rows import PlannedRows
     from megatron.training.observe.metrics import PlanFigures
     from megatron.training.run import run
     from megatron.training.tasks.gpt import GPTTask
@@ -151,17 +152,21 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> Measured:
     idle: list[tuple[float, float]] = []
     plans: list[PlanFigures] = []
 
-    class Timed(GPTTask):
-        def micro_batches(self, *arguments: object) -> dict[str, object]:
+    class TimedRows(PlannedRows):
+        def split(self, *arguments: object) -> dict[str, object]:
             if on_gpu:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter())
             busy.append(time.thread_time())
             if len(busy) == iterations and not on_gpu:  # now, because the run ends its process groups
                 idle.append(idle_share(busy[3:]))
-            work = super().micro_batches(*arguments)  # type: ignore[arg-type]
-            plans.append(self.plan_figures())  # type: ignore[arg-type]
+            work = super().split(*arguments)  # type: ignore[arg-type]
+            plans.append(self.figures)  # type: ignore[arg-type]
             return work
+
+    class Timed(GPTTask):
+        def make_batches(self) -> TimedRows:
+            return TimedRows(self.cfg, self.description())
 
     run(parse_args(argv), Timed)
     plans, elapsed = plans[3:-1], seconds[-1] - seconds[3]

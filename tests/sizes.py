@@ -1,15 +1,13 @@
-"""Size check: lines, uses of ``Any`` and ``fmt: skip`` of every package of the library, and their ceilings.
+"""Size check: lines, uses of ``Any`` and ``fmt: skip`` of the library, and its one ceiling.
 
-    python tests/sizes.py [--write]
+    python tests/sizes.py
 
-Prints the size and the ceiling of each package (a folder with the files directly in it). A ceiling may only fall:
-``--write`` lowers them to today's sizes, adds new packages and removes deleted ones, and raises none. A feature that
-needs more raises the row of ``size_ceilings.tsv`` by hand and gives the reason in its commit.
+Prints the size of each package (a folder with the files directly in it) and the total. A feature that needs more than
+:data:`CEILING` raises it and gives the reason in its commit; who deletes lines lowers it.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections import Counter
 from pathlib import Path
@@ -17,7 +15,6 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = HERE.parent / "megatron"
-CEILINGS = HERE / "size_ceilings.tsv"
 ANY = re.compile(r"\bAny\b")
 
 
@@ -43,34 +40,19 @@ def sizes(library: Path = LIBRARY) -> dict[str, Size]:
     return {name: Size(each["lines"], each["any"], each["skips"]) for name, each in found.items()}
 
 
-def ceilings() -> dict[str, Size]:
-    """Return the rows of ``size_ceilings.tsv``; empty without the file."""
-    if not CEILINGS.exists():
-        return {}
-    rows = (line.split("\t") for line in CEILINGS.read_text(encoding="utf-8").splitlines())
-    return {name: Size(*map(int, numbers)) for name, *numbers in rows}
+def total(library: Path = LIBRARY) -> Size:
+    """Return the size of the whole ``library``."""
+    return Size(*map(sum, zip(*sizes(library).values())))
 
 
-def write_ceilings() -> None:
-    """Lower the ceilings of ``size_ceilings.tsv`` to today's sizes; a new package gets its size."""
-    old, now = ceilings(), sizes()
-    rows = {name: Size(*map(min, size, old.get(name, size))) for name, size in now.items()}
-    CEILINGS.write_text("".join(f"{name}\t{x.lines}\t{x.any_uses}\t{x.skips}\n" for name, x in rows.items()))
+CEILING = Size(lines=84_200, any_uses=820, skips=230)
 
 
 def main() -> None:
-    """Print all sizes, or with ``--write`` lower the ceilings."""
-    parser = argparse.ArgumentParser(description="Sizes of the library's packages and their ceilings.")
-    parser.add_argument("--write", action="store_true", help="lower the ceilings to today's sizes")
-    if parser.parse_args().write:
-        write_ceilings()
-    limits, now = ceilings(), sizes()
+    """Print all sizes."""
     print(f"{'package':48} {'lines':>13} {'Any':>11} {'fmt: skip':>11}")
-    for name, size in now.items():
-        cells = [f"{found}/{limit}" for found, limit in zip(size, limits.get(name, size))]
-        print(f"{name:48} {cells[0]:>13} {cells[1]:>11} {cells[2]:>11}")
-    total = Size(*map(sum, zip(*now.values())))
-    print(f"{'total':48} {total.lines:>13} {total.any_uses:>11} {total.skips:>11}")
+    for name, size in (sizes() | {"total": total(), "ceiling": CEILING}).items():
+        print(f"{name:48} {size.lines:>13} {size.any_uses:>11} {size.skips:>11}")
 
 
 if __name__ == "__main__":

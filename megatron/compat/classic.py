@@ -46,6 +46,7 @@ from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
+from megatron.training.data.batches import Batches
 from megatron.training.data.datasets import NumSamples
 from megatron.training.data.loader import BatchReader
 from megatron.training.hooks.base import Hook, RunInfo
@@ -89,6 +90,36 @@ MAIN_LOSS = "main loss"
 """Name of the loss that a script's ``loss_func`` returns first, next to the values that it logs."""
 
 
+class ScriptBatches(Batches):
+    """Batches that a script reads itself: tokens are known after the forward pass."""
+
+    def __init__(self, task: ClassicTask) -> None:
+        super().__init__(task.cfg)
+        self.task = task
+
+    def read(self, reader: BatchReader, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
+        """Return the training iterator, which the script reads itself, and the tokens of ``number`` micro-batches."""
+        tokens = number * self.cfg.training.micro_batch_size * self.cfg.data.seq_length
+        return reader.batches, torch.tensor([tokens], dtype=torch.float64)
+
+    def split(self, batches: Iterator[dict], number: int, size: int) -> dict[str, object]:
+        """Return the batches of the base class, broadcast to ranks whose data sets the script did not build."""
+        self.task.start_batch()
+        return super().split(self.task.data.share(batches, number), number, size)
+
+    def expected(self, losses: Sequence[str], counts: Tensor) -> dict[str, Tensor]:
+        """Return nothing: the true counts are not known yet."""
+        return {}
+
+    def final_counts(self, sums: LossSums, counts: Tensor, model: Sequence[nn.Module]) -> Tensor:
+        """Scale the gradients from ``counts`` to the tokens that ``loss_func`` returned, in place. Returns these, and
+        the counts of the logged values."""
+        total = sums.pairs.pop(MAIN_LOSS)[1]
+        for chunk in model:
+            chunk.scale_gradients(counts[0] / total.clamp(min=1.0))  # type: ignore[operator]
+        return torch.stack([total, sums.count()])
+
+
 class ClassicTask(Task):
     """A task made of the functions that an entry script passes.
 
@@ -127,27 +158,12 @@ class ClassicTask(Task):
         """The script's data sets; see :class:`ScriptData`."""
         return self.data.build(self.functions["datasets_provider"], num_samples)
 
-    def global_batch(self, reader: BatchReader, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
-        """Return the training iterator, which the script reads itself, and the tokens of ``number`` micro-batches."""
-        tokens = number * self.cfg.training.micro_batch_size * self.cfg.data.seq_length
-        return reader.batches, torch.tensor([tokens], dtype=torch.float64)
+    def make_batches(self) -> Batches:
+        return ScriptBatches(self)
 
-    def expected_counts(self, counts: Tensor) -> dict[str, Tensor]:
-        """Return nothing: the true counts are not known yet."""
-        return {}
-
-    def counted(self, sums: LossSums, counts: Tensor, model: Sequence[nn.Module]) -> Tensor:
-        """Scale the gradients from ``counts`` to the tokens that ``loss_func`` returned, in place. Returns these, and
-        the counts of the logged values."""
-        total = sums.pairs.pop(MAIN_LOSS)[1]
-        for chunk in model:
-            chunk.scale_gradients(counts[0] / total.clamp(min=1.0))  # type: ignore[operator]
-        return torch.stack([total, sums.count()])
-
-    def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, object]:
-        """Return the batches of the base class, broadcast to ranks whose data sets the script did not build."""
+    def start_batch(self) -> None:
+        """Forget what ``loss_func`` returned for the previous global batch."""
         self._num_values = None
-        return super().micro_batches(self.data.share(data_iterator, number), number, size)
 
     def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
         """Run the script's forward step and return its (output, loss function). Every rank draws its micro-batch first,

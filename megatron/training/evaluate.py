@@ -59,7 +59,7 @@ class Evaluator:
         on_forward: Callable[[ForwardEvent, bool], None] | None = None,
     ) -> None:
         self.cfg, self.task, self.model, self.groups, self.on_forward = cfg, task, model, groups, on_forward
-        self.shard = task.shard(cfg.validation.eval_micro_batch_size, groups)
+        self.shard = task.batches.shard(cfg.validation.eval_micro_batch_size, groups)
 
     def num_samples(self, eval_set: EvalSet) -> int:
         """Return the number of samples per evaluation: the full set with --full-validation, else --eval-iters
@@ -92,10 +92,10 @@ class Evaluator:
         sampler = EvalSampler(self.shard, self.cfg.validation.eval_global_batch_size, self.num_samples(eval_set))
         sums = LossSums(device)
         step, size = self.task.forward_step, self.cfg.validation.eval_micro_batch_size
-        number = self.task.num_batches(self.cfg.validation.eval_global_batch_size // (size * self.groups.dp.size))
+        number = self.task.batches.number(self.cfg.validation.eval_global_batch_size // (size * self.groups.dp.size))
         with self._batches(eval_set, sampler) as (batches, steps):
             for _ in range(steps):
-                inputs = self.task.micro_batches(batches, number, size) | {"on_forward": self.on_forward}
+                inputs = self.task.batches.split(batches, number, size) | {"on_forward": self.on_forward}
                 sums.add(choose_runner()(forward_step_func=step, model=self.model, forward_only=True, **inputs))
         sums.share(self.groups.pp).all_reduce(self.groups.dp_cp)
         if steps and not sums.count():
@@ -112,7 +112,7 @@ class Evaluator:
         if self.cfg.data.dataloader_type == "external":
             yield iter(eval_set.dataset), self.cfg.validation.eval_iters
             return
-        batches = iter(self.task.build_loader(eval_set.dataset, sampler, self.groups))
+        batches = iter(self.task.batches.loader(eval_set.dataset, sampler, self.groups))
         try:
             yield batches, sampler.num_global_batches
         finally:

@@ -321,7 +321,7 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     _check_custom_data(task, {"train": train, "validation": valid, "test": test})
     if not cfg.validation.skip_train:
         batches = train_iterator(task, train, parts.state, groups)
-        parts.reader = BatchReader(batches, task.loss_counts, reads_ahead=cfg.data.dataloader_type != "external")
+        parts.reader = BatchReader(batches, task.batches.counts, reads_ahead=cfg.data.dataloader_type != "external")
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation.validation_set_names), eval_sets(test)
     parts.datasets = (train, valid, test)
     return parts
@@ -329,13 +329,13 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
 
 def _check_custom_data(task: Task, datasets: dict[str, Any]) -> None:
     """Check the first sample of each data set from a task with a custom data set provider. Skips tasks that also have a
-    custom ``get_batch``, the external loader, and lists of validation sets. Raises UserError for missing keys, shapes
-    or dtypes."""
+    custom ``get_batch`` or ``make_batches``, the external loader, and lists of validation sets. Raises UserError for
+    missing keys, shapes or dtypes."""
     cls = type(task)
-    own = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch")]
-    provider, get_batch = (getattr(each, "__module__", "").startswith("megatron.") for each in own)
+    own = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch", "make_batches")]
+    provider, *batches = (getattr(each, "__module__", "").startswith("megatron.") for each in own)
     is_external = task.cfg.data.dataloader_type == "external"
-    if provider or not get_batch or is_external or not isinstance(task, LanguageModelTask):
+    if provider or not all(batches) or is_external or not isinstance(task, LanguageModelTask):
         return
     expected = task.random_sample(np.random.default_rng(0))
     for name, dataset in datasets.items():
@@ -373,11 +373,11 @@ def train_iterator(task: Task, dataset: Any, state: TrainState, groups: ProcessG
         return iter(dataset)
     if dataset is None:
         raise UserError("there is no training data: give --data-path, --train-data-path or --mock-data")
-    if cfg.variable_lengths.use_varlen_dataset and not task.packs_rows:
+    if cfg.variable_lengths.use_varlen_dataset and not task.batches.takes_variable_lengths:
         raise UserError("--use-varlen-dataset: this program has its own batches; remove it")
-    shard = task.shard(cfg.training.micro_batch_size, groups)
+    shard = task.batches.shard(cfg.training.micro_batch_size, groups)
     sampler = train_sampler(cfg, shard, len(dataset), state.consumed_train_samples)
-    return until_exhausted(task.build_loader(dataset, sampler, groups), len(dataset))
+    return until_exhausted(task.batches.loader(dataset, sampler, groups), len(dataset))
 
 
 def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:

@@ -179,7 +179,7 @@ class Trainer:
             learning_rate=0.0,
             global_batch_size=size,
             statistics=summaries(statistics),
-            plan=self.parts.task.plan_figures(),
+            plan=self.parts.task.batches.figures,
         )
         invalid = invalid_values(statistics)
         losses = invalid | named_by_origin(local, sums.pairs)  # layers first: they locate a NaN better than the loss
@@ -231,7 +231,7 @@ class Trainer:
         for chunk in self.parts.model:
             chunk.zero_grad_buffer()
         batches, counts = self._read(size)
-        counts = global_counts(counts, self.parts.groups, self.device, self.parts.task.rows_are_shared)
+        counts = global_counts(counts, self.parts.groups, self.device, self.parts.task.batches.are_shared)
         if self.finite is not None:
             batches = self.recent.save(self.state.iteration + 1, size, counts, batches)
         return self._inputs(size, batches, counts), counts
@@ -245,7 +245,7 @@ class Trainer:
             "model": parts.model,
             "loss_weights": task.loss_weights,
             "on_forward": parts.on_forward,
-            **task.micro_batches(batches, self._num_microbatches(size), cfg.training.micro_batch_size),
+            **task.batches.split(batches, self._num_microbatches(size), cfg.training.micro_batch_size),
         }
 
     def _reduce(self, local: dict[str, Tensor], counts: Tensor) -> tuple[LossSums, Tensor]:
@@ -257,11 +257,11 @@ class Trainer:
         sums = LossSums(self.device, local).share(parts.groups.pp, self.loss_names).all_reduce(parts.groups.dp_cp)
         self.loss_names = list(sums.pairs)
         if is_first:
-            sums.check_counts(parts.task.expected_counts(counts))
-        return sums, parts.task.counted(sums, counts, parts.model)
+            sums.check_counts(parts.task.batches.expected(parts.task.losses, counts))
+        return sums, parts.task.batches.final_counts(sums, counts, parts.model)
 
     def _num_microbatches(self, size: int) -> int:
-        return self.parts.task.num_batches(size // (self.cfg.training.micro_batch_size * self.parts.groups.dp.size))
+        return self.parts.task.batches.number(size // (self.cfg.training.micro_batch_size * self.parts.groups.dp.size))
 
     def _batch_size(self, consumed: int) -> int:
         return batch_sizes.running_global_batch_size(self.cfg.flat, consumed, self.cfg.data_parallel_size)
@@ -275,7 +275,7 @@ class Trainer:
         if self.state.iteration + 1 < self.cfg.training.train_iters:
             following = self._num_microbatches(self._batch_size(self.state.consumed_train_samples + size))
         assert self.parts.reader is not None, "only --skip-train has none"
-        return self.parts.task.global_batch(self.parts.reader, self._num_microbatches(size), following)
+        return self.parts.task.batches.read(self.parts.reader, self._num_microbatches(size), following)
 
     def _skip_batch(self, size: int) -> StepMetrics:
         """Read this rank's micro-batches of a global batch without computing or updating anything

@@ -16,6 +16,7 @@ from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import AnyGroup
 from megatron.core.parallel_state import resolve_group
+from megatron.training.initialize import training_device
 
 Batch = dict[str, Any]
 """Tensors of a micro-batch by name, and other arguments of the model, such as ``PackedSeqParams``."""
@@ -100,3 +101,9 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
     if device.type == "cuda":
         batch = {name: value if value.is_cuda else value.pin_memory() for name, value in batch.items()}
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+def on_device(batch: dict[str, Tensor], documents: PackedSeqParams | None = None) -> Batch:
+    """Return the batch and the bounds of its ``documents`` on this rank's device (asynchronous copy)."""
+    device = training_device()
+    return {**to_device(batch, device), "documents": documents and documents.on(device)}

@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -19,9 +18,8 @@ from megatron.core.description.model import ModelDescription
 from megatron.core.models.registry import get_family
 from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.core.pipeline_parallel.stages import pipeline_stages
-from megatron.training.data.batch import Batch, get_batch_on_this_cp_rank, to_device
+from megatron.training.data.batches import Batches, EqualRows
 from megatron.training.data.datasets import NumSamples, check_data_tokenizer, select_data_set
-from megatron.training.initialize import training_device
 from megatron.training.tasks.base import Task
 
 
@@ -32,6 +30,9 @@ class LanguageModelTask(Task):
     """Names of batch tensors [b, s, ...] besides the family's, which context-parallel ranks split along dim 1."""
     whole_keys: Collection[str] = ()
     """Names of tensors of two or more dims, besides the family's, that every context-parallel rank needs in full."""
+
+    def make_batches(self) -> Batches:
+        return EqualRows(self.cfg, self.sequence_keys, self.whole_keys)
 
     def model_arguments(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> dict[str, object]:
         """Return the constructor arguments common to all models, without configuration and layer specs: vocabulary and
@@ -73,12 +74,6 @@ class LanguageModelTask(Task):
         """Return the description of the model that the flags define."""
         return self.cfg.describe(self.vocab_size)
 
-    def local_tokens(self, batch: Batch) -> Batch:
-        """Return this context-parallel rank's tokens of a batch of full sequences, in a new dictionary."""
-        family = self.cfg.family
-        split, whole = {*family.sequence_tensors, *self.sequence_keys}, {*family.full_tensors, *self.whole_keys}
-        return {**get_batch_on_this_cp_rank(batch, sequence_keys=split, whole_keys=whole)}
-
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
         """Return the family's data sets (blended, split) from the data flags; random samples with --mock-data."""
         if self.cfg.data.mock_data:
@@ -107,12 +102,6 @@ class LanguageModelTask(Task):
         if generator.random() >= self.cfg.masked_data.short_seq_prob:
             return longest
         return int(generator.integers(longest // 4, longest + 1))
-
-
-def on_device(batch: dict[str, Tensor], documents: PackedSeqParams | None = None) -> Batch:
-    """Return the batch and the bounds of its ``documents`` on this rank's device (asynchronous copy)."""
-    device = training_device()
-    return {**to_device(batch, device), "documents": documents and documents.on(device)}
 
 
 class RandomSamples:

@@ -12,8 +12,23 @@ from torch import nn
 from megatron.core.models.t5.config import EncoderDecoderConfig
 from megatron.core.models.t5.t5_model import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
-from megatron.training.data.batch import Batch, sort_by_length
-from megatron.training.tasks.language_model import LanguageModelTask, on_device
+from megatron.training.data.batch import Batch, on_device, sort_by_length
+from megatron.training.data.batches import Batches
+from megatron.training.tasks.language_model import LanguageModelTask
+
+
+class TextPairs(Batches):
+    """Encoder and decoder texts with padding."""
+
+    def local(self, batch: Batch) -> Batch:
+        """Return text_enc [b, e], text_dec, labels (0 in padding), loss_mask [b, s], sample_index [b] on the device,
+        and encoder ``lengths`` [b] on the host. Rows are sorted by length. With context parallelism, this rank's
+        tokens."""
+        names = "text_enc", "text_dec", "labels", "loss_mask", "sample_index"
+        local, lengths = sort_by_length({name: batch[name] for name in names}, batch["enc_mask"].sum(1))
+        local = self.local_tokens(local)
+        local["labels"] = local["labels"].clamp(min=0)
+        return {**on_device(local), "lengths": lengths}
 
 
 class T5Task(LanguageModelTask):
@@ -42,16 +57,8 @@ class T5Task(LanguageModelTask):
             relative_attention_max_distance=own.relative_attention_max_distance,
         )
 
-    def get_batch(self, data_iterator: Iterator[dict]) -> Batch:
-        """Return text_enc [b, e], text_dec, labels (0 in padding), loss_mask [b, s], sample_index [b] on the device,
-        and encoder ``lengths`` [b] on the host. Rows are sorted by length. With context parallelism, this rank's
-        tokens."""
-        names = "text_enc", "text_dec", "labels", "loss_mask", "sample_index"
-        batch = next(data_iterator)
-        own, lengths = sort_by_length({name: batch[name] for name in names}, batch["enc_mask"].sum(1))
-        own = self.local_tokens(own)
-        own["labels"] = own["labels"].clamp(min=0)
-        return {**on_device(own), "lengths": lengths}
+    def make_batches(self) -> Batches:
+        return TextPairs(self.cfg, self.sequence_keys, self.whole_keys)
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
         """Take the next micro-batch and run the model. Return the output, on the last stage token losses of the decoder

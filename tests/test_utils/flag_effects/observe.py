@@ -204,7 +204,8 @@ def _note_build(run, parts):
             kernel = module.kernel if isinstance(module, CoreAttention) else None
             for name in (type(each).__name__ for each in (module, kernel) if each is not None):
                 run.modules[name] = run.modules.get(name, 0) + 1
-            run.kernels |= {kernel for value in vars(module).values() if (kernel := _kernel(value))}
+            values = [*vars(module).values(), *vars(getattr(module, "split", module)).values()]
+            run.kernels |= {kernel for value in values if (kernel := _kernel(value))}
         run.stored |= {name: tuple(each.shape) for name, each in unwrapped(chunk).named_parameters()}
         for buffer in getattr(chunk, "grad_buffers", ()):
             run.buckets += [(bucket.grads.numel(), _format(bucket.grads)) for bucket in buffer.buckets]

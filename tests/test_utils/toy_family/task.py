@@ -4,9 +4,18 @@ from functools import partial
 
 import numpy as np
 
-from megatron.training.tasks.language_model import LanguageModelTask, on_device
+from megatron.training.data.batch import on_device
+from megatron.training.data.batches import Batches
+from megatron.training.tasks.language_model import LanguageModelTask
 from tests.test_utils.toy_family.family import NumbersConfig
 from tests.test_utils.toy_family.model import build
+
+
+class NumbersRows(Batches):
+    """Tokens with numbers, which every context-parallel rank needs in full."""
+
+    def local(self, batch):
+        return on_device(self.local_tokens(batch))
 
 
 class NumbersTask(LanguageModelTask):
@@ -16,8 +25,8 @@ class NumbersTask(LanguageModelTask):
         arguments = self.model_arguments(pre_process, post_process, vp_stage)
         return build(self.cfg, self.cfg.group(NumbersConfig).numbers_features, arguments)
 
-    def get_batch(self, data_iterator):
-        return on_device(self.local_tokens(next(data_iterator)))
+    def make_batches(self):
+        return NumbersRows(self.cfg)
 
     def forward_step(self, data_iterator, model):
         batch = self.get_batch(data_iterator)

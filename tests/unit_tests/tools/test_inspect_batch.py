@@ -25,16 +25,22 @@ def train_and_record(rank, world_size, argv, family="gpt"):
     steps = []
 
     class Recording(task_class(family)):
-        def global_batch(self, reader, number, following=0):
-            batches, counts = super().global_batch(reader, number, following)
-            steps.append([])
+        def make_batches(self):
+            rows = super().make_batches()
+            read = rows.read
 
-            def recorded(step):
+            def recorded(step, batches):
                 for batch in batches:
                     step.append({name: value.numpy().copy() for name, value in batch.items()})
                     yield batch
 
-            return recorded(steps[-1]), counts
+            def recording(*arguments):
+                batches, counts = read(*arguments)
+                steps.append([])
+                return recorded(steps[-1], batches), counts
+
+            rows.read = recording
+            return rows
 
     assert run(parse_args([*MODEL_FLAGS, "--eval-iters", "0", *argv], model_family=family), Recording) == 0
     return steps

@@ -143,12 +143,12 @@ def test_more_masked_tokens_than_are_predicted_are_refused_before_the_batch_is_u
     given = batches(task)
     most = max(int(batch["loss_mask"].sum(1).max()) for batch in given)
     assert most == 14  # of 29
-    task.cfg = task.cfg.with_settings(mask_prob=0.15)
+    task = make_task("bert", folder, "--mask-prob 0.15")
     said = "--mask-prob 0.15: at most 5 tokens of a sample are predicted, but one has 14 masked; .* here 0.42188"
     with pytest.raises(UserError, match=said):
-        list(task.micro_batches(iter(given), 8, 4)["data_iterator"])
-    task.cfg = task.cfg.with_settings(mask_prob=0.42188)
-    assert list(task.micro_batches(iter(given), 8, 4)["data_iterator"]) == given
+        list(task.batches.split(iter(given), 8, 4)["data_iterator"])
+    task = make_task("bert", folder, "--mask-prob 0.42188")
+    assert list(task.batches.split(iter(given), 8, 4)["data_iterator"]) == given
 
 
 PACKED = "--use-packed-sequence --attention-dropout 0"
@@ -165,13 +165,13 @@ def test_masked_tokens_and_pairs_are_counted(folder):
     given = batches(task)
     masked = [int(batch["loss_mask"].sum()) for batch in given]
     assert task.losses == ("lm loss", "sop loss")
-    reader = BatchReader(iter(given), task.loss_counts, reads_ahead=True)
+    reader = BatchReader(iter(given), task.batches.counts, reads_ahead=True)
     for first, number in ((0, 3), (3, 1)):
-        taken, counts = task.global_batch(reader, number, 1)
+        taken, counts = task.batches.read(reader, number, 1)
         assert counts.tolist() == [sum(masked[first : first + number]), 4 * number]
         assert all(batch is one for batch, one in zip(taken, given[first:], strict=False))
     task = make_task("bert", folder, "--bert-no-binary-head")
-    assert task.losses == ("lm loss",) and [int(count) for count in task.loss_counts(given[0])] == masked[:1]
+    assert task.losses == ("lm loss",) and [int(count) for count in task.batches.counts(given[0])] == masked[:1]
 
 
 @pytest.mark.parametrize("flags, ranks, multiple", [
@@ -184,7 +184,7 @@ def test_stages_know_the_lengths_of_rows_that_the_batches_get(flags, ranks, mult
     task = make_task("bert", folder, f"{PACKED} --pipeline-model-parallel-size 2 {flags}", ranks)
     given, cp = batches(task), task.cfg.model.context_parallel_size
     on_ranks(monkeypatch, cp=Group("cp", tuple(range(cp)), 0))
-    arguments = task.micro_batches(iter(given), 3, 4)
+    arguments = task.batches.split(iter(given), 3, 4)
     used = [int(batch["padding_mask"].sum()) for batch in given[:3]]
     assert arguments["row_lengths"] == [-(-number // multiple) * multiple for number in used]
     rows = [task.get_batch(arguments["data_iterator"])["text"] for _ in used]
@@ -199,7 +199,7 @@ def test_stages_know_the_lengths_of_rows_that_the_batches_get(flags, ranks, mult
 def test_only_rows_that_stages_exchange_have_lengths(flags, ranks, folder):
     task = make_task("bert", folder, flags, ranks)
     iterator = iter(batches(task))
-    found = task.micro_batches(iterator, 2, 4)
+    found = task.batches.split(iterator, 2, 4)
     assert (found.pop("data_iterator") is iterator) == task.cfg.model.sequence_parallel  # elsewhere masks are counted
     assert found == {"num_microbatches": 2, "micro_batch_size": 4, "seq_length": 32, "decoder_seq_length": None}
 

@@ -1,4 +1,4 @@
-"""A mixer that the library does not know gets policies by declaring sites; sites are declared, or an error lists them."""
+"""A mixer of another program gets policies by declaring sites; an error lists the sites."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_undeclared_sites_are_errors_that_list_the_sites():
     with pytest.raises(AttributeError, match="no site 'core' is declared; sites: core_attn, attn_proj"):
         Sites(("core_attn", "attn_proj"), call).core(abs, 1)
     config = TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=2, recompute_granularity="selective", recompute_modules=["scn"]
+        num_layers=2, hidden_size=16, num_attention_heads=2, **(RECOMPUTED | {"recompute_modules": ["scn"]})
     )
     with pytest.raises(UserError, match=r"recompute_modules \['scn'\]: choose from .*recurrence, scan"):
         GPTModel(config, mixed_layers(config), 32, 16)

@@ -161,8 +161,8 @@ def samples(task, step):
     data, size = KeyedDataset(task.train_valid_test_datasets_provider((0, 0, 0))[0]), task.cfg.training.micro_batch_size
     starts = range(step * MICRO_BATCHES * size, (step + 1) * MICRO_BATCHES * size, size)
     made = (collate([data[index, index] for index in range(start, start + size)]) for start in starts)
-    found = BatchReader(made, task.loss_counts, reads_ahead=True).take(MICRO_BATCHES)[0]
-    return task.micro_batches(found, MICRO_BATCHES, size)["data_iterator"]
+    found = BatchReader(made, task.batches.counts, reads_ahead=True).take(MICRO_BATCHES)[0]
+    return task.batches.split(found, MICRO_BATCHES, size)["data_iterator"]
 
 
 def task_and_model(family, flags, precision="fp32"):
