@@ -132,8 +132,11 @@ class Connection(H11Protocol):
         """Close the connection after the answer in progress; at once if the request is incomplete."""
         if self in self._waiting:
             self.end()
-        else:
-            super().shutdown()
+            return
+        if self.has_request and not self.cycle.response_started:
+            # without it the client sends its next request on this connection, which closes
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
+        super().shutdown()
 
 
 def _answer(status: bytes, error: RequestError) -> bytes:

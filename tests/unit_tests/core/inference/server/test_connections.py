@@ -230,6 +230,39 @@ def test_open_requests_get_errors_in_form_when_the_server_ends(tokenizer, monkey
     assert "Traceback" not in caplog.text and not caplog.records
 
 
+def test_answers_while_the_server_ends_close_their_connection(tokenizer):
+    """A client must not send its next request on a connection that ends."""
+    with running_server(tokenizer) as (url, service):
+        gate, step = threading.Event(), service.engine.step
+        service.engine.step = lambda: gate.wait(20) and step()
+        body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
+        stream = json.dumps({"prompt": "a", "max_tokens": 3, "stream": True}).encode()
+        clients = []
+        for content in (body, stream, b'{"prompt": 3}'):
+            head = b"POST /v1/completions HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n" % (JSON, len(content))
+            clients.append(connect(url, head + content))
+        wait(lambda: service.num_unfinished == 2)
+        before = receive(clients[2], b"\r\n\r\n")
+        service.program.handle_exit(15, None)
+        wait(lambda: not service.program.servers or not service.program.servers[0].is_serving())
+        time.sleep(0.3)
+        gate.set()
+        answers = [receive(client, None) for client in clients[:2]]
+    assert before.startswith(b"HTTP/1.1 400") and b"connection: close" not in before.lower()
+    for answer in answers:
+        head, _, content = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and head.lower().count(b"connection: close") == 1, head
+        assert b'"finish_reason":"length"' in content
+
+
+def receive(client, end):
+    """Return the data until ``end``, or until the server closes the connection."""
+    data = b""
+    while (end is None or end not in data) and (part := client.recv(4096)):
+        data += part
+    return data
+
+
 def test_a_failed_engine_ends_the_program_after_its_answers(tokenizer, monkeypatch):
     monkeypatch.setattr(connections, "LINGER_SECONDS", 0.5)
     with running_server(tokenizer) as (url, service):
