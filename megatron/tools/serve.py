@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
+from megatron.core.inference.server.memory import limit_arenas
 from megatron.tools.engine_flags import add_engine_flags, load_gpt, on_first_rank
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def is_loopback(host: str) -> bool:
 def main(argv: Sequence[str]) -> int:
     """Serve the checkpoint of the command line ``argv`` until Ctrl-C; return the exit code."""
     args = parse_command_line(argv)
+    limit_arenas()
     try:
         import_module("megatron.core.inference.server.app")
     except ImportError as error:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.core.inference.requests import TokenScore
+from megatron.core.inference.server.json_text import json_bytes
 from megatron.core.inference.server.protocol import Job, Served
 from megatron.core.inference.server.service import Event
 from megatron.core.inference.text import Detokenizer, TextStream
@@ -161,15 +162,19 @@ class Answer:
         prompt, new = self.job.num_prompt_tokens, sum(each.num_tokens for each in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def full(self, texts: Sequence[str]) -> dict[str, object]:
-        """Return the answer without streaming."""
-        choices = []
-        for number, choice in enumerate(self._best_choices()):
-            text = texts[choice.index]
-            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            values = self._choice(choice, message if self.job.is_chat else {"text": text})
-            choices.append({**values, "index": number})
-        return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage()}
+    def encode(self, choice: Choice, text: str) -> bytes:
+        """Return a complete choice without its index as JSON; its log-probabilities are then released."""
+        message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        values = self._choice(choice, message if self.job.is_chat else {"text": text})
+        del values["index"]
+        return json_bytes(values)
+
+    def full(self, encoded: Sequence[bytes]) -> bytes:
+        """Return the answer without streaming as JSON, from :meth:`encode`'s bytes of all choices."""
+        head = json_bytes({**self._head, "object": self._kind, "usage": self.usage()})
+        order = [choice.index for choice in self._best_choices()]
+        choices = [b'{"index":%d,%b' % (number, encoded[index][1:]) for number, index in enumerate(order)]
+        return b'%b,"choices":[%b]}' % (head[:-1], b",".join(choices))
 
     def _best_choices(self) -> list[Choice]:
         """Return the choices to return, those of each prompt together and the likeliest first with ``best_of``."""

@@ -8,7 +8,6 @@ Handlers run in uvicorn's event loop, the engine in its own thread. Work that gr
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hmac
 import logging
 import re
@@ -17,7 +16,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +32,7 @@ from megatron.core.inference.server.answers import Answer, Choice
 from megatron.core.inference.server.connections import BODY_SECONDS, MAX_CONNECTIONS, Program
 from megatron.core.inference.server.fields import Fields, RequestError, checked_type
 from megatron.core.inference.server.json_text import json_bytes
+from megatron.core.inference.server.memory import release_memory
 from megatron.core.inference.server.protocol import Job, Served, check_model, read_chat, read_completion, read_megatron
 from megatron.core.inference.server.service import EngineFailed, EngineService, Event, Overloaded, RequestFailed
 
@@ -50,6 +49,8 @@ LARGE_SCORES = 64
 """Number of log-probabilities from which a chunk of a stream is written in another thread."""
 LARGE_ANSWER = 2**20
 """Bytes of an answer after which unused memory is returned to the system."""
+RELEASE_SECONDS = 1
+"""Time until then: the answer is released after its last byte was sent."""
 READING_BODIES = 64
 """Number of bodies of the maximum size for which there is memory while they arrive."""
 Result = TypeVar("Result")
@@ -201,8 +202,8 @@ class Server:
     async def _answer(self, request: Request, read: Callable[[Fields, Served], Job]) -> Response:
         answer = await self._read(request, read)
         if not answer.job.stream:
-            texts = await self._texts(request, answer)
-            return _response(await asyncio.to_thread(lambda: json_bytes(answer.full(texts))))
+            choices = await self._choices(request, answer)
+            return _response(await asyncio.to_thread(answer.full, choices))
         updates = self._updates(answer)
         # errors of the first step still have a status
         first = await _unless_gone(request, anext(updates))
@@ -223,6 +224,20 @@ class Server:
 
         await _unless_gone(request, collect())
         return texts
+
+    async def _choices(self, request: Request, answer: Answer) -> list[bytes]:
+        """Return all choices as JSON. Each is written when it ends: log-probabilities of a large answer, millions of
+        small objects at the same time, would leave memory in fragments that Python never returns."""
+        texts, choices = [""] * len(answer.choices), [b""] * len(answer.choices)
+
+        async def collect() -> None:
+            async for choice, piece in self._updates(answer):
+                texts[choice.index] += piece
+                if choice.finish_reason is not None:
+                    choices[choice.index] = await asyncio.to_thread(answer.encode, choice, texts[choice.index])
+
+        await _unless_gone(request, collect())
+        return choices
 
     async def _updates(self, answer: Answer) -> Updates:
         """Yield the new text of a choice after each of its tokens. Cancels unfinished requests at the end."""
@@ -345,8 +360,12 @@ def _internal(error: Exception) -> RequestError:
 
 def _response(content: bytes, status: int = 200) -> Response:
     """Return an answer of JSON. After a large one unused memory is returned to the system."""
-    task = BackgroundTask(_release_memory) if len(content) > LARGE_ANSWER else None
+    task = BackgroundTask(_release_later) if len(content) > LARGE_ANSWER else None
     return Response(content, status, media_type="application/json", background=task)
+
+
+async def _release_later() -> None:
+    asyncio.get_running_loop().call_later(RELEASE_SECONDS, release_memory)
 
 
 def _error_response(error: UserError, more: dict[str, object] | None = None) -> Response:
@@ -380,14 +399,3 @@ def listen(host: str, port: int) -> socket.socket:
 def build_program(server: Server, token: str | None, max_connections: int = MAX_CONNECTIONS) -> Program:
     """Return uvicorn's server."""
     return Program(server.app(token), server.service, max_connections)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Return the function of glibc that returns unused memory to the system; None with another C library."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-
-def _release_memory() -> None:
-    if (trim := _malloc_trim()) is not None:
-        trim(0)

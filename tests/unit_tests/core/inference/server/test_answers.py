@@ -1,5 +1,6 @@
 """Values of answers: bytes and offsets of tokens, for byte-level and byte-fallback tokenizers, in every mode."""
 
+import json
 import random
 from itertools import pairwise
 
@@ -40,7 +41,7 @@ def answers(tokenizer, prompt, written, stop_token=None, streamed=False, **optio
         full += piece
         if streamed and (piece or choice.finish_reason):
             chunks.append(answer.chunk(choice, piece)["choices"][0])
-    return chunks if streamed else answer.full([full])["choices"][0]
+    return chunks if streamed else json.loads(answer.full([answer.encode(choice, full)]))["choices"][0]
 
 
 def joined(chunks):
