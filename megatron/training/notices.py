@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config import cli
 from megatron.core.config.cli import flags_of
 from megatron.core.config.muon import MUON_OPTIMIZERS
 from megatron.core.config.tokenizer import TOKENIZER_FILES
@@ -14,6 +15,32 @@ from megatron.core.models.registry import scripts_with
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import needs_built_in_layers, overlaps_without_halves
+
+SINKS = ("tensorboard_dir", "wandb_project")
+SOURCES = ("load", "pretrained_checkpoint")
+PROFILES = ("profile", "record_memory_history")
+NEEDS = {
+    **dict.fromkeys(("save_interval", "save_retain_interval", "keep_last_checkpoints", "save_hf_interval"), ("save",)),
+    **dict.fromkeys(("non_persistent_save_interval", "async_save", "max_failed_saves"), ("save",)),
+    **dict.fromkeys(("no_save_optim", "no_save_rng"), ("save",)),
+    "async_save_staging_gb": ("async_save",),
+    "non_persistent_global_ckpt_dir": ("non_persistent_save_interval", "load"),
+    "non_persistent_local_ckpt_dir": ("non_persistent_save_interval", "load"),
+    **dict.fromkeys(("no_load_optim", "no_load_rng"), SOURCES),
+    **dict.fromkeys(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), SOURCES),
+    "tensorboard_log_interval": SINKS,
+    "tensorboard_queue_size": ("tensorboard_dir",),
+    **dict.fromkeys(("log_timers_to_tensorboard", "log_loss_scale_to_tensorboard"), SINKS),
+    **dict.fromkeys(("log_validation_ppl_to_tensorboard", "log_memory_to_tensorboard"), SINKS),
+    "log_world_size_to_tensorboard": SINKS,
+    **dict.fromkeys(("wandb_exp_name", "wandb_save_dir", "wandb_entity"), ("wandb_project",)),
+    **dict.fromkeys(("profile_step_start", "profile_step_end", "use_pytorch_profiler"), ("profile",)),
+    "profile_ranks": PROFILES,
+    "memory_snapshot_path": ("record_memory_history",),
+    "manual_gc_interval": ("manual_gc",),
+    "eval_interval": ("eval_iters", "full_validation"),
+}
+"""Field -> fields of which one must be set: without them it has no effect. Rules reject further pairs."""
 
 
 def notices(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
@@ -100,12 +127,13 @@ def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str
     """Yield notices about flags that have no effect with the other settings: saving without --save, recompute sizes,
     FSDP, latent attention, Muon, tokenizer files, relative positions, RoPE scaling, upcycling and expert flags. Also
     notes extra learned positions with latent attention, and the flex dispatcher."""
-    saving = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "non_persistent_save_interval")
-    for field in (*saving, "save_hf_interval", "async_save"):
+    names = {spec.field: spec.names[0] for spec in flags_of(FlatConfig)}
+    for field, needed in NEEDS.items():
         value = getattr(given, field)
-        if value != getattr(resolved.flat, field):
-            flag = f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")
-            yield f"{flag}: no effect without --save DIRECTORY; nothing is saved"
+        if field in given.explicit and not any(getattr(given, name) for name in needed):
+            flag = names[field] + ("" if isinstance(value, bool) else f" {cli.show(value)}")
+            effect = "; nothing is saved" if needed == ("save",) else ""
+            yield f"{flag}: no effect without {' or '.join(names[name] for name in needed)}{effect}"
     for field in ("recompute_method", "recompute_num_layers"):
         if getattr(given, field) is not None and getattr(resolved.flat, field) is None:
             flag = f"--{field.replace('_', '-')} {getattr(given, field)}"

@@ -361,8 +361,8 @@ def test_every_flag_that_names_a_place_is_checked_for_emptiness():
 @pytest.mark.parametrize(
     ("text", "notice"),
     [
-        ("--save-interval 5", "--save-interval 5: no effect without --save DIRECTORY; nothing is saved"),
-        ("--save-hf-interval 5", "--save-hf-interval 5: no effect without --save DIRECTORY; nothing is saved"),
+        ("--save-interval 5", "--save-interval 5: no effect without --save; nothing is saved"),
+        ("--save-hf-interval 5", "--save-hf-interval 5: no effect without --save; nothing is saved"),
         ("--position-embedding-type rope --rope-scaling-factor 32", "--rope-scaling-factor 32: no effect without"),
         ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1: no effect without"),
         ("--recompute-method block", "--recompute-method block: no effect without --recompute-granularity full"),
