@@ -14,6 +14,7 @@ from importlib import import_module
 from megatron.core.config.cli import ConfigError, report, suggestion
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
+from megatron.core.dist_checkpointing.files import may_hold_checkpoint
 from megatron.core.models.registry import programs
 from megatron.version import version_text
 
@@ -115,16 +116,19 @@ FOLDERS = {
 
 
 def check_folders(name: str, arguments: Sequence[str]) -> None:
-    """Raise UserError if a folder that the tool ``name`` reads does not exist: before the tool imports torch, which
-    takes seconds."""
+    """Raise UserError if a folder that the tool ``name`` reads does not exist or holds no checkpoint: before the tool
+    imports torch, which takes seconds."""
     flag = FOLDERS.get(name)
     if flag is None or {"-h", "--help"} & set(arguments):
         return
     words = [word for argument in arguments for word in (argument.split("=", 1) if flag else [argument])]
     normal = [word.replace("_", "-") for word in words]
     place = normal.index(flag) + 1 if flag in normal else len(words) if flag else 0
-    if place < len(words) and not words[place].startswith("--") and not os.path.lexists(words[place]):
-        raise UserError(f"{flag} {words[place]}: there is no such folder; check the path".lstrip())
+    if place < len(words) and not words[place].startswith("--"):
+        if not os.path.lexists(words[place]):
+            raise UserError(f"{flag} {words[place]}: there is no such folder; check the path".lstrip())
+        if not may_hold_checkpoint(words[place]):
+            raise UserError(f"{flag} {words[place]}: holds no checkpoint; give the --save folder of a run".lstrip())
 
 
 def pretrain(arguments: Sequence[str]) -> int:

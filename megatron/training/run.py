@@ -284,7 +284,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     load the initial checkpoint or Hugging Face weights. Logs kernels and parameter counts. Collective. Releases the
     lock of --save if loading fails."""
     model = parallelize(build_model(task, initialize.training_device()), cfg, groups)
-    report_choices(model)
+    report_choices(model, cfg.model.fp8)
     report_parameters(model, groups)
     optimizer = get_megatron_optimizer(cfg.optimizer, model, groups=groups)
     optimizer.weight_edits += build_weight_edits(model, cfg, groups)

@@ -50,6 +50,7 @@ def problems_of(tmp_path):
     (f"{NULL} --mock-data --pretrained-checkpoint nope --wandb-project x --save used",
      ["--pretrained-checkpoint nope: there is no such folder", "--wandb-exp-name: is required", "--save used"]),
     ("--load-hf nope --mock-data --save used", ["--load-hf nope: there is no such folder", "--save used"]),
+    (f"{NULL} --mock-data --load without --exit-on-missing-checkpoint", ["--load without: holds no checkpoint"]),
     ("--use-checkpoint-args --load nope --exit-on-missing-checkpoint --mock-data", ["--load nope: there is no"]),
 ])  # fmt: skip
 def test_all_problems_are_found_without_torch(problems_of, flags, expected):

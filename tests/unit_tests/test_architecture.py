@@ -96,7 +96,12 @@ def _packages():
         "megatron.export": {f"megatron.core.{name}" for name in EXPORT.split()},
         "megatron.compat": {"*"},
         "megatron.tools": {"*"},
-        "megatron.console": {"megatron.core.config", "megatron.core.models", "megatron.training.entry"},
+        "megatron.console": {
+            "megatron.core.config",
+            "megatron.core.dist_checkpointing",
+            "megatron.core.models",
+            "megatron.training.entry",
+        },
         "megatron.__main__": {"megatron.console"},
         "megatron.version": set(),
     }

@@ -1,10 +1,14 @@
 """Every program ends with exit code 2 and one message after an error in its input."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from megatron.console import TOOLS, main, run_tool
+from megatron.console import FOLDERS, TOOLS, main, run_tool
+from megatron.core.dist_checkpointing.files import may_hold_checkpoint
 from megatron.core.models.registry import programs
 from megatron.training.checks.self_checks import ReplicasDiffer
 from megatron.training.observe.metrics import NonFiniteError
@@ -105,3 +109,24 @@ def test_training_ends_with_2_after_bad_input(gloo_pool, tmp_path, flags):
 
 def test_failures_that_are_not_input_end_with_1():
     assert NonFiniteError("").exit_code == ReplicasDiffer("").exit_code == 1
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_without_a_checkpoint_are_found_without_torch(name, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    (tmp_path / "nothing").mkdir()
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
+    command = [sys.executable, "-m", "megatron", name, *BAD_INPUT[name].split()]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2 and "nothing: holds no checkpoint; give" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("file, holds", [
+    ("iter_0000003", True), ("latest_checkpointed_iteration.txt", True), ("release", True), ("metadata.json", True),
+    ("mp_rank_00_000", True), (".metadata", True), ("config.json", True), ("model-00001-of-00002.safetensors", True),
+    ("pytorch_model.bin", True), ("non_persistent", True), ("metrics.jsonl", False), ("settings.yaml", False),
+])  # fmt: skip
+def test_names_of_checkpoints(tmp_path, file, holds):
+    assert not may_hold_checkpoint(tmp_path)
+    (tmp_path / file).touch()
+    assert may_hold_checkpoint(tmp_path) == holds and may_hold_checkpoint(tmp_path / file)

@@ -16,6 +16,10 @@ MAX_ASSET_BYTES = 2**31
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 MAX_TRACKER_BYTES = 4096
+CHECKPOINT_FILE = re.compile(
+    r"iter_|latest_|release$|non_persistent$|mp_rank_|\.metadata$|metadata\.json$|config\.json$|.*\.(safetensors|bin|pt)$"
+)
+"""Names in folders of checkpoints: native, of Megatron-LM, and of Hugging Face."""
 
 
 def read_regular_file(path: str | os.PathLike, limit: int, *, follow: bool = False) -> bytes:
@@ -48,6 +52,14 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointDamagedError(f"{path}: not a table")
     return value
+
+
+def may_hold_checkpoint(path: str | os.PathLike) -> bool:
+    """Whether ``path`` is not a readable folder, or has an entry with a name as checkpoints of any format have."""
+    try:
+        return any(CHECKPOINT_FILE.match(name) for name in os.listdir(path))
+    except OSError:
+        return True
 
 
 def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int, release: bool = False) -> str:

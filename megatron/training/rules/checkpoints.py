@@ -8,6 +8,7 @@ import re
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.problems import Problems, problem
+from megatron.core.dist_checkpointing.files import may_hold_checkpoint
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.inputs import Line
 
@@ -40,8 +41,8 @@ def load_hf_fix(name: str) -> str:
 
 def load_folders_exist(cfg: PretrainConfig) -> Problems:
     """Reject folders that do not exist: --load-hf, --pretrained-checkpoint (unless --load exists, which is then used),
-    and --load with --exit-on-missing-checkpoint. Does not look for usable checkpoints inside. Checks nothing in a dry
-    run."""
+    and --load with --exit-on-missing-checkpoint, also without the name of a checkpoint inside. Does not open files.
+    Checks nothing in a dry run."""
     checkpoint = cfg.checkpoint
     if cfg.program.dry_run:
         return
@@ -57,11 +58,14 @@ def load_folders_exist(cfg: PretrainConfig) -> Problems:
     elif (
         checkpoint.exit_on_missing_checkpoint
         and checkpoint.load is not None
-        and not resumes
         and checkpoint.pretrained_checkpoint is None
     ):
+        fast = checkpoint.non_persistent_global_ckpt_dir or checkpoint.non_persistent_local_ckpt_dir
         fix = "check the path, or remove --exit-on-missing-checkpoint"
-        yield problem(cfg, "load", "there is no such folder", fix)
+        if not resumes:
+            yield problem(cfg, "load", "there is no such folder", fix)
+        elif not fast and not may_hold_checkpoint(checkpoint.load):
+            yield problem(cfg, "load", "holds no checkpoint", fix)
 
 
 def save_folder_unused(cfg: PretrainConfig) -> Problems:

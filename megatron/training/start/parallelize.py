@@ -100,10 +100,12 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for stack in model.modules() if isinstance(stack, LayerList) for layer in stack]
 
 
-def report_choices(model_chunks: Sequence[nn.Module]) -> None:
-    """Log the selected layer implementations and attention kernels with reasons."""
+def report_choices(model_chunks: Sequence[nn.Module], fp8: str | None) -> None:
+    """Log the selected layer implementations and attention kernels with reasons, and that a CPU emulates ``fp8``."""
     for line in kernel_summary(model_chunks):
         logger.info("%s", line)
+    if fp8 is not None and training_device().type == "cpu":
+        logger.info("--fp8-format %s: emulated on the CPU, slower than --bf16", fp8)
 
 
 def report_parameters(model_chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
