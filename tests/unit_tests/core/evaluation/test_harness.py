@@ -1,6 +1,7 @@
 """The harness's model interface equals the harness's own for transformers (``HFLM``) on the same folders."""
 
 import importlib.util
+import inspect
 import json
 import logging
 import random
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import UserError
+from megatron.core.evaluation import tasks
 from megatron.core.evaluation.harness import build_adapter
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.scheduler import Limits
@@ -120,6 +122,49 @@ def test_likelihoods_equal_those_of_the_harness(random_pair):
     assert [x for x, _ in found] == pytest.approx([x for x, _ in expected], rel=1e-5)
     assert [x for _, x in found] == [x for _, x in expected]
     assert len({round(x, 3) for x, _ in found}) > 40
+
+
+def test_steps_score_no_more_tokens_than_the_limit(random_pair, monkeypatch):
+    adapter, _, _ = random_pair
+    counts, run_plan = [], Engine.run_plan
+    monkeypatch.setattr(Engine, "run_plan", lambda self, plan: counts.append(len(plan.tokens)) or run_plan(self, plan))
+    rng = random.Random(5)
+    adapter.loglikelihood_rolling(instances(*((random_text(rng, 30) + "x",) for _ in range(12))), disable_tqdm=True)
+    assert max(counts) == 50 and sum(counts) > 150  # Limits(..., 50) of make_pair
+
+
+def test_caches_get_the_results_as_in_the_harness(random_pair):
+    adapter, reference, _ = random_pair
+
+    def cached(model, method, *arguments):
+        calls = []
+        model.cache_hook = SimpleNamespace(add_partial=lambda *values: calls.append(values))
+        getattr(model, method)(instances(arguments), disable_tqdm=True)
+        return calls
+
+    text = ("generate_until", "the", {"max_gen_toks": 3, "until": []})
+    assert cached(adapter, *text) == cached(reference, *text)
+    for scored in (("loglikelihood", "the", " cat"), ("loglikelihood_rolling", "the cat")):
+        [(name, key, found)], [(expected_name, expected_key, expected)] = (
+            cached(model, *scored) for model in (adapter, reference)
+        )
+        assert (name, key) == (expected_name, expected_key) and found == pytest.approx(expected, rel=1e-5)
+
+
+def test_defaults_are_those_of_the_harness(random_pair):
+    adapter, reference, _ = random_pair
+    assert adapter.max_gen_toks == reference.max_gen_toks
+    for method in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+        parameter, expected = (
+            inspect.signature(getattr(model, method)).parameters["disable_tqdm"] for model in (adapter, reference)
+        )
+        assert parameter.default == expected.default
+
+
+def test_a_missing_package_is_one_message(monkeypatch):
+    monkeypatch.setattr(tasks, "is_installed", lambda name: False)
+    with pytest.raises(UserError, match="evaluation: needs the package lm_eval, which is not installed"):
+        build_adapter(None, None)
 
 
 def test_documents_equal_those_of_the_harness(random_pair):

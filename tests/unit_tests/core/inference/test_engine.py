@@ -100,6 +100,18 @@ def test_log_probabilities_can_be_those_of_the_temperature():
             assert score.top[0][1] == pytest.approx(float(expected[row].max()), abs=1e-10)
 
 
+def test_bf16_logits_are_divided_in_fp32():
+    """From the same bf16 logits, once without and once with the temperature; a bf16 quotient is off by 1e-3."""
+    model, sampling, scores = build("grouped", torch.bfloat16), Sampling(temperature=0.6, seed=1), []
+    for scaled in (False, True):
+        request = Request(prompt=[3, 4, 5], max_new_tokens=4, sampling=sampling, logprobs_at_temperature=scaled, **ALL)
+        [done] = engine(model).generate([request])
+        rows = [[dict(score.top)[token] for token in range(VOCAB)] for score in done.scores]
+        scores.append(torch.tensor(rows, dtype=torch.float64))
+    plain, scaled = scores
+    torch.testing.assert_close(scaled, (plain / 0.6).log_softmax(-1), atol=1e-5, rtol=0)
+
+
 def run(model, seed, extras=False):
     """Run the prompts in random order, steps and pages; return ({prompt: (tokens, scores, routes)}, preemptions).
     ``extras``: scores of every second prompt, and routes of every third."""

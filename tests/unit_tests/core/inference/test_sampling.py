@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron.core.config.errors import UserError
-from megatron.core.inference.sampling import Draws, Sampling, draw_arrays, filtered, generate
+from megatron.core.inference.sampling import Draws, Sampling, draw, draw_arrays, filtered, generate
+from megatron.core.random.philox import GUMBEL_KEY, gumbel
 
 GREEDY = Sampling(temperature=0)
 
@@ -32,6 +33,18 @@ def test_the_context_never_exceeds_the_sequence_length():
     model = NextNumber()
     assert len(list(generate(model, [0], max_new_tokens=12, max_sequence_length=4))) == 12
     assert max(model.seen) == 4
+
+
+def test_draws_are_those_of_the_seed_and_position():
+    """The largest logit plus the Gumbel numbers of the seed and position of its row."""
+    logits = torch.randn(5, 40, dtype=torch.float64)
+    samplings, positions = [Sampling(seed=number) for number in (3, 3, 9, 4, 0)], [9, 4, 3, 3, 7]
+    arrays, form = draw_arrays(samplings, positions)
+    draws = Draws(**{name: torch.from_numpy(values) for name, values in arrays.items()})
+    found = draw(logits, draws, form).tolist()
+    for row, sampling, position, token in zip(logits, samplings, positions, found, strict=True):
+        noise = gumbel(torch.tensor([[sampling.seed]]), torch.tensor([[position]]), 40, GUMBEL_KEY)[0]
+        assert token == int((row.float() - row.float().max() + noise).argmax())
 
 
 def test_an_empty_prompt_is_refused():

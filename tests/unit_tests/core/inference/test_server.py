@@ -170,11 +170,22 @@ def test_the_tokenizer_is_served(http, tokenizer):
 def test_megatron_requests_are_answered(http, tokenizer):
     form = {"prompts": ["def main", "a"], "tokens_to_generate": 5, "logprobs": True, "top_k": 1, "random_seed": 4}
     answer = http.put("/api", json=form).json()
-    for text, segments, logprobs, prompt in zip(*answer.values(), form["prompts"]):
+    assert len(answer["text"]) == 2
+    for text, segments, logprobs, prompt in zip(*answer.values(), form["prompts"], strict=True):
         assert "".join(segments) == text and text.startswith(prompt) and len(logprobs) == len(segments) - 1
     for wrong in ({"tokens_to_generate": 0}, {"top_k": 2, "top_p": 0.5}, {"prompts": [""]}, {"beam_width": 2}):
         response = http.put("/api", json={"prompts": ["a"], **wrong})
         assert response.status_code == 400 and response.json()["message"], wrong
+
+
+def test_answers_have_the_kinds_and_ids_of_openai(client):
+    message, one = {"messages": [{"role": "user", "content": "a"}]}, {**GREEDY, "max_tokens": 1}
+    texts = [client.completions.create(**one, prompt="a"), *client.completions.create(**one, prompt="a", stream=True)]
+    assert {x.object for x in texts} == {"text_completion"} and all(x.id.startswith("cmpl-") for x in texts)
+    chat = [client.chat.completions.create(**one, **message)]
+    chunks = list(client.chat.completions.create(**one, **message, stream=True))
+    assert chat[0].object == "chat.completion" and {x.object for x in chunks} == {"chat.completion.chunk"}
+    assert all(x.id.startswith("chatcmpl-") for x in [*chat, *chunks])
 
 
 @pytest.mark.parametrize("wrong", [

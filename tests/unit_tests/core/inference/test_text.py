@@ -88,6 +88,18 @@ def test_characters_of_byte_fallback_are_passed_on_at_once(text, tmp_path):
     assert [piece for piece in found if piece] == list(" " + text)
 
 
+@pytest.mark.parametrize("end", ["😀", "中", "é", "the"])
+def test_a_space_after_the_last_character_of_a_prompt_is_kept(end, tmp_path):
+    """A character has up to four tokens of one byte, and the context needs all of them."""
+    from megatron.core.tokenizers.huggingface import build_huggingface
+
+    tokenizer = build_huggingface(byte_fallback_bpe(tmp_path))
+    prompt, ids = tokenizer.tokenize("a" + end), tokenizer.tokenize(f"a{end} cat")
+    assert ids[: len(prompt)] == prompt
+    found, _ = pieces(tokenizer, ids[len(prompt) :], prompt)
+    assert "".join(found) == " cat"
+
+
 def test_streamed_text_is_a_prefix_of_the_decoded_bytes_of_random_stops(tmp_path):
     rng = random.Random(4)
     for _ in range(300):

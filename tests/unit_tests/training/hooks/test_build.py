@@ -1,8 +1,10 @@
 """Each flag brings its hook, on the ranks it belongs to; nothing optional is imported unasked."""
 
+import enum
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +13,16 @@ from megatron.core.timers import Timers
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import compose
 from megatron.training.hooks import build_hooks
-from megatron.training.hooks.build import wandb_options
+from megatron.training.hooks.build import plain, wandb_options
 from megatron.training.hooks.profiler import ProfilerHook
 from megatron.training.observe.metrics import read_metrics
 from megatron.training.observe.plan_comparison import Prediction
+
+
+class Kind(enum.Enum):
+    """An enum whose names are not its values."""
+
+    FIRST = 1
 
 
 def names_of(cfg, run):
@@ -78,6 +86,11 @@ def test_wandb_files_fall_back_to_the_save_directory():
     assert (options["project"], options["name"], options["entity"]) == ("p", "n", "team")
     assert options["dir"] == "run/wandb" and wandb_options(config(wandb_save_dir="w", save="run"))["dir"] == "w"
     assert options["config"]["seq_length"] == 64 and options["config"]["exit_signal"] == "SIGTERM"
+
+
+def test_settings_of_wandb_are_json_types_at_any_depth():
+    value = [("a", [Kind.FIRST, {1: 2}]), None, 2.5, True, Path("x")]
+    assert plain(value) == [["a", ["FIRST", "{1: 2}"]], None, 2.5, True, "x"]
 
 
 def test_progress_needs_a_save_directory(simulated_run):

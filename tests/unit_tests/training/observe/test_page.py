@@ -292,6 +292,13 @@ def test_experts_and_layers_have_charts(tmp_path):
     assert {"experts", "layers", "chart-layers-z-loss", "chart-grad-norm"} <= page.by_id.keys()
 
 
+def test_a_spike_of_a_layer_does_not_flatten_the_others(tmp_path):
+    values = [1.0] * 39 + [1e6]
+    metrics = [train(i, statistics={"layer 1/grad_norm": value}) for i, value in enumerate(values, 1)]
+    page = page_of(write_run(tmp_path, metrics=metrics))
+    assert "1 above 3, largest 1M" in page.by_id["chart-layers-grad-norm"]
+
+
 def test_long_runs_are_read_in_two_seconds_and_keep_their_extremes(tmp_path):
     with open(tmp_path / "metrics.jsonl", "w") as file:
         line = json.dumps(train(1))
@@ -357,6 +364,13 @@ def test_points_are_placed_by_their_values():
 def test_ticks_are_few_round_numbers_in_the_range(low, high):
     found = ticks(low, high)
     assert 2 <= len(found) <= 6 and all(low - 1e-12 <= each <= high * (1 + 1e-9) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("high", "step"), [(1, 0.2), (2.4, 0.5), (4.9, 1), (9, 2), (24, 5), (49, 10), (99, 20), (490, 100)]
+)
+def test_ticks_are_multiples_of_1_2_or_5_times_a_power_of_ten(high, step):
+    assert ticks(0, high) == pytest.approx([step * number for number in range(int(high / step + 1e-9) + 1)])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from megatron.core.inference.server import app, protocol  # noqa: E402
+from megatron.core.tokenizers.huggingface import build_huggingface  # noqa: E402
 from tests.test_utils.model_server import running_server, tiny_tokenizer, wait  # noqa: E402
+from tests.test_utils.tiny_tokenizers import byte_fallback_bpe  # noqa: E402
 
 JSON = {"Content-Type": "application/json"}
 FIELDS = {
@@ -119,6 +121,18 @@ def test_no_work_of_a_request_blocks_the_event_loop(tokenizer, monkeypatch, kind
         record(app.Choice, "_logprobs")
         assert httpx.post(url + path, json=body, timeout=30).status_code == (400 if kind == "keys" else 200)
     assert threads and all(name.startswith("server") for name in threads), threads
+
+
+def test_special_tokens_are_added_as_the_fields_ask(tmp_path):
+    tokenizer = build_huggingface(byte_fallback_bpe(tmp_path))
+    with running_server(tokenizer) as (url, served), httpx.Client(base_url=url, timeout=30) as http:
+        ids = [http.post("/tokenize", json={"prompt": "the cat", **more}).json()["tokens"]
+               for more in ({}, {"add_special_tokens": True}, {"add_special_tokens": False})]  # fmt: skip
+        assert ids[0] == ids[1] == [tokenizer.bos, *ids[2]] == tokenizer.tokenize("the cat")
+    for more, starts in (({}, []), ({"add_BOS": False}, []), ({"add_BOS": True}, [tokenizer.bos])):
+        fields = protocol.Fields(json.dumps({"prompts": ["a"], **more}).encode())
+        job = protocol.read_megatron(fields, protocol.Served("tiny", tokenizer, 96, 8))
+        assert job.prompts == [[*starts, *tokenizer.tokenize("a")]]
 
 
 def test_prompts_with_too_many_log_probabilities_are_rejected(tokenizer, monkeypatch):

@@ -68,6 +68,8 @@ def test_tools_are_left_out_when_the_model_must_not_call_them(tmp_path):
     ({"messages": [{"role": "user"}]}, "messages.content: must be"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls.function: must be"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}, "function.name: must"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}]}, "function.name: must be"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of type text"),
 ])  # fmt: skip
 def test_wrong_requests_are_named(tmp_path, body, message):

@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -184,6 +185,38 @@ def test_logs_have_few_records_per_minute(monkeypatch):
     finally:
         log.removeHandler(handler)
     assert records == ["no descriptors"] * 20 + ["[980 messages were dropped] later", "outside"]
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_no_dropped_log_record_is_reported_if_none_was(monkeypatch, count):
+    limit, now = connections.LimitedLog(), [0.0]
+    monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
+    limit._begin = 0.0
+    record = logging.makeLogRecord({"msg": "text"})
+    assert all(limit.filter(record) for _ in range(count))
+    now[0] = 61.0
+    assert limit.filter(record) and record.msg == "text"
+
+
+def test_the_guide_names_the_deadlines():
+    guide = (Path(__file__).resolve().parents[5] / "docs/guides/serving.md").read_text()
+    assert f"requests have {connections.GRACE_SECONDS} s to finish" in guide
+    assert f"the process ends with code 1 after {connections.LINGER_SECONDS} s" in guide
+
+
+def test_requests_in_progress_are_answered_after_one_signal(tokenizer):
+    with running_server(tokenizer) as (url, service):
+        gate, step, answers = threading.Event(), service.engine.step, []
+        service.engine.step = lambda: gate.wait(20) and step()
+        body = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
+        thread = threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=body)))
+        thread.start()
+        wait(lambda: service.num_unfinished == 1)
+        service.program.handle_exit(15, None)
+        time.sleep(0.3)
+        gate.set()
+        thread.join(20)
+    assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 5
 
 
 @pytest.mark.parametrize(("soft", "hard", "expected"), [(1024, 1024, 768), (256, 10**6, 4096), (64, 64, 40)])
