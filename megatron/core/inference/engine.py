@@ -33,9 +33,11 @@ from megatron.core.inference.scheduler import Sequence as Running
 from megatron.core.inference.step import OutputRow, StepPlan, common_plans
 
 PAGE_SIZE = 256
+"""Tokens of a page of the cache."""
 MEMORY_SHARE = 0.9
 """Share of a GPU's memory for weights, activations and cache."""
 CPU_CACHE_BYTES = 2**30
+"""Memory of the cache on a CPU; more if one sequence of the largest length needs more."""
 
 
 class Engine:
