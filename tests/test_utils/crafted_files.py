@@ -110,6 +110,14 @@ def write_megatron(folder: Path, form: str = "torch_dist") -> None:
     torch.save({**writer._common(model), "model": weights}, path)
 
 
+def write_ranks(folder: Path, **layout: Any) -> None:
+    """A checkpoint of Megatron-LM's ``torch`` format of several ranks, with the state of Adam."""
+    from tests.test_utils.megatron_torch import write_torch
+
+    (folder / "a").mkdir()
+    write_torch(folder / "a", **layout)
+
+
 def read_checkpoint(folder: Path) -> Any:
     """Every value, and the settings, as conversions read them."""
     from megatron.tools.checkpoint import formats
@@ -276,6 +284,12 @@ KINDS = {
     "hf bin": Kind(lambda folder: write_hf(folder, "bin"), read_checkpoint, optional=ASSETS),
     "hf old bin": Kind(lambda folder: write_hf(folder, "old"), read_checkpoint, optional=ASSETS),
     "megatron torch": Kind(lambda folder: write_megatron(folder, "torch"), read_checkpoint),
+    "megatron torch ranks": Kind(
+        lambda folder: write_ranks(folder, tp=2, pp=2), read_checkpoint, optional=(TRACKER,)
+    ),
+    "megatron torch buffers": Kind(
+        lambda folder: write_ranks(folder, tp=2, distributed=True), read_checkpoint, optional=(TRACKER,)
+    ),
     "megatron torch_dist": Kind(write_megatron, read_checkpoint, optional=("metadata.json",)),
     "gpt2": Kind(
         tiny_tokenizers.gpt2_files,

@@ -40,9 +40,12 @@ def cut_buckets(
     order: Order, buckets: Mapping[str, Sequence[LazyTensor]], where: str
 ) -> dict[str, dict[str, LazyTensor]]:
     """Split the ``buckets`` of one buffer (state kind -> 1-d buckets) into the parameters of ``order``, which fill them
-    in reverse; return state kind -> name -> the rank's lazy tensor. Only sizes of the first kind are checked: raises
-    CheckpointError if the parameters do not fill the buckets exactly."""
-    sizes = [bucket.shape[0] for bucket in next(iter(buckets.values()))]
+    in reverse; return state kind -> name -> the rank's lazy tensor. Raises CheckpointError if kinds differ in size, or
+    if the parameters do not fill the buckets exactly."""
+    by_kind = {kind: [bucket.shape[0] for bucket in parts] for kind, parts in buckets.items()}
+    sizes = next(iter(by_kind.values()))
+    if any(other != sizes for other in by_kind.values()):
+        raise CheckpointError(f"{where}: flat states have different sizes: {by_kind}")
     # embeddings that two stages share have a separate bucket; buckets joined to one do not say where it begins
     for alone in (False, True) if len(sizes) == 1 else (False,):
         places = _places(order, sizes, alone)

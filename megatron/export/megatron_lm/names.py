@@ -306,7 +306,7 @@ def convert_arguments(args: Settings, tensors: Mapping[str, tuple[int, ...]]) ->
     """
     _check_sizes(args)
     family = detect_family(tensors)
-    settings: dict[str, object] = {"model_family": family}
+    settings: dict[str, object] = {}
     for name, value in args.items():
         if value is None or (name == "num_query_groups" and not args.get("group_query_attention")):
             continue
@@ -315,6 +315,7 @@ def convert_arguments(args: Settings, tensors: Mapping[str, tuple[int, ...]]) ->
         finite = not isinstance(value, int | float) or (abs(value) < 1e300)
         if plain and finite and name not in _NOT_TAKEN and not name.startswith("_"):
             settings[_RENAMED.get(name, name)] = value
+    settings["model_family"] = family  # after the arguments, which may have this name
     rows = next((shape[0] for name, shape in tensors.items() if name.endswith("word_embeddings.weight")), 0)
     padded = args.get("padded_vocab_size") or rows
     true = args.get("vocab_size")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.interchange import Interchange, Settings, check_names
 from megatron.export.megatron_lm.buckets import STATES, cut_buckets
@@ -59,7 +59,9 @@ def load_megatron_torch(
     )
     if any(type(size) is not int or not 0 < size < 10**5 for size in (tp, pp, ep)):
         raise CheckpointError(f"{directory}: impossible sizes of its layout: {tp!r:.20}, {pp!r:.20}, {ep!r:.20}")
-    if table.get("num_experts") and (shards := table.get("expert_tensor_parallel_size") or tp) != tp:
+    if type(experts := table.get("num_experts") or 0) is not int or not 0 <= experts < 10**6:
+        raise CheckpointError(f"{directory}: impossible num_experts: {experts!r:.20}")
+    if experts and (shards := table.get("expert_tensor_parallel_size") or tp) != tp:
         raise CheckpointError(
             f"{directory}: expert_tensor_parallel_size {shards!r:.20} differs from tensor_model_parallel_size {tp}: not"
             " supported in files of --ckpt-format torch; save the run with --ckpt-format torch_dist"
@@ -79,6 +81,12 @@ def load_megatron_torch(
             path = directory / _name(rank[1], rank[0], rank[2], pp, ep)
             for kind, named in _optimizer(files[rank], chunks, path).items():
                 kinds.setdefault(kind, {})[rank] = named
+        for kind, ranks in kinds.items():
+            for stage, tp_rank, expert in sorted(parts.keys() - ranks.keys()):
+                raise CheckpointDamagedError(
+                    f"{directory / _name(tp_rank, stage, expert, pp, ep)}: has no {kind}, which other ranks have; the "
+                    "checkpoint is damaged, copy it again"
+                )
     return build_interchange(
         first,
         _merged(weights, (pp, tp, ep), gated, where),
@@ -186,14 +194,21 @@ def _merged(
 def _optimizer(state: dict[str, object], chunks: list[Named], folder: Path) -> dict[str, Named]:
     """Return state kind -> name -> this rank's shard, from ``distrib_optim.pt`` in the rank's ``folder`` if it exists,
     else from ``state["optimizer"]``; empty if no optimizer state was saved. ``chunks``: the rank's weights per virtual
-    stage."""
+    stage. Raises CheckpointDamagedError for values of other types."""
     parameters = {name: each for named in chunks for name, each in named.items() if not name.endswith("expert_bias")}
-    if (folder / "distrib_optim.pt").exists():
-        return _distributed(read_torch_file(folder / "distrib_optim.pt"), chunks, folder / "distrib_optim.pt")
-    saved = state.get("optimizer")
+    flat = folder / "distrib_optim.pt"
     kinds: dict[str, Named] = {}
-    for each in [] if saved is None else saved if isinstance(saved, list) else [saved]:
-        _by_number(each, parameters, kinds, folder)
+    try:
+        if flat.exists():
+            return _distributed(read_torch_file(flat), chunks, flat)
+        saved = state.get("optimizer")
+        for each in [] if saved is None else saved if isinstance(saved, list) else [saved]:
+            _by_number(each, parameters, kinds, folder)
+    except (AttributeError, KeyError, TypeError, IndexError) as error:  # a value of another type in the pickle
+        raise CheckpointDamagedError(
+            f"{flat if flat.exists() else folder}: malformed optimizer state ({error!r:.100}); copy the checkpoint "
+            "again, or convert its weights only"
+        ) from None
     return kinds
 
 
@@ -240,7 +255,7 @@ def _distributed(saved: Any, chunks: list[Named], path: Path) -> dict[str, Named
         for buffer in (saved.get(index) or {}).values():
             flat = {kind: each if isinstance(each, list) else [each] for kind, each in buffer.items() if kind in STATES}
             pieces = [each for parts in flat.values() for each in parts]
-            if any(not isinstance(each, LazyTensor) or len(each.shape) != 1 for each in pieces):
+            if not pieces or any(not isinstance(each, LazyTensor) or len(each.shape) != 1 for each in pieces):
                 raise CheckpointError(f"{path}: a buffer is not flat")
             for kind, found in cut_buckets(order, flat, str(path)).items():
                 kinds.setdefault(STATES[kind], {}).update(found)

@@ -1,5 +1,6 @@
 """Whatever lies in the place of a file that a program reads, or is changed in it: the value, or one message in time."""
 
+import argparse
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import shutil
 import time
 
 import pytest
+import torch
 
 from megatron.core.config.errors import UserError
 from megatron.export.hf.conversion import placements
@@ -17,6 +19,8 @@ from tests.test_utils.crafted_files import KINDS, ODD_VALUES, PLANTS, Kind, chan
 
 CHANGES = 14
 """Of each kind; tests/torture/crafted.py makes as many as you like."""
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Kind -> a folder with valid files, made once."""
@@ -163,3 +167,40 @@ def test_a_reader_that_hangs_or_raises_anything_else_is_found(tmp_path, monkeypa
 
     with pytest.raises(AssertionError, match="control characters"):
         outcome(Kind(None, escapes), tmp_path)
+
+
+def _places(holder):
+    """(holder, key) of every value in nested dictionaries, lists and namespaces."""
+    holder = vars(holder) if isinstance(holder, argparse.Namespace) else holder
+    keys = list(holder) if isinstance(holder, dict) else range(len(holder)) if isinstance(holder, list) else ()
+    for key in keys:
+        yield holder, key
+        yield from _places(holder[key])
+
+
+TENSORS = [torch.zeros(0), torch.zeros(3), torch.ones(2, 3, dtype=torch.int32), torch.tensor(float("nan")),
+           torch.zeros(1).expand(10**9), torch.empty(16, device="meta"), (1, 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, file", [
+    ("megatron torch", "model_optim_rng.pt"), ("megatron torch ranks", "model_optim_rng.pt"),
+    ("megatron torch buffers", "distrib_optim.pt"),
+])  # fmt: skip
+def test_odd_values_in_files_of_ranks_give_a_value_or_one_message(name, file, written, tmp_path):
+    """Every place of the dictionary of one rank; the zip archive itself is valid."""
+    valid, kind, draw = written(name), KINDS[name], random.Random(name)
+    path = max(valid.rglob(file)).relative_to(valid)
+    folder = copied(valid, tmp_path / "a")
+    for number in range(len([*_places(torch.load(valid / path, weights_only=False))])):
+        state = torch.load(valid / path, weights_only=False)
+        holder, key = [*_places(state)][number]
+        odd = draw.choice([*ODD_VALUES, *TENSORS])
+        if draw.random() < 0.2:
+            del holder[key]
+        else:
+            holder[key] = odd
+        torch.save(state, folder / path)
+        try:
+            outcome(kind, folder)
+        except Exception as error:
+            raise AssertionError(f"{key} = {odd!r:.60}: {type(error).__name__}: {error}") from error

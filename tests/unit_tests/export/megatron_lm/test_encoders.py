@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist, save_megatron_torch_dist
 from tests.test_utils.hf_folders import random_model
-from tests.unit_tests.export.megatron_lm.test_checkpoints import SCHEDULE
+from tests.test_utils.megatron_torch import SCHEDULE
 
 HIDDEN, HEADS, LAYERS, DECODER_LAYERS, VOCABULARY, PADDED, LENGTH = 16, 4, 2, 3, 50, 64, 24
 ARGS = {

@@ -10,7 +10,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron.export.megatron_lm import load_megatron_torch_dist, save_megatron_torch_dist
-from tests.unit_tests.export.megatron_lm.test_checkpoints import ARGS, SCHEDULE
+from tests.test_utils.megatron_torch import ARGS, SCHEDULE
 
 HIDDEN, LAYERS, EXPERTS, WIDTH, SHARED, GROUPS = 16, 4, 3, 12, 10, 2
 SHAPES = {

@@ -16,7 +16,7 @@ from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist, save_megatron_torch_dist
 from megatron.export.megatron_lm.model import checkpoint_objects
 from megatron.export.unpickler import Record
-from tests.unit_tests.export.megatron_lm.test_checkpoints import ARGS, SCHEDULE
+from tests.test_utils.megatron_torch import ARGS, SCHEDULE
 
 HIDDEN, LAYERS, EXPERTS, WIDTH, SHARED, ROWS = 16, 4, 8, 12, 20, 64
 ITERATION, STEPS, BATCH = 7, 5, 4

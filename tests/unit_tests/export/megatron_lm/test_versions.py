@@ -19,16 +19,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.export.megatron_lm import load_megatron_torch_dist
-from tests.unit_tests.export.megatron_lm.test_checkpoints import (
+from tests.test_utils.megatron_torch import (
     ARGS,
     HIDDEN,
     LAYERS,
     PADDED,
-    expect,
     flat_state,
     names_of,
-    write_torch_dist,
 )
+from tests.unit_tests.export.megatron_lm.test_checkpoints import expect, write_torch_dist
 
 
 @pytest.fixture(scope="module")
