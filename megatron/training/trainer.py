@@ -17,6 +17,7 @@ from megatron.core.optimizer.layer_norms import LayerNorms
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.statistics import StatisticsSum, invalid_values, summaries, total_losses
 from megatron.training.checkpoint.checkpointer import SaveReport
+from megatron.training.checks.error_injection import ErrorInjection
 from megatron.training.checks.finite import FiniteCheck, check_has_tokens, named_by_origin
 from megatron.training.checks.gradient_origin import RecentBatches, nonfinite_ranks
 from megatron.training.components import Components
@@ -58,6 +59,10 @@ class Trainer:
         checked = cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16
         self.finite = FiniteCheck(global_rank()) if checked else None
         self.recent = RecentBatches()
+        self.injection: ErrorInjection | None = None
+        if cfg.training.error_injection_rate:
+            rank = parts.groups.dp_cp.rank
+            self.injection = ErrorInjection(cfg.training, cfg.model.seed, rank, parts.state.iteration + 1)
         self.flops_per_sample = parts.task.flops_per_sample()
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
@@ -125,6 +130,8 @@ class Trainer:
                 inputs, counts = self._prepare(size)
                 forward = self._mark()
                 local = LossSums(self.device).add(self.forward_backward(**inputs)).pairs
+            if self.injection is not None:
+                local = self.injection(local, self.state.iteration + 1)
             metrics = self._update(size, local, counts, forward)
         metrics.learning_rate = rate
         if self.cfg.schedule.weight_decay_incr_style != "constant":

@@ -78,6 +78,14 @@ class TrainingConfig(FlagGroup):
     check_for_nan_in_loss_and_grad: bool = True
     """Stop, with the iteration and rank, if the loss or gradient norm is NaN or infinite."""
 
+    error_injection_rate: NonNegativeInt = 0
+    """Test of the stop at a NaN loss: on average, one in this many iterations of a data-parallel rank takes its loss
+    for NaN. 0: off."""
+
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
+    """Errors of --error-injection-rate: persistent ones return in the same iteration after a restart, transient ones do
+    not, and a correct result is only logged."""
+
     train_sync_interval: PositiveInt | None = None
     """Iterations between synchronizations with the device, which limit how far the host runs ahead."""
 

@@ -28,6 +28,18 @@ def sizes(*values):
     return are
 
 
+def stops_at_nan(base, run):
+    """The run with injected errors stops in its first iteration."""
+    finished(base)
+    assert run.code != 0 and "rank 0, iteration 1 " in run.errors and "lm loss is nan" in run.errors, run.errors
+
+
+def logs_only(base, run):
+    """The run logs each injected error, and trains."""
+    finished(run)
+    assert base.code != 0 and run.log.count("injecting error type correct_result") == 2
+
+
 def iterations(*numbers):
     return gives(lambda run: run.column("iteration"), list(numbers))
 
@@ -120,6 +132,8 @@ ROWS = [
     row("--iterations-to-skip 1", gives(lambda run: run.column("skipped"), [True, False])),
     row("--no-check-for-nan-in-loss-and-grad", accepts, gives(lambda run: run.column("nan")[-1], True),
         base="--lr 1e30 --clip-grad 0 --train-iters 3"),
+    row("--error-injection-rate 1", stops_at_nan),
+    row("--error-injection-type correct_result", logs_only, base="--error-injection-rate 1"),
     row("--manual-gc", calls("disable", 1), count=GC),
     row("--manual-gc-interval 1", calls("collect", 3), base="--manual-gc", count=GC),
     row("--no-manual-gc-eval", calls("collect", 1), base="--manual-gc --eval-iters 1", count=GC),

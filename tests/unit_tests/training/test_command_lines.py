@@ -28,6 +28,8 @@ NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 OUR_ATTENTION = "--attention-dropout 0.1: built-in attention is used, because Transformer Engine's"
 LINES = [
     ("", OUR_ATTENTION),
+    ("--rerun-mode validate_results --error-injection-rate 100 --error-injection-type transient_error",
+     OUR_ATTENTION),
     ("--fim-data --fim-rate 0.5 --fim-spm-rate 0.5", OUR_ATTENTION),
     ("--async-save --use-persistent-ckpt-worker --no-ckpt-fully-parallel-save", OUR_ATTENTION),
     ("--tensor-model-parallel-size 4 --qk-layernorm --test-mode", "--test-mode accepted without effect"),
