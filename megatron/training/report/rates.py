@@ -46,7 +46,7 @@ def measured_rates() -> list[MeasuredRate]:
 
 
 def model_kind(cfg: PretrainConfig) -> str:
-    """Return the kind of model with the most similar speed, as named in measured rows; with fp8 followed by the recipe."""
+    """Return the kind of model with the most similar speed, as measured rows name it; in fp8 followed by the recipe."""
     kind = _kind_in_bf16(cfg)
     return kind if cfg.model.fp8 is None else f"{kind}, fp8 {cfg.model.fp8_recipe}"
 
