@@ -111,6 +111,13 @@ def sentence_piece_model(path, **options):
     return str(path)
 
 
+def llama_model(path):
+    """A SentencePiece .model of LLaMA's kind: BPE, bytes for unknown characters, a space before the text."""
+    options = {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": True, "remove_extra_whitespaces": False}
+    ids = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "normalization_rule_name": "identity", "character_coverage": 0.98}
+    return sentence_piece_model(path, vocab_size=420, **options, **ids)
+
+
 def tiktoken_json(path, extra=(b"th", b"the", b"in", b" the")):
     """A TikTokenizer vocabulary: the bytes and a few longer tokens."""
     pieces = [bytes([byte]) for byte in range(256)] + list(extra)

@@ -53,7 +53,7 @@ ITEM_BYTES = {
 """Bytes per element of every storable dtype, by safetensors name; here, so that a manifest is read without torch."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
-ASSET_NAME = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
+ASSET_NAME = re.compile(r"([A-Za-z0-9_-]+/){1,2}[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SUFFIX = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n')
 _SUFFIX_BYTES = len(b',"sha256":"') + 64 + len(b'"}\n')
 

@@ -362,13 +362,14 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def copy_asset(source: Path, target: Path) -> AssetEntry:
-    """Copy the file ``source`` (at most 2 GiB; read into memory) to the new file ``target``, whose folder is created if
-    missing, and fsync both; return its manifest entry. Raises OSError, also for an existing target or a larger
+    """Copy the file ``source`` (at most 2 GiB; read into memory) to the new file ``target``, whose folders are created
+    if missing, and fsync them; return its manifest entry. Raises OSError, also for an existing target or a larger
     source."""
     data = read_file(source, MAX_ASSET_BYTES)
-    target.parent.mkdir(exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     write_file(target, data)
-    fsync_path(target.parent)
+    for folder in (target.parent, target.parent.parent):
+        fsync_path(folder)
     return {"bytes": len(data), "crc32": zlib.crc32(data)}
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron.core.config.errors import UserError
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -23,34 +25,43 @@ TOKENIZER = (
     "vocab.txt",
     "chat_template.jinja",
     "chat_template.json",
+    MORE_TEMPLATES,
     "tekken.json",
 )
-"""Tokenizer files. Other files (weights, their index, code, trainer state) would be invalid in another folder."""
+"""Names and patterns of tokenizer files. Other files (weights, their index, code, trainer state) would be invalid in
+another folder."""
 
 OF_DEFINITION = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    MORE_TEMPLATES,
     GENERATION,
 )
 """Files that complete a tokenizer.json."""
 
 
 def side_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Return the existing files of ``folder`` among ``names``, by name.
+    """Return the existing files of ``folder`` among ``names``, which may be patterns, by name relative to it.
 
     Raises:
         UserError: one is a link out of the folder, whose target would be copied into results. Links of the hub's cache
             are allowed: ``snapshots/<revision>/<name>`` -> ``blobs/<hash>`` of the same repository.
     """
-    found = {name: folder / name for name in names if (folder / name).is_file()}
+    paths = [path for name in names for path in (sorted(folder.glob(name)) if "*" in name else [folder / name])]
+    found = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     inside = _allowed_folders(Path(os.path.realpath(folder)))
     for path in found.values():
         target = Path(os.path.realpath(path))
         if not any(target.is_relative_to(each) for each in inside):
             raise UserError(f"{path}: is a link out of its folder, to {target}; replace it with a copy of the file")
     return found
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Return whether ``name``, relative to a folder, is one of :data:`TOKENIZER`."""
+    return any(fnmatchcase(name, pattern) for pattern in TOKENIZER)
 
 
 def _allowed_folders(folder: Path) -> list[Path]:

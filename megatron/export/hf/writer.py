@@ -18,7 +18,7 @@ from megatron.export.files import Target
 from megatron.export.hf.conversion import placements, same_values, to_hf
 from megatron.export.hf.family import complete
 from megatron.export.hf.registry import family_for
-from megatron.export.hf.side_files import CONFIG, GENERATION, TOKENIZER
+from megatron.export.hf.side_files import CONFIG, GENERATION, is_tokenizer_file
 from megatron.export.hf.tokenizer_files import TOKENS, ExportedTokenizer, export_tokenizer
 from megatron.export.interchange import Interchange, differences
 
@@ -78,9 +78,10 @@ def save(
                 target.write_json(GENERATION, generation)
             for name, content in tokenizer.files.items():
                 write_file(target.folder / name, content)
-            for name in TOKENIZER:
-                if f"tokenizer/{name}" in model.assets and name not in tokenizer.files:
-                    copy_asset(model.assets[f"tokenizer/{name}"], target.folder / name)
+            for asset, path in model.assets.items():
+                name = asset.removeprefix("tokenizer/")
+                if name != asset and is_tokenizer_file(name) and name not in tokenizer.files:
+                    copy_asset(path, target.folder / name)
             if target is not folder:
                 target.publish()
         except OSError as error:

@@ -326,13 +326,13 @@ def tokenizer_files(cfg: PretrainConfig) -> dict[str, Path]:
     """Map ``tokenizer/<name>`` to the path of each tokenizer file that is copied into the checkpoint. From a folder,
     take only tokenizer and sampling files, by name: it may also hold model weights. A tokenizer.json brings the config
     files next to it, which name its special tokens."""
-    files: list[Path] = []
+    files: dict[str, Path] = {}
     for value in (cfg.tokenizer.tokenizer_model, cfg.tokenizer.vocab_file, cfg.tokenizer.merge_file):
         # os.path, not Path: Path.is_dir raises if the name is too long
         if value and os.path.isdir(value):
-            files += side_files(Path(value), (*TOKENIZER, GENERATION)).values()
+            files |= side_files(Path(value), (*TOKENIZER, GENERATION))
         elif value and os.path.isfile(value):
-            files.append(Path(value))
+            files[Path(value).name] = Path(value)
             if cfg.tokenizer.tokenizer_type == "HuggingFaceTokenizer":
-                files += side_files(Path(value).parent, OF_DEFINITION).values()
-    return {name: path for path in files if ASSET_NAME.fullmatch(name := f"tokenizer/{path.name}")}
+                files |= side_files(Path(value).parent, OF_DEFINITION)
+    return {name: path for file, path in files.items() if ASSET_NAME.fullmatch(name := f"tokenizer/{file}")}

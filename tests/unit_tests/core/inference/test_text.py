@@ -6,7 +6,14 @@ import pytest
 
 from megatron.core.inference.text import TextStream
 from megatron.core.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
-from tests.test_utils.tiny_tokenizers import TEXTS, byte_fallback_bpe, byte_level_bpe, flags, sentence_piece_model
+from tests.test_utils.tiny_tokenizers import (
+    TEXTS,
+    byte_fallback_bpe,
+    byte_level_bpe,
+    flags,
+    llama_model,
+    sentence_piece_model,
+)
 
 BYTES = ByteLevelTokenizer()
 
@@ -16,7 +23,7 @@ def pieces(tokenizer, ids, prompt=(), stops=()):
     return [*(stream.push(token) for token in ids), stream.finish()], stream
 
 
-@pytest.fixture(scope="module", params=["bytes", "bpe", "fallback", "sentencepiece", "null"])
+@pytest.fixture(scope="module", params=["bytes", "bpe", "fallback", "sentencepiece", "llama", "null"])
 def tokenizer(request, tmp_path_factory):
     from megatron.core.tokenizers import build_tokenizer
 
@@ -30,6 +37,7 @@ def tokenizer(request, tmp_path_factory):
         "sentencepiece": lambda: build_tokenizer(
             flags("GPTSentencePieceTokenizer", tokenizer_model=sentence_piece_model(folder / "m"))
         ),
+        "llama": lambda: build_tokenizer(flags("Llama2Tokenizer", tokenizer_model=llama_model(folder / "llama"))),
         "null": lambda: NullTokenizer(100),
     }[request.param]()
 
@@ -98,6 +106,31 @@ def test_a_space_after_the_last_character_of_a_prompt_is_kept(end, tmp_path):
     assert ids[: len(prompt)] == prompt
     found, _ = pieces(tokenizer, ids[len(prompt) :], prompt)
     assert "".join(found) == " cat"
+
+
+def test_random_texts_of_bytes_and_pieces_stream_as_they_are_decoded(tmp_path):
+    """Characters of up to 4 bytes whose bytes are tokens, after any prompt, with a space before the text."""
+    from megatron.core.tokenizers import build_tokenizer
+
+    tokenizer = build_tokenizer(flags("Llama2Tokenizer", tokenizer_model=llama_model(tmp_path / "llama")))
+    rng, split = random.Random(6), 0
+    for number in range(300):
+        words = [rng.choice(["the ", "c", "é", "中", "😀", "👩‍👩‍👧", " ", "\n"]) for _ in range(12)]
+        ids = tokenizer.tokenize("".join(words))
+        if number % 3 == 0:  # text of a model: any tokens, with invalid bytes
+            ids = [rng.choice(ids) for _ in ids]
+        cut = rng.randrange(len(ids))
+        prompt, written = ids[:cut], ids[cut:]
+        before, full = tokenizer.detokenize(prompt), tokenizer.detokenize(ids)
+        if "\ufffd" in before[-1:]:
+            split += 1
+            continue
+        found, _ = pieces(tokenizer, written, prompt)
+        assert before + "".join(found) == full
+        if "\ufffd" not in full:
+            assert not any("\ufffd" in piece for piece in found)
+            assert all(len(piece) <= 4 for piece in found), "characters are passed on when they are complete"
+    assert 20 < split < 200
 
 
 def test_streamed_text_is_a_prefix_of_the_decoded_bytes_of_random_stops(tmp_path):

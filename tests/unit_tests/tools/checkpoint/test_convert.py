@@ -107,7 +107,6 @@ def test_mixtral_comes_over_and_goes_back(tmp_path):
     assert load_native(folder / "release").tensors["model.decoder.layers.0.mlp.router.last_choices"].shape == (4,)
 
 
-
 def test_a_release_has_checksums_a_tracker_and_all_settings_of_the_model(folders):
     reader = CheckpointReader(folders / "native" / "release")
     reader.verify()
@@ -121,12 +120,17 @@ def test_a_release_has_checksums_a_tracker_and_all_settings_of_the_model(folders
 def test_a_tokenizer_goes_along_and_settings_name_the_place_where_it_will_be(folders, tmp_path):
     shutil.copytree(folders / "hf", tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    template = "additional_chat_templates/tool_use.jinja"
+    (tmp_path / "hf" / template).parent.mkdir()
+    (tmp_path / "hf" / template).write_text("T")
     native = converted(tmp_path / "hf", tmp_path / "native", "native")
     args = CheckpointReader(native / "release").objects["args"]
     assert args["tokenizer_type"] == "HuggingFaceTokenizer"
     assert args["tokenizer_model"] == str(native / "release" / "tokenizer")
     assert (native / "release" / "tokenizer" / "tokenizer.json").read_text() == "{}"
-    assert (converted(native, tmp_path / "again", "hf") / "tokenizer.json").read_text() == "{}"
+    assert (native / "release" / "tokenizer" / template).read_text() == "T"
+    again = converted(native, tmp_path / "again", "hf")
+    assert (again / "tokenizer.json").read_text() == "{}" and (again / template).read_text() == "T"
 
 
 def test_a_setting_names_the_file_of_the_tokenizer_that_goes_along(tmp_path):

@@ -334,13 +334,21 @@ def test_of_a_tokenizers_folder_only_its_own_files_travel_along(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "trainer.json",
                  "model.safetensors.index.json", "requirements.txt"):  # fmt: skip
         (folder / name).write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("rag.jinja", "tool_use.jinja", "notes.txt"):
+        (folder / "additional_chat_templates" / name).write_text(name)
+    copied = {"tokenizer.json", "tokenizer_config.json", "generation_config.json",
+              "additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja"}  # fmt: skip
     Run(settings(tmp_path / "a", tokenizer_model=str(folder))).train(1).save()
-    held = {path.name for path in (tmp_path / "a/iter_0000001/tokenizer").iterdir()}
-    assert held == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert files_below(tmp_path / "a/iter_0000001/tokenizer") == copied
+    assert CheckpointReader(tmp_path / "a/iter_0000001").verify_assets() == []
     named = {"tokenizer_model": str(folder / "tokenizer.json"), "tokenizer_type": "HuggingFaceTokenizer"}
     Run(settings(tmp_path / "b", **named)).train(1).save()
-    held = {path.name for path in (tmp_path / "b/iter_0000001/tokenizer").iterdir()}
-    assert held == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}  # name the ends of texts
+    assert files_below(tmp_path / "b/iter_0000001/tokenizer") == copied  # they name the ends of texts
+
+
+def files_below(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_no_checkpoint_code_can_unpickle():
