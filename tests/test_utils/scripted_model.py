@@ -31,19 +31,28 @@ def byte_tokenizer(folder, template=None, post=None, specials=SPECIALS, **config
 def scripted_folder(folder, text, generation=None, settings=None, **options):
     """Write a model whose greedy continuation of each token of ``text`` (all different) is the next one, and its
     tokenizer with ``options``. ``generation``, ``settings``: content of generation_config.json, keys of config.json."""
+    tokenizer = byte_tokenizer(folder, **options)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    write_scripted_model(folder, ids, tokenizer.get_vocab_size(), **(settings or {}))
+    if generation is not None:
+        (Path(folder) / "generation_config.json").write_text(json.dumps(generation))
+    return str(folder)
+
+
+def write_scripted_model(folder, ids, vocab_size, **settings):
+    """Write config.json, with ``settings``, and the weights of a model whose greedy successor of each of ``ids`` (all
+    different) is the next one."""
     import torch
     from safetensors.torch import save_file
 
-    tokenizer = byte_tokenizer(folder, **options)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert len(set(ids)) == len(ids)
-    vocab_size = tokenizer.get_vocab_size()
+    Path(folder).mkdir(exist_ok=True)
     hidden = -(-vocab_size // 32) * 32
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab_size, "hidden_size": hidden,
         "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
         "max_position_embeddings": LENGTH, "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "float32",
-        "tie_word_embeddings": False, "rope_theta": 10000.0, **(settings or {}),
+        "tie_word_embeddings": False, "rope_theta": 10000.0, **settings,
     }  # fmt: skip
     head = torch.zeros(vocab_size, hidden)
     for token, successor in zip(ids, ids[1:]):
@@ -57,6 +66,3 @@ def scripted_folder(folder, text, generation=None, settings=None, **options):
         weights[f"{name}.weight"] = torch.ones(hidden)
     save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
     (Path(folder) / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (Path(folder) / "generation_config.json").write_text(json.dumps(generation))
-    return str(folder)
