@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import RankGrid
 from megatron.training.checks import cluster
@@ -30,14 +30,14 @@ SIZES = {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     for name, axis in SIZES.items():
         flag = f"--{name}-parallel-size" if name == "context" else f"--{name}-model-parallel-size"
-        parser.add_argument(flag, dest=axis, type=int, default=1, metavar="N", help=f"{name}-parallel size (1)")
+        parser.add_argument(flag, dest=axis, type=int, default=1, metavar="N", help=f"{name}-parallel size")
     parser.add_argument("--size-mb", type=float, metavar="N", help="largest message (256 on GPUs, 4 on CPUs)")
-    parser.add_argument("--tolerance", type=float, default=0.8, help="lowest share of the median rate (0.8)")
-    parser.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds per measurement (60)")
+    parser.add_argument("--tolerance", type=float, default=0.8, help="lowest share of the median rate")
+    parser.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds per measurement")
     parser.add_argument("--json", metavar="FILE", help="write all values to this file")
     return parser
 
@@ -124,7 +124,6 @@ def _table(results: Sequence[cluster.Result]) -> str:
         unit = "TFLOP/s" if kind == "GEMM" else "GB/s"
         lines.append(
             f"{kind + ', ' + unit:<36}{len(rows):>6}{median:>10.3g}{lowest.rate:>10.3g}  "
-            f"{cluster.ranks_text(lowest.ranks):<16}"
-            + (f"{latency:>10.1f}" if latency else "")
+            f"{cluster.ranks_text(lowest.ranks):<16}" + (f"{latency:>10.1f}" if latency else "")
         )
     return "\n".join(lines)

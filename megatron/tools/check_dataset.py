@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
 from megatron.core.safe_files import open_regular
 from megatron.data.indexed_dataset import IndexedDataset, get_bin_path, resolve_prefix
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
     """Check every prefix of ``argv`` and print summaries and errors; return the highest code: 1 if a data set is
     unusable, 2 if one is missing or unreadable, else 0. --vocab-size limits the ids."""
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     parser.add_argument("prefix", nargs="+", help="path of a data set without .bin and .idx")
     parser.add_argument(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.evaluation.tasks import find_tasks
 from megatron.tools.engine_flags import add_engine_flags, load_gpt, on_first_rank
@@ -30,7 +30,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags of this tool (--load and --tasks are required). Exits with code 2 for unknown, abbreviated or
     malformed flags; raises UserError for values out of range."""
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")

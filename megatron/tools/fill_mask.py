@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.models.bert.config import BertConfig, num_tokentypes
 from megatron.tools.engine_flags import add_tokenizer_flags, tokenizer_settings
 
@@ -26,7 +26,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags of this tool (--load and --text are required). Exits with code 2 for unknown, abbreviated or
     malformed flags, --top-k below 1, or --text-pair unless there is one for each --text."""
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")

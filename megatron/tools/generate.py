@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import parse_json, read_text
 from megatron.tools.engine_flags import add_engine_flags, layout_flags, tokenizer_settings
@@ -27,7 +27,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags of this tool (``--help`` lists them; only --load is required). Exits with code 2 for unknown,
     abbreviated or malformed flags. Ranges are left to `check_ranges`, prompts to `load_prompts`."""
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
@@ -45,7 +45,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         metavar="JSON",
         help="variables of the chat template, such as '{\"enable_thinking\": false}'",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="maximum length of each text, in tokens")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens; 0: all tokens")
     parser.add_argument(

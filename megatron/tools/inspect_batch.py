@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError, printable
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -53,7 +53,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         UserError: a number below 1.
     """
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to start from; default: the latest")

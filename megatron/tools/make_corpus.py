@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
 from megatron.tools.stories import stories
 
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     """Write the corpus to --output of ``argv``, replacing it, and print its size; return 0. Stops after the file,
     docstring or story that reaches --max-bytes of text. Raises UserError without sources."""
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--output", required=True, type=Path, help="JSONL file to write")
     parser.add_argument("--max-bytes", type=int, default=32_000_000, help="stop after about this many bytes")

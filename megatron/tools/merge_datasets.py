@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.data.sidecar import SidecarInfo, read_sidecar, same_tokenizer, sidecar_path, write_sidecar
@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     """Merge the data sets of the folder --input of ``argv`` into --output-prefix (:func:`merge`); return 0. Raises
     UserError or OSError. --multimodal reads and writes modes."""
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--input", required=True, help="folder with the .bin and .idx files to join")
     parser.add_argument("--output-prefix", "--output_prefix", required=True, help="path of the result without .bin")

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.core.config.cli import ConfigError, Problem
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.models.registry import find_program
 from megatron.core.schedules.batch_size import samples_from_iters
@@ -36,24 +36,22 @@ from megatron.training.rules.run_all import check
 def tool_flags() -> argparse.ArgumentParser:
     """Return the parser of the flags of this tool."""
     own = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     own.add_argument("--gpu", default="H100", help="GPU kind (H100, H200, ...) or a .json file of measured rates")
-    own.add_argument("--nodes", type=int, default=1, help="nodes of the cluster (1)")
-    own.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node (8)")
+    own.add_argument("--nodes", type=int, default=1, help="nodes of the cluster")
+    own.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")
     own.add_argument("--memory", type=float, help="GiB per GPU; default: of the GPU kind")
-    own.add_argument("--nic-gbits", type=float, default=400.0, help="network bandwidth per GPU in Gb/s (400)")
+    own.add_argument("--nic-gbits", type=float, default=400.0, help="network bandwidth per GPU in Gb/s")
     own.add_argument(
         "--tokens", type=count_of, help="training tokens, such as 1e12 or 1T; default: from the iterations"
     )
     own.add_argument("--gpu-hour-price", type=float, help="price of a GPU-hour, for the cost")
-    own.add_argument("--best", type=int, default=8, help="layouts to print (8)")
+    own.add_argument("--best", type=int, default=8, help="layouts to print")
     own.add_argument("--json", action="store_true", help="print JSON instead of tables")
     own.add_argument("--try", type=int, default=0, dest="trials", help="run the best N for eight iterations here")
-    own.add_argument("--save-stall", type=float, default=1.0, help="seconds that a save stops training (1)")
-    own.add_argument(
-        "--restart-seconds", type=float, default=300.0, help="seconds from a failure to the next step (300)"
-    )
+    own.add_argument("--save-stall", type=float, default=1.0, help="seconds that a save stops training")
+    own.add_argument("--restart-seconds", type=float, default=300.0, help="seconds from a failure to the next step")
     own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags, or a model family's module")
     return own
 

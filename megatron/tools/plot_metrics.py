@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError, counted
 from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, read_metrics
 from megatron.training.observe.page.charts import LARGEST
@@ -373,7 +373,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the flags of this tool. Exits with code 2 for unknown, abbreviated or malformed flags, without --output
     and --text, unless --labels has one name per run, or for a negative half-life."""
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory with metrics.jsonl, or the file")
     parser.add_argument("--output", type=Path, help="picture to write; its ending (.png, .pdf, .svg) is the format")

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.training.observe.page.page import PAGE_FILE, write_page
 
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write the page and print its path; return 0. Raises UserError for a folder without a run, and OSError if the
     page cannot be written."""
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="directory with metrics.jsonl, or the file")
     parser.add_argument("--output", type=Path, help=f"file to write; default: {PAGE_FILE} in RUN")

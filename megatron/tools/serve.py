@@ -24,7 +24,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.inference.server.memory import limit_arenas
 from megatron.tools.engine_flags import add_engine_flags, load_gpt, on_first_rank
@@ -42,14 +42,14 @@ END_SECONDS = 15
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's flags (only --load is required)."""
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")
     add_engine_flags(parser)
     parser.add_argument("--model-name", metavar="NAME", help="name in requests; default: the folder's name")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 127.0.0.1: this machine only")
     parser.add_argument("--port", type=int, default=8000, help="port; 0: any free one")
     parser.add_argument(
         "--token-file", metavar="FILE", help=f"file with the secret that requests must send; default: {TOKEN_VARIABLE}"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import TEXT, InputFile, find_inputs, part_bytes, split_file
 from megatron.core.datasets.preprocessing.lines import BadLine, read_rows
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     """Train the tokenizer of the command line ``argv`` and write its files to the folder --output, created if missing;
     print the size, with a note if the text gives fewer tokens. Return 0. Raises UserError."""
     parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=as_typed(__doc__ or ""), allow_abbrev=False, formatter_class=HelpFormatter
     )
     parser.add_argument("--input", nargs="+", required=True, help="JSON lines, parquet or .txt: files, globs, folders")
     parser.add_argument(
@@ -74,9 +74,9 @@ def main(argv: Sequence[str]) -> int:
         "--text_documents",
         choices=TEXT,
         default=TEXT[0],
-        help="one document of a .txt file [file]",
+        help="one document of a .txt file",
     )
-    parser.add_argument("--json-keys", "--json_keys", nargs="+", default=["text"], help="keys to train on [text]")
+    parser.add_argument("--json-keys", "--json_keys", nargs="+", default=["text"], help="keys to train on")
     parser.add_argument("--vocab-size", "--vocab_size", type=int, required=True, help="ids, at least 257 (bpe) or 64")
     parser.add_argument("--output", required=True, help="output folder, created if missing")
     parser.add_argument("--kind", choices=["bpe", "wordpiece"], default="bpe", help="bpe for GPT, wordpiece for BERT")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset
 from megatron.core.models.registry import find_program
@@ -67,9 +67,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: wrong flags, or --metrics contains no validation loss.
     """
-    own = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    own = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
     own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags")
     own.add_argument("--metrics", default=None, help="metrics.jsonl of a run to compare with")
     options, flags = own.parse_known_args(argv)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError, counted
 from megatron.tools.verify_layout import VOCAB_SIZE, launch, one_rank, shrink
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
@@ -196,12 +196,10 @@ def _require_gpus(number: int) -> None:
 def main(argv: Sequence[str]) -> int:
     """Compare both sides for the flags ``argv``; print the verdict and return the exit code: 0 equal, 1 different.
     Raises UserError for flags that are invalid there."""
-    own = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    own = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
     own.add_argument("--world-size", type=int, help="trainer's ranks; default: the smallest number of the layout")
     own.add_argument("--generator-tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of the generator")
-    own.add_argument("--num-sequences", type=int, default=5, metavar="N", help="random sequences to score (5)")
+    own.add_argument("--num-sequences", type=int, default=5, metavar="N", help="random sequences to score")
     own.add_argument(
         "--chunk-tokens", type=int, nargs="+", default=[], metavar="N",
         help="tokens of the generator's steps, one comparison each (two thirds of the sequence length)",

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK
 from megatron.core.config.moe import expert_tensor_ranks
@@ -383,12 +383,10 @@ def main(argv: Sequence[str]) -> int:
     """Shrink the model of the flags ``argv``, train it on one rank and in its layout on --world-size ranks (default:
     the fewest that fit) for --steps steps, and print tables and verdict. Return the exit code: 0 equal, 1 different.
     Raises UserError for flags that are invalid there."""
-    own = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    own = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
     own.add_argument("--world-size", type=int, help="ranks; default: the smallest number that the layout needs")
     own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags, or a model family's module")
-    own.add_argument("--steps", type=int, default=5, help="training steps to compare (5)")
+    own.add_argument("--steps", type=int, default=5, help="training steps to compare")
     options, flags = own.parse_known_args(argv)
     family, _ = find_program(options.program)
     cfg = parse_args(flags, needs_data=False, model_family=family.name)

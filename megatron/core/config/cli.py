@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import as_typed, help_with_default
 from megatron.core.config.errors import UserError
 from megatron.core.config.ranges import Range
 
@@ -494,10 +494,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         self._add_item(lambda: f"usage: {self._prog} [--flag value ...]\n\n", [])
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        if action.default in (None, argparse.SUPPRESS, []) or isinstance(action.default, bool):
-            return text
-        return f"{text} [{show(action.default)}]"
+        return help_with_default(action)
 
 
 def report(error: ConfigError, prog: str = "") -> None:

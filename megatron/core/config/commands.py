@@ -4,6 +4,7 @@ Texts name the scripts of a checkout, ``tools/preprocess_data.py``. An installed
 command ``megatron`` shows its subcommands in their place.
 """
 
+import argparse
 import re
 import sys
 
@@ -35,6 +36,24 @@ SUBCOMMANDS = {
 _TOOL = re.compile(r"(?:python )?\btools/([a-z_/]+)\.py\b")
 _LAUNCHED = re.compile(r"(\btorchrun (?:-\S+ )*)pretrain_(gpt|bert|t5|moe)\.py\b")
 _PROGRAM = re.compile(r"(?<!--program )(?:python )?\bpretrain_(gpt|bert|t5|moe)\.py\b")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help of a tool: the description's lines as they are, and each option with its default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return help_with_default(action)
+
+
+def help_with_default(action: argparse.Action) -> str:
+    """Return the help text of an option and, in brackets, its default; without brackets if there is none, if it is true
+    or false, or if the text itself has "default:"."""
+    text, default = action.help or "", action.default
+    if default in (None, argparse.SUPPRESS, []) or isinstance(default, bool) or "default:" in text:
+        return text
+    values = default if isinstance(default, list | tuple) else [default]
+    shown = " ".join(str(getattr(value, "name", value)) for value in values)
+    return f"{text} [{shown.replace('%', '%%')}]"
 
 
 def as_typed(text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.commands import as_typed
+from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES
@@ -36,7 +36,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=as_typed(description or ""),
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     choices = (*LOADERS, "auto", *LOADER_ALIASES)
     said = f"format of the input: {', '.join(LOADERS)}; default: detected from the folder"
