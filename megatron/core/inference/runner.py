@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -80,15 +80,6 @@ class Runner:
         elif cuda_graphs:
             self.graphs = StepGraphs(self.device)
 
-    @contextmanager
-    def _step_layout(self, layout: CachedLayout) -> Iterator[None]:
-        """Context in which the model's micro-batches have ``layout``."""
-        self.model.layout = layout
-        try:
-            yield
-        finally:
-            self.model.layout = self._layout
-
     def measure(self, num_tokens: int, page_size: int) -> int:
         """Run ``num_tokens`` tokens of one sequence with a temporary cache; return the bytes per cached token of this
         stage. The peak of the device's memory statistics then includes such a step."""
@@ -142,7 +133,7 @@ class Runner:
             batch_invariant=self.batch_invariant,
         )
         no_routes: AbstractContextManager[Routes] = nullcontext({})
-        with self._step_layout(layout), record_routes([self.model]) if form.has_routes else no_routes as routes:
+        with record_routes([self.model]) if form.has_routes else no_routes as routes:
             output = self._stage(step.ids, layout)
         count = len(step.targets)
         results = torch.empty(count, 2 + 2 * form.num_top, dtype=torch.float64, device=self.device)
@@ -171,7 +162,8 @@ class Runner:
             received = torch.empty(shape, dtype=self._stream_dtype, device=self.device)
             dist.recv(received, up.ranks[rank - 1], group=up.handle)
             self.model.set_input_tensor(received)
-        output = self.model(ids, layout.positions(layout.num_rows, self.device)[None])
+        positions = layout.positions(layout.num_rows, self.device)[None]
+        output = self.model(ids, positions, packed_seq_params=layout)
         if not self.groups.pp.is_last:
             dist.send(output.contiguous(), up.ranks[rank + 1], group=up.handle)
         return output

@@ -63,7 +63,7 @@ class LanguageModule(MegatronModule):
         self.rotary_pos_emb, self.rotary_pos_emb_local = settings.rotary(config), settings.local_rotary(config)
         self.dropout_stream = DropoutStream(self.seed)
         self.layout = TokenLayout.of(self.groups, config.sequence_parallel)
-        """Tokens that this rank holds of every micro-batch."""
+        """Tokens that this rank holds of a micro-batch that brings no layout."""
         self._input_tensor: object = None
         self._forward_calls = 0
 
@@ -194,7 +194,6 @@ class LanguageModule(MegatronModule):
         """Return logits [b, s, v] of [s, b, h], with -inf for padded entries, or fp32 losses [b, s] of ``labels`` [b,
         s]. Divides by ``logits_scaling``. Without ``parallel_output``, all-gathers the logits over the tensor-parallel
         group; losses are complete on every rank."""
-        hidden_states = self.layout.output_rows(hidden_states)
         weight = self.output_layer.weight
         if weight is None:
             weight = self.embedding.word_embeddings.weight

@@ -141,7 +141,7 @@ class GPTModel(LanguageModule):
         if not self.post_process:
             return hidden_states
         if self.mtp is None or labels is None or aux_losses is None:
-            return self.outputs(hidden_states, labels)
+            return self.outputs(context.layout.output_rows(hidden_states), labels)
         if input_ids is None or position_ids is None:
             raise UserError("input_ids: None, but multi-token prediction embeds tokens; pass them and position_ids")
         tokens = prediction.shifted_tokens(
