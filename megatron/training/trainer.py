@@ -18,8 +18,9 @@ from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.statistics import StatisticsSum, invalid_values, summaries, total_losses
 from megatron.training.checkpoint.checkpointer import SaveReport
 from megatron.training.checks.error_injection import ErrorInjection
-from megatron.training.checks.finite import FiniteCheck, check_has_tokens, named_by_origin
-from megatron.training.checks.gradient_origin import RecentBatches, nonfinite_ranks
+from megatron.training.checks.finite import named_by_origin
+from megatron.training.checks.gradient_origin import GlobalBatch, nonfinite_ranks
+from megatron.training.checks.step_check import StepValues, choose_check
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.evaluate import EvalName, EvalSet, Evaluator
@@ -29,7 +30,7 @@ from megatron.training.generation.text_samples import TextSamples
 from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
 from megatron.training.observe.loss_sums import LossSums, global_counts
-from megatron.training.observe.metrics import EvalResult, StepMetrics, check_finite, save_record
+from megatron.training.observe.metrics import EvalResult, StepMetrics, save_record
 from megatron.training.observe.step_parts import Mark, StepMarks, mark
 from megatron.training.start.cuda_graphs import make_forward_backward
 from megatron.training.start.main_loss import supply_main_loss
@@ -56,13 +57,11 @@ class Trainer:
         """Iteration of the last samples."""
         self.device = training_device()
         self.forward_backward = make_forward_backward(cfg, self.device)
-        checked = cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16
-        self.finite = FiniteCheck(global_rank()) if checked else None
-        self.recent = RecentBatches()
         self.injection: ErrorInjection | None = None
         if cfg.training.error_injection_rate:
             rank = parts.groups.dp_cp.rank
             self.injection = ErrorInjection(cfg.training, cfg.model.seed, rank, parts.state.iteration + 1)
+        self.check = choose_check(cfg, global_rank(), self._nonfinite_ranks)
         self.flops_per_sample = parts.task.flops_per_sample()
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
@@ -144,15 +143,13 @@ class Trainer:
         """Raise if any loss or gradient so far, without the last ``keep`` iterations, was not finite. Waits for the
         device; call before a log, evaluation or save. Collective if a gradient was not finite: that iteration then runs
         again, so that the message can name the ranks."""
-        if self.finite is not None:
-            self.finite.read(keep, self._nonfinite_ranks)
+        self.check.read(keep)
 
-    def _nonfinite_ranks(self, iteration: int) -> str:
-        """Return a sentence with the ranks whose gradients of ``iteration`` are not finite. Collective."""
-        _, size, counts, batches = self.recent.of_iteration(iteration)
+    def _nonfinite_ranks(self, batch: GlobalBatch) -> str:
+        """Return a sentence with the ranks whose gradients of ``batch`` are not finite. Collective."""
 
         def forward_backward() -> None:
-            self.forward_backward(**self._inputs(size, iter(batches), counts))
+            self.forward_backward(**self._inputs(batch.size, iter(batch.batches), batch.counts))
 
         return nonfinite_ranks(self.parts.model, self.parts.groups.world, forward_backward)
 
@@ -174,62 +171,43 @@ class Trainer:
         device. Otherwise waits only for the values of the previous iteration, and raises NonFiniteError for that
         iteration; a step with invalid values leaves the weights unchanged. Raises UserError if no token contributes to
         the loss."""
-        optimizer, device_wait = self.parts.optimizer, 0.0
+        optimizer, state = self.parts.optimizer, self.state
         update_start = self._mark()
         sums, counts = self._reduce(local, counts)
         statistics = self.statistics(self.device)
         sums.pairs |= total_losses(statistics)
         self.return_memory(1)
-        metrics = StepMetrics(
+        invalid, measured = invalid_values(statistics), summaries(statistics)
+        losses = invalid | named_by_origin(local, sums.pairs)  # layers first: they locate a NaN better than the loss
+        values = StepValues(
+            state.iteration + 1, state.consumed_train_samples, losses, sums.pairs | invalid, counts.sum()
+        )
+        layer_norms = self.layer_norms if self._wants_layers() else None
+        if layer_norms is not None:
+            layer_norms.start()
+        with self.timers("optimizer", log_level=1):
+            result = self.check.update(optimizer, values)
+        waits = time.perf_counter()
+        self.read_checks(keep=1)
+        device_wait = time.perf_counter() - waits
+        if layer_norms is not None:
+            measured = {**measured, **layer_norms.finish()}
+        for edit in optimizer.weight_edits:
+            measured = {**measured, **edit.logged}
+        assert self.parts.reader is not None, "only --skip-train has none"
+        marks = StepMarks(forward, update_start, self._mark(), self.parts.reader.take_waited(), device_wait)
+        return StepMetrics(
             losses=sums.means(),
             num_tokens=counts[0],
             learning_rate=0.0,
             global_batch_size=size,
-            statistics=summaries(statistics),
+            statistics=measured,
             plan=self.parts.task.batches.figures,
+            loss_scale=optimizer.get_loss_scale(),
+            params_norm=optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None,
+            step_marks=marks,
+            **result._asdict(),
         )
-        invalid = invalid_values(statistics)
-        losses = invalid | named_by_origin(local, sums.pairs)  # layers first: they locate a NaN better than the loss
-        layer_norms = self.layer_norms if self._wants_layers() else None
-        if layer_norms is not None:
-            layer_norms.start()
-        if self.finite is None:
-            where = f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on)"
-            check_has_tokens(counts.sum().item(), where)
-            if self.cfg.training.check_for_nan_in_loss_and_grad:
-                check_finite(
-                    {name: pair[0] for name, pair in losses.items()},
-                    iteration=self.state.iteration + 1,
-                    rank=global_rank(),
-                    consumed_samples=self.state.consumed_train_samples,
-                )
-            with self.timers("optimizer", log_level=1):
-                updated, metrics.grad_norm, metrics.num_zeros = optimizer.step()
-            metrics.skipped = not updated
-        else:
-            with self.timers("optimizer", log_level=1):
-                update = optimizer.update(self.finite.skip_update(sums.pairs | invalid, counts.sum()))
-            metrics.invalid, metrics.grad_norm, metrics.num_zeros = update
-            self.finite.note(
-                self.state.iteration + 1,
-                self.state.consumed_train_samples,
-                losses,
-                counts.sum(),
-                update.found_nonfinite,
-            )
-            waits = time.perf_counter()
-            self.read_checks(keep=1)
-            device_wait = time.perf_counter() - waits
-        if layer_norms is not None:
-            metrics.statistics = {**metrics.statistics, **layer_norms.finish()}
-        for edit in optimizer.weight_edits:
-            metrics.statistics = {**metrics.statistics, **edit.logged}
-        metrics.loss_scale = optimizer.get_loss_scale()
-        metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None
-        assert self.parts.reader is not None, "only --skip-train has none"
-        data_wait = self.parts.reader.take_waited()
-        metrics.step_marks = StepMarks(forward, update_start, self._mark(), data_wait, device_wait)
-        return metrics
 
     def _prepare(self, size: int) -> tuple[dict[str, object], Tensor]:
         """Zero ``main_grad``, read the micro-batches of the global batch and weigh the losses by its valid tokens.
@@ -239,8 +217,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         batches, counts = self._read(size)
         counts = global_counts(counts, self.parts.groups, self.device, self.parts.task.batches.are_shared)
-        if self.finite is not None:
-            batches = self.recent.save(self.state.iteration + 1, size, counts, batches)
+        batches = self.check.save(self.state.iteration + 1, size, counts, batches)
         return self._inputs(size, batches, counts), counts
 
     def _inputs(self, size: int, batches: Iterator[dict], counts: Tensor) -> dict[str, object]:

@@ -9,6 +9,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.schedules.batch_size import running_global_batch_size
 from megatron.training import trainer as trainer_module
 from megatron.training.checkpoint.checkpointer import SaveReport
+from megatron.training.checks.step_check import ImmediateCheck
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import compose
 from megatron.training.data.loader import BatchReader, Shard, TrainSampler, sequential
@@ -112,7 +113,7 @@ def test_records_are_written_before_a_checkpoint_and_the_checkpoint_is_reported_
     events = []
     trainer = Trainer.__new__(Trainer)
     trainer.cfg, trainer.state = compose(FlatConfig(save="folder")), TrainState(iteration=3)
-    trainer.finite, trainer.last_mark = SimpleNamespace(read=lambda *_: events.append("values are finite")), 0.0
+    trainer.check, trainer.last_mark = SimpleNamespace(read=lambda *_: events.append("values are finite")), 0.0
     report = SaveReport(TrainState(iteration=3), "folder", True, False)
 
     def start_save(state, **how):
@@ -142,7 +143,8 @@ def test_work_between_iterations_is_not_part_of_the_next_iterations_time(monkeyp
 
     trainer = Trainer.__new__(Trainer)
     trainer.cfg = compose(FlatConfig(save=str(tmp_path)))
-    trainer.state, trainer.finite, trainer.last_samples, trainer.last_validation = TrainState(3), None, None, None
+    trainer.state, trainer.check, trainer.last_samples = TrainState(3), ImmediateCheck(0, False), None
+    trainer.last_validation = None
     trainer.hooks = SimpleNamespace(on_evaluate=take_time, on_samples=take_time, on_save=take_time)
     trainer.evaluator, trainer.task_scores = SimpleNamespace(evaluate=take_time), take_time
     trainer.samples = take_time
