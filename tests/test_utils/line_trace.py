@@ -29,6 +29,10 @@ class LineTrace:
     def __init__(self, root):
         self.prefixes = tuple(os.path.join(root, name) + os.sep for name in ("megatron", "tools"))
         self.root = root
+        self.restart()
+
+    def restart(self):
+        """Forget all lines, also for threads that are running: their trace function belongs to this object."""
         self.pending = {}  # code object -> its lines that did not run yet; None for foreign code
 
     def __enter__(self):
@@ -40,17 +44,19 @@ class LineTrace:
         sys.settrace(None)
         threading.settrace(None)
 
-    def _on_call(self, frame, event, arg):
-        code = frame.f_code
+    def _lines(self, code):
         try:
-            pending = self.pending[code]
+            return self.pending[code]
         except KeyError:
             own = code.co_filename.startswith(self.prefixes)
-            pending = self.pending[code] = {line for *_, line in code.co_lines() if line} if own else None
-        return self._on_line if pending else None  # a function whose every line ran costs nothing more
+            self.pending[code] = {line for *_, line in code.co_lines() if line} if own else None
+            return self.pending[code]
+
+    def _on_call(self, frame, event, arg):
+        return self._on_line if self._lines(frame.f_code) else None  # a function whose every line ran costs nothing
 
     def _on_line(self, frame, event, arg):
-        self.pending[frame.f_code].discard(frame.f_lineno)
+        self._lines(frame.f_code).discard(frame.f_lineno)
         return self._on_line
 
     def masks(self):
@@ -94,6 +100,7 @@ class Collector:
         Path(self.folder.name, "sitecustomize.py").write_text(starter)
         os.environ["PYTHONPATH"] = os.pathsep.join([self.folder.name, self.root])
         self.current = None
+        self.trace = LineTrace(self.root)  # one for all tests: threads of a server live longer than a test
         self._trace_tasks_of_the_pool()
 
     def _trace_tasks_of_the_pool(self):
@@ -125,7 +132,8 @@ class Collector:
             "test": item.nodeid, "passed": False, "seconds": 0.0, "ranks": 0, "lines": {},
             "file": hashlib.sha256(text).hexdigest()[:16],
         }  # fmt: skip
-        self.trace = LineTrace(self.root).__enter__()
+        self.trace.restart()
+        self.trace.__enter__()
 
     def pytest_runtest_logreport(self, report):
         if report.when != "teardown":

@@ -2,14 +2,17 @@
 
 import json
 import os
+import queue
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.test_utils.line_trace import LineTrace
 from tests.test_utils.mutants import mutants_of
 from tests.test_utils.tree_copies import fork
 
@@ -112,6 +115,31 @@ def test_a_change_that_allocates_without_end_fails_at_the_limit(tmp_path, gibiby
         pid = fork(ROOT, tmp_path, lambda work=work: work(gibibytes), memory=used + (1 << 30))
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == expected
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
+
+
+def test_lines_of_a_thread_count_for_the_test_during_which_they_run(tmp_path):
+    """Such as the thread of a server that a module's tests share."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "toy.py").write_text(
+        "def first():\n    return 1\n\ndef second():\n    return 2\n\n"
+        "def loop(tasks, done):\n    while (task := tasks.get()):\n        done.put(globals()[task]())\n"
+    )
+    names = {}
+    exec(compile((tmp_path / "megatron" / "toy.py").read_text(), str(tmp_path / "megatron" / "toy.py"), "exec"), names)
+    tasks, done, trace, lines = queue.Queue(), queue.Queue(), LineTrace(str(tmp_path)), []
+    for name in ("first", "second", "first"):
+        trace.restart()
+        with trace:
+            if not lines:
+                thread = threading.Thread(target=names["loop"], args=(tasks, done))
+                thread.start()
+            tasks.put(name)
+            done.get(timeout=20)
+        mask = int(trace.masks()["megatron/toy.py"], 16)
+        lines.append({line for line in (2, 5) if mask >> line & 1})
+    tasks.put(None)
+    thread.join(20)
+    assert lines == [{2}, {5}, {2}]
 
 
 def test_explanations_are_of_lines_that_exist():
