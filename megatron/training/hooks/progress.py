@@ -14,6 +14,7 @@ from megatron.training.train_state import TrainState
 logger = logging.getLogger(__name__)
 
 MAX_PROGRESS_BYTES = 1 << 28
+"""Largest ``progress.txt`` that is read."""
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
