@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Trains ``parts.model`` until an exit condition holds."""
 
+    injection: ErrorInjection | None = None
+
     def __init__(self, cfg: PretrainConfig, parts: Components, exits: conditions.ExitConditions) -> None:
         self.cfg, self.parts, self.exits = cfg, parts, exits
         self.state, self.timers = parts.state, parts.task.timers
@@ -57,7 +59,6 @@ class Trainer:
         """Iteration of the last samples."""
         self.device = training_device()
         self.forward_backward = make_forward_backward(cfg, self.device)
-        self.injection: ErrorInjection | None = None
         if cfg.training.error_injection_rate:
             rank = parts.groups.dp_cp.rank
             self.injection = ErrorInjection(cfg.training, cfg.model.seed, rank, parts.state.iteration + 1)
