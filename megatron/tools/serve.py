@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -126,11 +127,39 @@ def main(argv: Sequence[str]) -> int:
 
     trained = load_gpt(args)
     limits = Limits(trained.cfg.data.seq_length, max_sequences=args.max_sequences)
-    engine = Engine(trained.model, limits, cuda_graphs=args.cuda_graph_impl == "local")
+    progress = Progress(args.watchdog_timeout_seconds)
+    graphs = args.cuda_graph_impl == "local"
+    engine = Engine(trained.model, limits, cuda_graphs=graphs, on_step=progress.mark)
     if not engine.is_first_rank:  # a signal to all ranks ends rank 0, which then ends the others
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+        progress.watch()
     return on_first_rank(engine, lambda: serve(engine, trained, args)) or 0
+
+
+class Progress:
+    """Ends a rank that has received nothing from rank 0 for ``limit`` seconds (0: never): rank 0 is stopped or lost,
+    and the collectives would wait for their own time limit. Rank 0 sends a sign of life every ``limit / 4`` s."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self.mark()
+
+    def mark(self) -> None:
+        """Note that rank 0 is alive."""
+        self._last = time.monotonic()
+
+    def watch(self) -> None:
+        """Start the thread that ends the process with code 1."""
+        self.mark()
+        if self._limit:
+            threading.Thread(target=self._run, name="watch of rank 0", daemon=True).start()
+
+    def _run(self) -> None:
+        while time.monotonic() - self._last <= self._limit:
+            time.sleep(self._limit / 20)
+        sys.stderr.write(f"error: rank 0 sends nothing since {self._limit:g} s: it is stopped or lost\n")
+        _exit_at_once()
 
 
 def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> int:

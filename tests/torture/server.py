@@ -1,9 +1,9 @@
 """Load test of the server: hostile connections, poisoned requests, a stopped rank, signals under load.
 
-    python tests/torture/server.py [--rounds 1] [--kinds idle,poison,frozen,signals]
+    python tests/torture/server.py [--rounds 1] [--kinds idle,poison,frozen,frozen_first,signals]
 
-Each kind starts ``megatron serve`` on a tiny model as a process (``frozen``: two ranks of torchrun), to which other
-clients send requests all the time. It prints their results, and fails if a client was not served, an error is not
+Each kind starts ``megatron serve`` on a tiny model as a process (``frozen`` kinds: two ranks of torchrun), to which
+other clients send requests all the time. It prints their results, and fails if a client was not served, an error is not
 OpenAI's error object, the process stays or logs a traceback, or the log reaches 1 MB.
 """
 
@@ -231,6 +231,21 @@ async def frozen(folder, log):
         )
 
 
+async def frozen_first(folder, log):
+    """SIGSTOP to rank 0 of two: rank 1 ends, and torchrun kills rank 0."""
+    with server(folder, log, "--watchdog-timeout-seconds", str(LIMIT), ranks=2) as (process, _):
+        await asyncio.sleep(3)
+        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+        ranks = [int(pid) for pid in children.stdout.split()]
+        first = next(pid for pid in ranks if b"\0RANK=0\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(first, signal.SIGSTOP)
+        began = time.monotonic()
+        await wait_for_exit(process, LIMIT + 60)
+        require(process.returncode == 1, f"exit code {process.returncode}")
+        require("rank 0 sends nothing" in log.read_text(), "no reason in the log")
+        print(f"frozen_first: limit {LIMIT} s, all processes ended after {time.monotonic() - began:.1f} s")
+
+
 async def signals(folder, log, number):
     """A signal while requests run that take longer than the grace period."""
     with server(folder, log) as (process, url):
@@ -256,7 +271,7 @@ async def signals(folder, log, number):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--kinds", default="idle,poison,frozen,signals")
+    parser.add_argument("--kinds", default="idle,poison,frozen,frozen_first,signals")
     options = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))

@@ -47,7 +47,7 @@ class Engine:
         num_pages: pages of ``page_size`` tokens in the cache; one page is reserved. None: as many as fit into the
             memory (a CPU: 1 GiB), at most what ``limits`` can use.
         cuda_graphs: record steps as CUDA graphs where possible (``graphs.py``). Results are the same.
-        on_step: called on every rank before and after each step that it computes.
+        on_step: called on every rank before and after each step that it computes, and at each sign of life.
 
     With ``batch_invariant_mode`` in the model's configuration, a token's log-probabilities have the bits of the
     trainer's forward pass in every batch, and for every split of its prompt into steps.
@@ -276,6 +276,7 @@ class Engine:
         self._count_ranks()
 
     def _count_ranks(self) -> None:
+        self._on_step()
         if self._world.size > 1:
             ones = torch.ones(1, device=self.runner.device)
             dist.all_reduce(ones, group=self._world.handle)
