@@ -16,6 +16,7 @@ from functools import reduce
 import torch
 from torch import nn
 
+from megatron.core.attention.sequence_states import CacheSpec
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.description.model import Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, linear
@@ -40,12 +41,14 @@ class Slots:
 class GatedRecurrence(Sited, nn.Module):
     """[s, b, h] -> [s, b, h]."""
 
-    mixes_tokens, layouts = True, frozenset({"zigzag", "contiguous"})
+    mixes_tokens, layouts = True, frozenset({"zigzag", "contiguous", "cached"})
+    cache_spec = CacheSpec(per_sequence=("state",))
     calls = ("scan",)
 
-    def __init__(self, config, submodules, *, groups):
+    def __init__(self, config, submodules, layer_number=1, *, groups):
         super().__init__()
         self.open_sites()
+        self.layer_number = layer_number
         width, common = 2 * config.hidden_size, {"config": config, "bias": False, "groups": groups}
         self.linear_in = build_module(
             submodules.linear_in, config.hidden_size, StackedSize((3, width), 1), init_method=weight_init(config),
@@ -65,7 +68,10 @@ class GatedRecurrence(Sited, nn.Module):
         return self.linear_out(states_sbw * nn.functional.silu(gate_sbw))[0]
 
     def states(self, keep_sbw, new_sbw, layout):
-        return scan(keep_sbw, new_sbw, layout)
+        if layout.group.size > 1:
+            return scan(keep_sbw, new_sbw, layout)
+        zeros = torch.zeros_like(new_sbw[0])
+        return layout.scan(self.layer_number, "state", zeros, run, keep_sbw, new_sbw)
 
     @staticmethod
     def describe(config, place):
@@ -91,12 +97,12 @@ def follows(like_sbw, layout):
 
 
 def run(keep_sbw, new_sbw, state):
-    """All states of consecutive tokens, from the ``state`` before them."""
+    """All states of consecutive tokens, from the ``state`` before them, and the last one."""
     states = []
     for keep_bw, new_bw in zip(keep_sbw, new_sbw):
         state = keep_bw * state + new_bw
         states.append(state)
-    return torch.stack(states)
+    return torch.stack(states), state
 
 
 def scan(keep_sbw, new_sbw, layout):
@@ -105,13 +111,13 @@ def scan(keep_sbw, new_sbw, layout):
     chunks = [*zip(keep_sbw.chunk(layout.num_chunks), new_sbw.chunk(layout.num_chunks))]
     zero = torch.zeros_like(new_sbw[0])
     decays_cbw = torch.stack([reduce(operator.mul, keep.unbind()) for keep, _ in chunks])
-    last_cbw = torch.stack([run(*chunk, zero)[-1] for chunk in chunks])
+    last_cbw = torch.stack([run(*chunk, zero)[1] for chunk in chunks])
     decays_cbw, last_cbw = layout.full(decays_cbw, 0), layout.full(last_cbw, 0)
     starts = [zero]
     for decay, last in zip(decays_cbw[:-1], last_cbw[:-1]):
         starts.append(decay * starts[-1] + last)
     starts_cbw = layout.local(torch.stack(starts), 0)
-    return torch.cat([run(*chunk, start) for chunk, start in zip(chunks, starts_cbw)])
+    return torch.cat([run(*chunk, start)[0] for chunk, start in zip(chunks, starts_cbw)])
 
 
 class ExchangedRecurrence(GatedRecurrence):
@@ -119,7 +125,7 @@ class ExchangedRecurrence(GatedRecurrence):
 
     def states(self, keep_sbw, new_sbw, layout):
         keep, new = (x[..., 0] for x in layout.heads(keep_sbw[..., None], new_sbw[..., None]))
-        return layout.tokens(run(keep, new, torch.zeros_like(new[0]))[..., None])[..., 0]
+        return layout.tokens(run(keep, new, torch.zeros_like(new[0]))[0][..., None])[..., 0]
 
 
 class LocalRecurrence(GatedRecurrence):

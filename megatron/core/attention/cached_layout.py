@@ -9,11 +9,11 @@ Legend: n rows (new tokens of all sequences), t keys of all sequences, g key/val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,12 +22,16 @@ from torch import Tensor
 from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Kernel
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.sequence_states import StateCache, StateSlots
 from megatron.core.attention.sink import with_sink
 from megatron.core.attention.tiles import full_tile
 from megatron.core.attention.token_layout import Core, TokenLayout
 from megatron.core.fusions.batch_invariant_attention import Scores, Span, batch_invariant_attention
 from megatron.core.fusions.dispatch import kernels_serve
 from megatron.core.fusions.paged_attention import SPLIT, PagedRows, paged_attention, split_tokens, write_pages
+
+if TYPE_CHECKING:
+    from megatron.core.attention.context import AttentionContext
 
 CACHED = frozenset({"cached"})
 """Declaration of a layer that supports this layout (``transformer/context_parallel_support.py``)."""
@@ -41,6 +45,7 @@ class Chunk(NamedTuple):
     num_new: int
     pages: tuple[int, ...]
     """Pages of the sequence, for at least ``start + num_new`` tokens."""
+    states: StateSlots = StateSlots()
 
     @property
     def stop(self) -> int:
@@ -118,6 +123,8 @@ class StepIndices(NamedTuple):
     """Sequence of each row, [n]."""
     tables: Tensor
     """Pages of each sequence, [sequences, longest]; 0 after the last one."""
+    states: Tensor
+    """:class:`StateSlots` of each sequence, [sequences, 3]."""
     splits: Tensor
     """Rows of the splits of the rows that read pages directly (:class:`PagedRows`)."""
     first_splits: Tensor
@@ -150,12 +157,13 @@ def index_arrays(
     tables = np.zeros((max(num_sequences, count), max(num_pages, int(held.max()))), np.int64)
     pages = np.fromiter(chain.from_iterable(chunk.pages for chunk in chunks), np.int64, int(held.sum()))
     tables[:count][np.arange(tables.shape[1]) < held[:, None]] = pages
+    states = np.array([*(chunk.states for chunk in chunks), *[StateSlots()] * (len(tables) - count)], np.int64)
     sequences = np.repeat(np.arange(count), num_new)
     positions = np.arange(len(sequences)) + np.repeat(starts + num_new - np.cumsum(num_new), num_new)
     slots = tables[sequences, positions // page_size] * page_size + positions % page_size
     splits, first_splits = split_tokens(positions if direct else positions[: int(num_new[: num_direct(chunks)].sum())])
     rows = np.fromiter(output_rows, np.int64, len(output_rows))
-    found = StepIndices(positions, slots, sequences, tables, splits, first_splits, rows)  # type: ignore[arg-type]
+    found = StepIndices(positions, slots, sequences, tables, states, splits, first_splits, rows)  # type: ignore[arg-type]
     return found._asdict()
 
 
@@ -164,6 +172,7 @@ class CachedLayout(TokenLayout):
     """New tokens of several sequences on this rank. Build it by :meth:`of_indices`."""
 
     cache: PagedCache = field(default_factory=lambda: PagedCache(1, 1))
+    state_cache: StateCache = field(default_factory=lambda: StateCache(2))
     chunks: tuple[Chunk, ...] = ()
     max_length: int = 0
     """Maximum length of a sequence."""
@@ -183,6 +192,7 @@ class CachedLayout(TokenLayout):
         *,
         max_length: int,
         batch_invariant: bool = False,
+        state_cache: StateCache | None = None,
     ) -> CachedLayout:
         """Build the layout of a step on the ranks of ``base``, from the tensors of :func:`index_arrays`. If all rows
         read pages directly, layers read only ``indices``, which may then change between replays."""
@@ -190,6 +200,7 @@ class CachedLayout(TokenLayout):
         return cls(
             **inherited,
             cache=cache,
+            state_cache=state_cache or StateCache(2),
             chunks=tuple(chunks),
             max_length=max_length,
             batch_invariant=batch_invariant,
@@ -259,7 +270,25 @@ class CachedLayout(TokenLayout):
         ends = [0, *accumulate(chunk.num_new for chunk in self.chunks)]
         return ends.index(rows), rows
 
+    # ---- states of sequences
+
+    def scan(
+        self, layer: int, name: str, zeros: Tensor, run: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor
+    ) -> Tensor:
+        """Run each sequence from its state, and store the states after its new tokens."""
+        slots = self._at.states[: len(self.chunks)]
+        states = self.state_cache.tensor(layer, name, zeros)
+        before, rows = states.index_select(0, slots[:, 0]), [chunk.num_new for chunk in self.chunks]
+        parts = [run(*part, before[i : i + 1]) for i, part in enumerate(zip(*(x.split(rows) for x in inputs)))]
+        after = torch.cat([state for _, state in parts])
+        for column in (1, 2):
+            states.index_copy_(0, slots[:, column], after.to(states.dtype))
+        return torch.cat([output for output, _ in parts])
+
     # ---- attention
+
+    def mix_latents(self, mixer: Any, heads: Any, parts: Sequence[Tensor], ctx: AttentionContext) -> Tensor:
+        return mixer.attend_cached(*parts, self, ctx)
 
     def attend(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [n, 1, a, d] to [n, 1, a, e]. Key and value have the new tokens, [n, 1, g, .].

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGr
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from megatron.core.attention.context import AttentionContext
     from megatron.core.attention.kernels.base import Kernel
     from megatron.core.attention.masks import Mask
 
@@ -153,6 +154,24 @@ class TokenLayout:
         """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e] by the form of ``core`` for
         these ranks."""
         return core.form(self)(query, key, value, mask)
+
+    def mix_latents(self, mixer: Any, heads: Any, parts: Sequence[Tensor], ctx: AttentionContext) -> Tensor:
+        """Return the attention of ``mixer`` over latents: here to the heads that ``heads(*parts, ctx)`` computes."""
+        return mixer.attend_heads(heads, parts, ctx)
+
+    def scan(
+        self, layer: int, name: str, zeros: Tensor, run: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor
+    ) -> Tensor:
+        """Return the outputs [s, b, ...] of a scan over full sequences on this rank.
+
+        Args:
+            layer: number of the layer that keeps the state.
+            name: name of the state in the mixer's :class:`CacheSpec`.
+            zeros: state before the first token of each sequence, [b, ...].
+            run: maps ``inputs`` of consecutive tokens and the state before them to (outputs, state after them).
+            inputs: [s, b, ...] each.
+        """
+        return run(*inputs, zeros)[0]
 
     # ---- exchanges over the group
 

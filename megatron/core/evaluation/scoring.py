@@ -50,6 +50,8 @@ def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
     NaN or infinite.
     """
     assert not engine.has_work, "the engine is generating"
+    if engine.slots is not None:
+        raise UserError("scores: are not available for layers that keep a state per sequence; use transformers")
     results = [Likelihood() for _ in pairs]
     inputs: dict[tuple[int, ...], _Input] = {}
     for (context, continuation), result in zip(pairs, results):

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.attention.cached_layout import Chunk, PagedCache
+from megatron.core.attention.sequence_states import SlotPool, StateCache
 from megatron.core.config.errors import UserError
 from megatron.core.inference.pages import PagePool
 from megatron.core.inference.requests import Completion, Output, Request, TokenScore
-from megatron.core.inference.runner import Runner
+from megatron.core.inference.runner import Runner, keeps_states
 from megatron.core.inference.scheduler import Limits, Scheduler
 from megatron.core.inference.scheduler import Sequence as Running
 from megatron.core.inference.step import OutputRow, StepPlan, common_plans
@@ -66,14 +67,24 @@ class Engine:
         self._on_step = on_step or (lambda: None)
         self.runner = Runner(model, max_length=limits.max_length, cuda_graphs=cuda_graphs)
         self._world = model.groups.world
+        self.slots = SlotPool(limits.max_sequences, 2 * limits.max_sequences) if self._keeps_states() else None
         if num_pages is None:
             num_pages = self._fitting_pages(limits, page_size)
         if num_pages < 2:
             raise UserError(f"num_pages {num_pages}: must be at least 2; free memory, or lower page_size {page_size}")
         self.runner.cache = PagedCache(num_pages, page_size)
         self.pool = PagePool(num_pages, page_size)
-        self.scheduler = Scheduler(self.pool, limits)
+        self.scheduler = Scheduler(self.pool, limits, self.slots)
+        if self.slots is not None:
+            self.runner.states = StateCache(self.slots.num_slots)
         self._next = 0
+
+    def _keeps_states(self) -> bool:
+        """Return whether layers on any rank keep states of sequences. Collective."""
+        found = torch.tensor(float(keeps_states(self.runner.model)), device=self.runner.device)
+        if self._world.size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._world.handle)
+        return bool(found)
 
     def _fitting_pages(self, limits: Limits, page_size: int) -> int:
         """Return the number of pages that fit into the memory of every rank, at most what ``limits`` can use."""
@@ -87,6 +98,7 @@ class Engine:
             free, total = torch.cuda.mem_get_info(device)
             cached = torch.cuda.memory_reserved(device)
             available = int(total * MEMORY_SHARE) - (total - free - cached) - torch.cuda.max_memory_allocated(device)
+            available -= 0 if self.slots is None else self.slots.num_slots * self.runner.states.bytes_per_slot
         fitting = torch.tensor(max(available, 0) // max(needed, 1), device=device)
         if self._world.size > 1:
             dist.all_reduce(fitting, op=dist.ReduceOp.MIN, group=self._world.handle)
@@ -127,6 +139,7 @@ class Engine:
         self.scheduler.discard_pages()
         if free_memory:
             self.runner.cache = PagedCache(self.pool.num_pages, self.pool.page_size)
+            self.runner.states = StateCache(self.runner.states.num_slots)
             if self.runner.graphs is not None:
                 self.runner.graphs.clear()
 
@@ -179,7 +192,10 @@ class Engine:
         logits are not finite fails, the others continue. Call it on rank 0 while :attr:`has_work`."""
         batch = self.scheduler.plan()
         assert batch, "step() without work"
-        planned = [(running, Chunk(running.num_cached, count, tuple(running.pages))) for running, count in batch]
+        planned = [
+            (running, Chunk(running.num_cached, count, tuple(running.pages), self.scheduler.states(running, count)))
+            for running, count in batch
+        ]
         planned.sort(key=lambda each: not each[1].is_direct)  # these read pages, if they are at the front
         plan, owners = self._plan(planned)
         results, routes = self.run_plan(plan)

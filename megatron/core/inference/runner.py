@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.attention.cached_layout import CachedLayout, Chunk, PagedCache
+from megatron.core.attention.sequence_states import NUM_RESERVED, StateCache
 from megatron.core.config.errors import UserError
 from megatron.core.fusions.batch_invariant_product import ROWS
 from megatron.core.inference.graphs import StepGraphs, graph_problem
@@ -58,6 +59,12 @@ def model_problem(model: Any) -> str | None:
     return None
 
 
+def keeps_states(model: torch.nn.Module) -> bool:
+    """Return whether a mixer of ``model`` keeps a state per sequence (:class:`CacheSpec`)."""
+    specs = (getattr(module, "cache_spec", None) for module in model.modules())
+    return any(spec is not None and bool(spec.per_sequence) for spec in specs)
+
+
 class Runner:
     """A model stage (``GPTModel``, left in evaluation mode) and the cache of its layers."""
 
@@ -68,7 +75,7 @@ class Runner:
         self.batch_invariant = model.config.batch_invariant_mode
         self.groups, self._layout = model.groups, model.layout
         self.device = next(model.parameters()).device
-        self.cache = PagedCache(1, 1)
+        self.cache, self.states = PagedCache(1, 1), StateCache(NUM_RESERVED)
         config = model.config
         self._stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
         self.pads_prompts = self.device.type == "cuda"
@@ -131,6 +138,7 @@ class Runner:
             step.indices,
             max_length=self.max_length,
             batch_invariant=self.batch_invariant,
+            state_cache=self.states,
         )
         no_routes: AbstractContextManager[Routes] = nullcontext({})
         with record_routes([self.model]) if form.has_routes else no_routes as routes:

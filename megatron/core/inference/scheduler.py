@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from megatron.core.attention.sequence_states import UNUSED, ZERO, SlotPool, StateSlots
 from megatron.core.config.errors import UserError
-from megatron.core.inference.pages import FIRST, PagePool
+from megatron.core.inference.pages import FIRST, PagePool, page_key
 from megatron.core.inference.requests import Completion, FinishReason, Request
 from megatron.core.inference.sampling import Sampling
 
@@ -32,6 +33,12 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     """Keys of its full cached pages."""
+    slot: int = UNUSED
+    """Slot of its state; models without states use none."""
+    state: int = ZERO
+    """Slot of the state after its cached tokens: its slot, or a snapshot before its first step."""
+    newest: bytes | None = None
+    """Key of its newest snapshot of generated tokens, which the next one replaces."""
     completion: Completion = field(default_factory=Completion)
 
     @property
@@ -52,10 +59,10 @@ class Limits:
 
 
 class Scheduler:
-    """Waiting and running sequences, and their pages."""
+    """Waiting and running sequences, and their pages. ``slots``: of states, for models that keep them."""
 
-    def __init__(self, pool: PagePool, limits: Limits) -> None:
-        self.pool, self.limits = pool, limits
+    def __init__(self, pool: PagePool, limits: Limits, slots: SlotPool | None = None) -> None:
+        self.pool, self.limits, self.slots = pool, limits, slots
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -87,7 +94,7 @@ class Scheduler:
         while index < len(self.running):  # preemption takes sequences from the end
             sequence = self.running[index]
             index += 1
-            count = min(budget, len(sequence.ids) - sequence.num_cached)
+            count = self._count(sequence, budget)
             if not count:
                 continue
             while not self._grow(sequence, count):
@@ -108,17 +115,58 @@ class Scheduler:
             sequence = self.waiting[0]
             request = sequence.request
             if not (request.prompt_logprobs or request.return_routes):  # those need every token's forward pass
-                sequence.pages = self.pool.match(sequence.ids)
+                sequence.pages = self._with_snapshot(sequence, self.pool.match(sequence.ids))
                 sequence.keys = list(map(self.pool.stored_key, sequence.pages))
                 sequence.num_cached = len(sequence.pages) * self.pool.page_size
-            count = min(budget, len(sequence.ids) - sequence.num_cached)
+            count = self._count(sequence, budget)
             if not self._grow(sequence, count):
                 self._free(sequence)
                 break
+            if self.slots is not None:
+                sequence.slot = self.slots.allocate()
             self.running.append(self.waiting.popleft())
             chunks.append((sequence, count))
             budget -= count
         return chunks
+
+    def _count(self, sequence: Sequence, budget: int) -> int:
+        """Return the number of tokens of ``sequence`` in a step: all, or with states up to the end of its last full
+        page, where a snapshot is taken."""
+        start, size = sequence.num_cached, self.pool.page_size
+        count = min(budget, len(sequence.ids) - start)
+        last = len(sequence.ids) // size * size
+        return last - start if self.slots is not None and start < last < start + count else count
+
+    def _with_snapshot(self, sequence: Sequence, pages: list[int]) -> list[int]:
+        """Return the longest prefix of ``pages`` with a snapshot, from which ``sequence`` starts; release the others.
+        All pages for models without states."""
+        if self.slots is None:
+            return pages
+        for count in range(len(pages), 0, -1):
+            if (slot := self.slots.find(self.pool.stored_key(pages[count - 1]))) is not None:
+                sequence.state = slot
+                break
+        else:
+            count = 0
+        self.pool.release(pages[count:])
+        return pages[:count]
+
+    def states(self, sequence: Sequence, count: int) -> StateSlots:
+        """Return the slots of the next ``count`` tokens of ``sequence``. The state at the end of a full page becomes a
+        snapshot."""
+        if self.slots is None:
+            return StateSlots()
+        size, stop = self.pool.page_size, sequence.num_cached + count
+        snapshot = UNUSED
+        if stop % size == 0:
+            key = sequence.keys[-1] if sequence.keys else FIRST
+            for number in range(len(sequence.keys), stop // size):
+                key = page_key(key, sequence.ids[number * size : (number + 1) * size])
+            if stop > sequence.num_prompt:
+                self.slots.withdraw([] if sequence.newest is None else [sequence.newest])
+                sequence.newest = key
+            snapshot = self.slots.snapshot(key)
+        return StateSlots(sequence.state, sequence.slot, snapshot)
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Allocate pages for ``count`` more tokens; return whether there were enough."""
@@ -137,12 +185,17 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
         sequence.pages, sequence.keys, sequence.num_cached = [], [], 0
+        if self.slots is not None and sequence.slot != UNUSED:
+            self.slots.release(sequence.slot)
+        sequence.slot, sequence.state = UNUSED, ZERO
 
     def discard_pages(self) -> None:
         """Preempt all running sequences, and forget the contents of all pages."""
         while self.running:
             self._preempt(self.running[-1])
         self.pool.unpublish()
+        if self.slots is not None:
+            self.slots.withdraw()
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -155,6 +208,7 @@ class Scheduler:
         """Record that the keys of ``count`` more tokens are in the pages; publish those that became full."""
         size = self.pool.page_size
         sequence.num_cached += count
+        sequence.state = sequence.slot
         for number in range(len(sequence.keys), sequence.num_cached // size):
             tokens = sequence.ids[number * size : (number + 1) * size]
             previous = sequence.keys[-1] if sequence.keys else FIRST
@@ -175,6 +229,8 @@ class Scheduler:
     def fail(self, sequence: Sequence) -> None:
         """End a running sequence whose logits are not finite. No other sequence reuses its cached pages."""
         self.pool.withdraw(sequence.keys)
+        if self.slots is not None:
+            self.slots.withdraw(sequence.keys)
         self.finish(sequence, "failed")
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.cached_layout import PADDING, Chunk, StepIndices, index_arrays
+from megatron.core.attention.sequence_states import StateSlots
 from megatron.core.fusions.paged_attention import SPLIT
 from megatron.core.inference.sampling import Draws, Form, Sampling, draw_arrays
 
@@ -64,7 +65,10 @@ class StepPlan:
             OutputRow(row, target, None if sampling is None else Sampling(*sampling), *rest)
             for row, target, sampling, *rest in values["outputs"]
         ]
-        chunks = [Chunk(start, num_new, tuple(pages)) for start, num_new, pages in values["chunks"]]
+        chunks = [
+            Chunk(start, num_new, tuple(pages), StateSlots(*states))
+            for start, num_new, pages, states in values["chunks"]
+        ]
         return cls(**{**values, "chunks": chunks, "outputs": outputs})
 
     @cached_property

@@ -19,6 +19,7 @@ from megatron import serve_other_names
 from megatron.core.attention.cached_layout import CACHED
 from megatron.core.attention.description import describe_attention
 from megatron.core.attention.qk_norm import qk_norm
+from megatron.core.attention.sequence_states import CacheSpec
 from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.config.transformer_config import TransformerConfig
@@ -55,6 +56,7 @@ class SelfAttention(Segmented):
     """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp positions under sequence parallelism)."""
 
     mixes_tokens, layouts = True, ANY_ORDER | CACHED  # core attention exchanges keys
+    cache_spec = CacheSpec(per_token=("key", "value"))
     calls, spans = ("core_attn",), ("qkv_linear", "attn_proj")
 
     def __init__(

@@ -13,7 +13,7 @@ Legend: s sequence, b batch, h hidden, a heads (local), d channels of a query or
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from megatron.core.attention.cached_layout import CACHED, CachedLayout
 from megatron.core.attention.latent_description import describe_latent_attention
 from megatron.core.attention.qk_norm import qk_norm
 from megatron.core.attention.rotary import RotaryTables, latent_softmax_scale
+from megatron.core.attention.sequence_states import CacheSpec
 from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
@@ -73,6 +74,7 @@ class MLASelfAttention(Segmented):
     """Multi-latent self-attention with its projections, [s, b, h] -> [s, b, h]."""
 
     mixes_tokens, layouts = True, ANY_ORDER | CACHED  # core attention exchanges keys
+    cache_spec = CacheSpec(per_token=("rope_key", "latent"))
     calls, spans, results = ("core_attn",), ("qkv_linear", "attn_proj"), ("mla_up_proj",)
 
     def __init__(
@@ -189,12 +191,7 @@ class MLASelfAttention(Segmented):
             parts = gathering.wait().split([part.shape[-1] for part in parts], dim=-1)
         else:
             yield
-        if isinstance(ctx.layout, CachedLayout):
-            mixed = self._attend_cached(*parts, ctx.layout, ctx)
-        else:
-            qkv = heads(*parts, ctx)
-            with self.kept.mla_up_proj(qkv, heads, *parts, ctx):
-                mixed = self.at.core_attn(self.core_attention, *qkv, ctx)
+        mixed = ctx.layout.mix_latents(self, heads, parts, ctx)
         yield
         summing = self.at.attn_proj(leave, self.linear_proj, mixed, ctx)
         yield
@@ -224,7 +221,13 @@ class MLASelfAttention(Segmented):
         query = self._query(self.linear_query(source, is_gathered=True)[0], ctx.rotary_pos_emb)
         return query, *self.expand(latent, self._rotated_key(rope_key, ctx.rotary_pos_emb))
 
-    def _attend_cached(
+    def attend_heads(self, heads: Callable[..., Heads], parts: Sequence[Tensor], ctx: ForwardContext) -> Tensor:
+        """Attend to the heads that ``heads(*parts, ctx)`` computes from latents; return [s, b, a * e]."""
+        qkv = heads(*parts, ctx)
+        with self.kept.mla_up_proj(qkv, heads, *parts, ctx):
+            return self.at.core_attn(self.core_attention, *qkv, ctx)
+
+    def attend_cached(
         self, source: Tensor, latent: Tensor, rope_key: Tensor, layout: CachedLayout, ctx: ForwardContext
     ) -> Tensor:
         """Attend to the paged cache, which holds the latents after their norm and the rotated rope keys; return
