@@ -87,4 +87,5 @@ def _grad_scaler(config: OptimizerConfig) -> ConstantGradScaler | DynamicGradSca
         growth_interval=int(config.loss_scale_window), hysteresis=config.hysteresis,
     )  # fmt: skip
 
+
 serve_other_names(__name__)

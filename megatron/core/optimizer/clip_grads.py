@@ -8,6 +8,7 @@ unless gradients are sharded over them. The groups of a sum therefore differ bet
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -36,16 +37,29 @@ def sum_over_model(shares: Iterable[Share], local_sum: Callable[[Iterable[Tensor
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-def l2_norm(shares: Iterable[Share], device: torch.device) -> Tensor:
+def l2_norm(
+    shares: Iterable[Share], device: torch.device, copies: Iterable[Iterable[Tensor]] = itertools.repeat(())
+) -> Tensor:
     """Return the L2 norm over all shares and ranks, an fp64 scalar on ``device``. Collective. Norms of single tensors
     are computed in fp32 (fp64 for fp64), in an order that depends only on the size; their squares are summed in fp64.
-    Reads memory once and does not wait for the device."""
+    Reads memory once and does not wait for the device.
+
+    Args:
+        copies: per share, local tensors that other ranks count; they do not add to the norm, but a NaN or infinity in
+            them makes it NaN on all ranks.
+    """
+    others = iter(copies)
 
     def squares(tensors: Iterable[Tensor]) -> Tensor:
-        norms = [norm.to(torch.float64) for batch in _batches(tensors) for norm in _norms(batch)]
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+        # 0 * finite = 0 keeps the bits of the sum; 0 * NaN and 0 * inf are NaN
+        return _squares(tensors, device) + 0.0 * _squares(next(others), device)
 
     return sum_over_model(shares, squares).sqrt()
+
+
+def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    norms = [norm.to(torch.float64) for batch in _batches(tensors) for norm in _norms(batch)]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -110,6 +110,11 @@ class MegatronOptimizer(MegatronNames):
             ranks: [name for name in self.storage if self._is_counted(name, ranks)] for ranks in groups.data_parallel
         }
         """Names that this rank contributes to sums over the model, by data-parallel groups of the parameter."""
+        self._copied_names = {
+            ranks: [name for name in self.storage if self._has_groups(name, ranks) and name not in counted]
+            for ranks, counted in self.counted_names.items()
+        }
+        """Names that another rank contributes: replicated weights outside of TP rank 0, tied copies."""
         self._allocate()
         names = {self.model_params[name]: name for name in self.storage}
         self._scale_rows = RowScaling(names, self.shards, self.host_state)
@@ -169,9 +174,12 @@ class MegatronOptimizer(MegatronNames):
             for chunk in self._parallel_chunks():
                 chunk.start_param_sync()
 
+    def _has_groups(self, name: str, ranks: DataParallelGroups) -> bool:
+        return data_parallel_groups(getattr(self.model_params[name], "spec", None), self.groups) == ranks
+
     def _is_counted(self, name: str, ranks: DataParallelGroups) -> bool:
         spec = getattr(self.model_params[name], "spec", None)
-        return data_parallel_groups(spec, self.groups) == ranks and counts_on_this_rank(spec, self.groups)
+        return self._has_groups(name, ranks) and counts_on_this_rank(spec, self.groups)
 
     @torch.no_grad()
     def _allocate(self) -> None:
@@ -363,9 +371,11 @@ class MegatronOptimizer(MegatronNames):
             yield tensors, (ranks.shard, ranks.model) if self.shards_optimizer else (ranks.model,)
 
     def _norm(self, grads: dict[str, Tensor]) -> Tensor:
-        """Return the global L2 norm of the gradients ``grads`` as they are, without unscaling (0-d fp64). Collective.
-        Padding contributes zeros."""
-        return l2_norm(self._shares(lambda name: [grads[name]] if name in grads else []), self.device)
+        """Return the global L2 norm of the gradients without unscaling (0-d fp64), NaN or infinite if any gradient of
+        any rank is. Collective."""
+        # copies are read too: the rank that counts them reads as much, and all ranks wait for it in the all-reduce
+        copies = ([grads[name] for name in names if name in grads] for names in self._copied_names.values())
+        return l2_norm(self._shares(lambda name: [grads[name]] if name in grads else []), self.device, copies)
 
     def _count_zeros(self, grads: dict[str, Tensor]) -> Tensor:
         """Return the number of zero gradient elements over the full model (0-d int64), each counted once and without

@@ -14,7 +14,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.sharding.placement import Normal, Shard, Zeros, initialize_parameters, parameter
+from megatron.core.sharding.placement import Normal, Replicate, Shard, Zeros, initialize_parameters, parameter
 
 SAMPLES, WIDTH, OUT = 12, 5, 3
 
@@ -164,6 +164,64 @@ def test_every_layout_equals_one_rank(gloo_pool, kind):
                 assert history[step][1:] == pytest.approx((norm, zeros, params_norm), rel=1e-12), (name, step)
         for place, part in enumerate(expected_state):
             close(gathered([both[place] for _, both in results]), part, name)
+
+
+class Branch(nn.Module):
+    """A replicated layernorm before a weight that tensor parallelism splits; experts' bias, replicated over ``ep``."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.norm = parameter((WIDTH,), init=Normal(1.0), groups=groups)
+        self.weight = parameter((2, WIDTH), init=Normal(1.0), mesh={"tp": Shard(0)}, groups=groups)
+        self.expert_bias = parameter((WIDTH,), init=Normal(1.0), mesh={"ep": Replicate()}, groups=groups)
+        initialize_parameters(self, 3, groups)
+
+    def forward(self, x):
+        return (x * self.norm + self.expert_bias) @ self.weight.T
+
+
+def step_with_planted(rank, world, sizes, options, name, value, planted_on, wrapped):
+    """Result of a step with ``value`` in one element of the gradient ``name`` on one rank only, and whether weights
+    of this rank changed."""
+    groups = parallel_state.initialize_model_parallel(**sizes)
+    net = Branch(groups)
+    chunk = wrap(net, groups, options) if wrapped else net
+    optimizer = get_megatron_optimizer(settings("adam"), [chunk], groups=groups)
+    before = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+    optimizer.zero_grad()
+    chunk(torch.ones(2, WIDTH)).sum().backward()
+    if wrapped:
+        finalize_model_grads([chunk], groups=groups)
+    if rank == planted_on:
+        optimizer.local_gradients()[name].view(-1)[-1] = value
+    result = optimizer.step()
+    if wrapped:
+        chunk.gather_exact_weights()
+    changed = any(not torch.equal(before[key], tensor) for key, tensor in net.state_dict().items())
+    return result[0], optimizer.found_nonfinite, changed
+
+
+FORMS = {
+    "no wrapper": ({}, False), "ddp": ({}, True), "zero-1": ({"use_distributed_optimizer": True}, True),
+    "overlapped zero-1": (
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}, True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "wrapped"), FORMS.values(), ids=FORMS)
+def test_nonfinite_copy_of_a_replicated_gradient_skips_the_step_on_all_ranks(gloo_pool, options, wrapped):
+    """TP rank 0 counts replicated weights in the norm; a NaN in the copy of rank 1 must not reach the weights."""
+    tp = {"tensor_model_parallel_size": 2}
+    for value in (float("nan"), float("inf")):
+        for planted_on in (0, 1):
+            found = gloo_pool.run(step_with_planted, 2, tp, options, "norm", value, planted_on, wrapped)
+            assert found == [(False, True, False)] * 2, (value, planted_on)
+    assert gloo_pool.run(step_with_planted, 2, tp, options, "norm", 1.0, 1, wrapped) == [(True, False, True)] * 2
+    if wrapped:
+        ep = {"expert_model_parallel_size": 2}
+        found = gloo_pool.run(step_with_planted, 2, ep, options, "expert_bias", float("nan"), 1, wrapped)
+        assert found == [(False, True, False)] * 2
 
 
 def close(found, expected, what):
