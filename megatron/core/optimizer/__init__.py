@@ -37,7 +37,7 @@ def get_megatron_optimizer(
     config: OptimizerConfig, model_chunks: Sequence[nn.Module],
     no_weight_decay_cond: ParameterRule | Overrides | None = None, scale_lr_cond: ParameterRule | None = None,
     lr_mult: float = 1.0, *, update_rule: RuleChoice | None = None, groups: ProcessGroups | None = None,
-    **further: Any,
+    **arguments: Any,
 ) -> MegatronOptimizer:  # fmt: skip
     """Build the optimizer for all trainable parameters of ``model_chunks``, and log the parameter groups. Allocates all
     optimizer state. Chunks may have a data-parallel wrapper; it then defines the shards to update. Raises TypeError for
@@ -53,13 +53,12 @@ def get_megatron_optimizer(
         update_rule: (name, parameter) -> "adam", "sgd" or a class; default: as declared in the parameter's spec, else
             ``config.optimizer``.
         groups: this rank's process groups; None uses ``parallel_state``, or a single rank if it is not initialized.
-        further: ``config_overrides`` (settings per parameter, see ``param_keys.py``; they replace the default rules of
-            weight decay and decoupled learning rates, and make ``no_weight_decay_cond`` ignored) and
-            ``default_skip_embedding_weight_decay``. A few other Megatron-LM arguments are ignored.
+        arguments: ``config_overrides`` (settings per parameter, see ``param_keys.py``; they replace the default rules
+            and ``no_weight_decay_cond``) and ``default_skip_embedding_weight_decay``. A few more are ignored.
     """
-    overrides = further.pop("config_overrides", None)
-    skips_embeddings = further.pop("default_skip_embedding_weight_decay", False)
-    if unknown := sorted(further.keys() - _WITHOUT_EFFECT):
+    overrides = arguments.pop("config_overrides", None)
+    skips_embeddings = arguments.pop("default_skip_embedding_weight_decay", False)
+    if unknown := sorted(arguments.keys() - _WITHOUT_EFFECT):
         raise TypeError(f"get_megatron_optimizer() has no arguments {', '.join(unknown)}")
     if isinstance(no_weight_decay_cond, Mapping):
         overrides, no_weight_decay_cond = no_weight_decay_cond, None
@@ -76,8 +75,6 @@ def get_megatron_optimizer(
 
 
 def _grad_scaler(config: OptimizerConfig) -> ConstantGradScaler | DynamicGradScaler | None:
-    """Build the loss scaler: constant with ``config.loss_scale``, also without fp16 (UserError if it is negative);
-    dynamic for fp16 without it (UserError for invalid settings); else None."""
     if config.loss_scale:
         return ConstantGradScaler(config.loss_scale)
     if not config.fp16:

@@ -36,14 +36,14 @@ class AdaptiveMuon(Muon):
 
     def factors(self, deal: Deal, directions: Sequence[Tensor], batch: Sequence[Entry], skip: Tensor) -> list[Tensor]:
         """Return the adapted factors for this rank's shards, and update second moments unless ``skip`` is 1."""
-        moments = [each.moments[1] for each in batch]
+        moments = [entry.moments[1] for entry in batch]
         full = deal.collect(moments)
         factors = self.orthogonalized(deal.collect(directions), deal.owned_specs)
         adapted, updated = [], []
         for factor, moment, spec in zip(factors, full, deal.owned_specs):
             target = factor.to(moment.dtype, copy=True, memory_format=torch.contiguous_format)
             second = moment.clone(memory_format=torch.contiguous_format)
-            views = (row_views(each, spec, self.splits) for each in (target, second))
+            views = (row_views(tensor, spec, self.splits) for tensor in (target, second))
             for (part, height), (old, _) in zip(*views):
                 shape = -1, height, part.shape[-1]
                 output, new = self._adapt(part.reshape(shape), old.reshape(shape))
@@ -65,5 +65,5 @@ class AdaptiveMuon(Muon):
         means = squares.mean(dim=dim, keepdim=True).expand_as(moments)
         moments = torch.lerp(moments, means, 1.0 - config.adaptive_muon_beta2)
         adapted = factors * moments.clamp(min=config.adaptive_muon_eps).rsqrt()
-        norm, wanted = (x.square().sum(dim=(-2, -1), keepdim=True).sqrt() for x in (adapted, factors))
-        return adapted * (wanted / norm.clamp(min=config.adaptive_muon_eps)), moments
+        norm, target = (x.square().sum(dim=(-2, -1), keepdim=True).sqrt() for x in (adapted, factors))
+        return adapted * (target / norm.clamp(min=config.adaptive_muon_eps)), moments

@@ -48,11 +48,11 @@ def l2_norm(
         copies: per share, local tensors that other ranks count; they do not add to the norm, but a NaN or infinity in
             them makes it NaN on all ranks.
     """
-    others = iter(copies)
+    uncounted = iter(copies)
 
     def squares(tensors: Iterable[Tensor]) -> Tensor:
         # 0 * finite = 0 keeps the bits of the sum; 0 * NaN and 0 * inf are NaN
-        return _squares(tensors, device) + 0.0 * _squares(next(others), device)
+        return _squares(tensors, device) + 0.0 * _squares(next(uncounted), device)
 
     return sum_over_model(shares, squares).sqrt()
 
@@ -63,9 +63,8 @@ def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield non-empty lists of tensors of one dtype, in order. A list ends once it has more than ``_BATCH`` elements,
-    or before a tensor of another dtype. The bound limits memory if the iterable creates tensors on the fly (masters
-    joined from two parts)."""
+    """Yield lists of tensors of one dtype with up to one tensor more than ``_BATCH`` elements: a bound of memory if the
+    iterable creates tensors (masters joined from two parts)."""
     batch: list[Tensor] = []
     elements = 0
     for tensor in tensors:

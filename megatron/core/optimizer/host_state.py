@@ -60,11 +60,11 @@ def flat_zeros(
     views: dict[str, Tensor] = {}
     kinds = {name: (dtype, name in offloaded) for name, dtype in dtypes.items()}
     for dtype, on_host in dict.fromkeys(kinds.values()):
-        own = {name: weights[name] for name in dtypes if kinds[name] == (dtype, on_host)}
-        sizes = [-(-weight.numel() // _ALIGNED) * _ALIGNED for weight in own.values()]
+        group = {name: weights[name] for name in dtypes if kinds[name] == (dtype, on_host)}
+        sizes = [-(-weight.numel() // _ALIGNED) * _ALIGNED for weight in group.values()]
         size = sum(sizes)
         flat = memory.zeros(size, dtype) if on_host else torch.zeros(size, dtype=dtype, device=memory.device)
-        for (name, weight), place in zip(own.items(), flat.split(sizes)):
+        for (name, weight), place in zip(group.items(), flat.split(sizes)):
             views[name] = place[: weight.numel()].view(weight.shape)
     return views
 
@@ -103,11 +103,11 @@ class HostState:
     ) -> None:  # fmt: skip
         self._storages, self._moments, self._sizes, self.names = storages, moments, sizes, names
         self._device, self._overlap = device, overlap
-        self._kinds = {name: tuple(rule.moment_dtypes) for rule, own in rules for name in own}
+        self._kinds = {name: tuple(rule.moment_dtypes) for rule, names in rules for name in names}
         self._streamed = {name for name in names if self._state(name)}
         self._slices, slot_bytes = self._plan(rules)
         """Part and pieces of each slice, in the order of updates."""
-        self._last_slices = {each.name: index for index, (_, pieces) in enumerate(self._slices) for each in pieces}
+        self._last_slices = {piece.name: index for index, (_, pieces) in enumerate(self._slices) for piece in pieces}
         self._updates = updates
         self._conditions: Conditions | None = None
         """Inputs of the updates in flight, kept alive for them."""
@@ -132,17 +132,19 @@ class HostState:
         """Return the offloaded tensors of ``name``: extra master storage, then moments."""
         if name not in self.names:
             return []
-        kept = self._storages[name].kept
-        return ([] if kept is None else [kept]) + [self._moments[kind][name] for kind in self._kinds[name]]
+        storage = self._storages[name].kept
+        return ([] if storage is None else [storage]) + [self._moments[kind][name] for kind in self._kinds[name]]
 
     def _plan(self, rules: Sequence[tuple[UpdateRule, Sequence[str]]]) -> tuple[list[tuple[int, list[Piece]]], int]:
-        """Return (number of the rule, slice) of all slices, by their first parameter in the order of the forward pass,
-        and the bytes of a slot. Parameters of a rule keep their order."""
-        streamed = [(rule, [name for name in own if name in self._streamed]) for rule, own in rules]
-        widths = {name: sum(each.element_size() for each in self._state(name)) for _, own in streamed for name in own}
+        """Return (number of the rule, slice) by the first parameter in the order of the forward pass, and the bytes of
+        a slot."""
+        streamed = [(rule, [name for name in names if name in self._streamed]) for rule, names in rules]
+        widths = {
+            name: sum(state.element_size() for state in self._state(name)) for _, names in streamed for name in names
+        }
         least, total = _ALIGNMENT, 0
-        for rule, own in streamed:
-            for name in own:
+        for rule, names in streamed:
+            for name in names:
                 padding = _ALIGNMENT * len(self._state(name))
                 size = self._sizes[name]
                 unit = self._unit(name) if self._may_cut(rule, name) else size
@@ -150,12 +152,12 @@ class HostState:
                 total += size * widths[name] + padding
         capacity = slot_bytes(total, least)
         slices = [
-            (part, each)
-            for part, (rule, own) in enumerate(streamed)
-            for each in self._slices_of(rule, own, widths, capacity)
+            (part, pieces)
+            for part, (rule, names) in enumerate(streamed)
+            for pieces in self._cut(rule, names, widths, capacity)
         ]
         position = {name: index for index, name in enumerate(self._sizes)}
-        return sorted(slices, key=lambda each: position[each[1][0].name]), capacity
+        return sorted(slices, key=lambda item: position[item[1][0].name]), capacity
 
     def _unit(self, name: str) -> int:
         return math.lcm(_UNIT, self._storages[name].block)
@@ -163,11 +165,10 @@ class HostState:
     def _may_cut(self, rule: UpdateRule, name: str) -> bool:
         return rule.owns == "elements" and self._storages[name].weight.is_contiguous()
 
-    def _slices_of(
+    def _cut(
         self, rule: UpdateRule, names: Sequence[str], widths: Mapping[str, int], capacity: int
     ) -> list[list[Piece]]:
-        """Return consecutive slices of the parameters ``names``, each of at most ``capacity`` bytes. ``widths``: bytes
-        of offloaded state per element."""
+        """Return consecutive slices of at most ``capacity`` bytes. ``widths``: bytes of state per element."""
         slices: list[list[Piece]] = [[]]
         used = 0
         for name in names:
@@ -184,12 +185,12 @@ class HostState:
                     used = 0
                     continue
                 places = []
-                for each in tensors:
+                for tensor in tensors:
                     places.append(used)
-                    used += -(-(stop - start) * each.element_size() // _ALIGNMENT) * _ALIGNMENT
+                    used += -(-(stop - start) * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
                 slices[-1].append(Piece(name, start, min(stop, local), stop - start == size, tuple(places)))
                 start = stop
-        return [each for each in slices if each]
+        return [pieces for pieces in slices if pieces]
 
     def _pairs(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (view of the slot, host tensor) for all state in slice ``index``."""
@@ -198,13 +199,13 @@ class HostState:
                 yield view.view(-1), tensor.view(-1)[piece.start : piece.stop]
 
     def _views(self, index: int, piece: Piece) -> list[Tensor]:
-        """Return the views of the slot that hold the state of ``piece``, in the order of :meth:`_state`."""
-        slot, found = self._slots[index % len(self._slots)], []
+        """Return the views of the slot for ``piece``, in the order of :meth:`_state`."""
+        slot, views = self._slots[index % len(self._slots)], []
         for tensor, place in zip(self._state(piece.name), piece.places):
             num_bytes = (piece.stop - piece.start) * tensor.element_size()
             view = slot[place : place + num_bytes].view(tensor.dtype)
-            found.append(view.view(tensor.shape) if piece.is_full else view)
-        return found
+            views.append(view.view(tensor.shape) if piece.is_full else view)
+        return views
 
     # ---- streaming
 
@@ -221,20 +222,20 @@ class HostState:
         begin = self._loads.record_current()
         streamed: dict[str, Entry] = {}
         for rule, entries in parts:
-            streamed |= {each.name: each for each in entries if each.name in self._streamed}
-            local = [each for each in entries if each.name not in self._streamed]
+            streamed |= {entry.name: entry for entry in entries if entry.name in self._streamed}
+            local = [entry for entry in entries if entry.name not in self._streamed]
             # on the current stream: slices need not wait, and forward starts with these weights
             rule.update(local, conditions)
-            progress([each.shard.parameter for each in local])
+            progress([entry.shard.parameter for entry in local])
         for index, (part, pieces) in enumerate(self._slices):
             # load ahead before the update is queued, so that the bus never idles
             for ahead in range(index, min(index + len(self._slots), len(self._slices))):
                 self._load(ahead)
-            pieces = [each for each in pieces if each.name in streamed]
-            own = [self._on_device(index, each, streamed[each.name]) for each in pieces]
-            last = [each.name for each in pieces if self._last_slices[each.name] == index]
+            pieces = [piece for piece in pieces if piece.name in streamed]
+            entries = [self._on_device(index, piece, streamed[piece.name]) for piece in pieces]
+            last = [piece.name for piece in pieces if self._last_slices[piece.name] == index]
             weights = [streamed[name].shard.parameter for name in last]
-            update = partial(parts[part][0].update, own, conditions)
+            update = partial(parts[part][0].update, entries, conditions)
             updated = self._updates.run(update, [begin, self._loaded.pop(index)], weights)
             self._stored[index] = self._stores.copy(((host, view) for view, host in self._pairs(index)), [updated])
             progress(weights)
@@ -242,23 +243,22 @@ class HostState:
             self._load(index)
 
     def _load(self, index: int) -> None:
-        """Start loading a slice into its slot unless that has happened."""
         if index in self._loaded or index >= len(self._slices):
             return
         # the slot is free once its last slice is stored; the slice itself may have been stored a moment ago
         slot = index % len(self._slots)
-        after = [self._stored.get(each) for each in (self._users[slot], index)]
+        after = [self._stored.get(other) for other in (self._users[slot], index)]
         self._users[slot] = index
         self._loaded[index] = self._loads.copy(self._pairs(index), after)
 
     def _on_device(self, index: int, piece: Piece, entry: Entry) -> Entry:
         """Return ``entry`` for the range of ``piece``, with views of the slot as state."""
         views = self._views(index, piece)
-        kept = None if entry.storage.kept is None else views.pop(0)
+        memory = None if entry.storage.kept is None else views.pop(0)
         part = None if piece.is_full else slice(piece.start, piece.stop)
         gradient = entry.gradient if part is None else entry.gradient.reshape(-1)[part]
         return replace(
-            entry, storage=entry.storage.with_kept(kept, part), gradient=gradient, moments=tuple(views)
+            entry, storage=entry.storage.with_kept(memory, part), gradient=gradient, moments=tuple(views)
         )  # fmt: skip
 
     # ---- access between updates
@@ -280,9 +280,9 @@ class HostState:
             yield storage
             return
         self.settle()
-        kept = storage.kept.to(self._device, copy=True)
-        yield storage.with_kept(kept)
-        storage.kept.copy_(kept)
+        memory = storage.kept.to(self._device, copy=True)
+        yield storage.with_kept(memory)
+        storage.kept.copy_(memory)
 
     def read(self, name: str, *, on_host: bool = False) -> Tensor:
         """Return the master weight of ``name`` on the device, or with ``on_host`` where its state is: the live tensor

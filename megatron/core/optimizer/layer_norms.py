@@ -24,17 +24,17 @@ def layer_labels(names: Iterable[str]) -> dict[str, str]:
     """Return the label of each parameter name of a model: ``layer 3`` for ``decoder.layers.2.…`` (the names of expert
     statistics count from 1), with the stack before it if it is not the model's main one, or the model has an encoder
     and a decoder; the module's name outside of layers."""
-    found = {name: match for name in names if (match := _LAYER.match(name))}
-    stacks = {match[1] for match in found.values()}
+    matches = {name: match for name in names if (match := _LAYER.match(name))}
+    stacks = {match[1] for match in matches.values()}
     main = "decoder" if "decoder" in stacks else next(iter(stacks), None)
     if {"encoder", "decoder"} <= stacks:
         main = None
     labels = {}
     for name in names:
-        if name not in found:
+        if name not in matches:
             labels[name] = name.rpartition(".")[0] or name
         else:
-            stack, number = found[name][1], int(found[name][2]) + 1
+            stack, number = matches[name][1], int(matches[name][2]) + 1
             labels[name] = f"layer {number}" if stack == main else f"{stack} layer {number}"
     return labels
 
@@ -72,13 +72,13 @@ class LayerNorms:
         of the model, 0-d fp64 device tensors."""
         read, before = self.optimizer.host_state.read, self._before
         assert self._gradients is not None, "start comes first"
-        found = {"grad_norm": self._gradients, "weight_norm": self._norms(read)}
-        found["update_norm"] = self._norms(lambda name: (new := read(name)) - before[name].to(new.device))
+        measured = {"grad_norm": self._gradients, "weight_norm": self._norms(read)}
+        measured["update_norm"] = self._norms(lambda name: (new := read(name)) - before[name].to(new.device))
         self._before, self._gradients = {}, None
         return {
             f"{label}/{kind}": value
             for index, label in enumerate(self.labels)
-            for kind, value in ((kind, norms[index]) for kind, norms in found.items())
+            for kind, value in ((kind, norms[index]) for kind, norms in measured.items())
         }
 
     def _norms(self, tensor: Callable[[str], Tensor | None]) -> Tensor:

@@ -30,8 +30,8 @@ class ParameterState(MutableMapping[str, Any]):
         return self._optimizer._steps if kind == "step" else self._optimizer.moments[kind][self._name]
 
     def __setitem__(self, kind: str, value: Any) -> None:
-        """Replace the moment ``kind`` by the tensor ``value`` by reference, without checks of shape or dtype. ``step``
-        sets the step count of the full optimizer to a number. Raises KeyError for other names."""
+        """Replace the moment ``kind`` by reference, without checks of shape or dtype; ``step`` sets the count of all
+        parameters."""
         if kind == "step":
             self._optimizer._steps.fill_(float(value))
         elif kind in self._kinds():
@@ -89,7 +89,7 @@ class MegatronNames:
         A change reaches the model weights only with the next update."""
         self.host_state.settle()
         masters = ([self.storage[name] for name in group["names"]] for group in self.param_groups)
-        return [[each.kept for each in own if each.kept_dtype == torch.float32] for own in masters]
+        return [[master.kept for master in group if master.kept_dtype == torch.float32] for group in masters]
 
     def get_parameters(self: Any) -> list[nn.Parameter]:
         """Return the model parameters with a shard on this rank, in the order of the parameter groups."""

@@ -88,17 +88,17 @@ class Muon:
         )  # fmt: skip
         for axes, batch in batches(entries):
             directions = self._update.advance(batch, step)
-            names = tuple(each.name for each in batch)
+            names = tuple(entry.name for entry in batch)
             if names not in self._deals:  # a step without some gradients has other entries
-                self._deals[names] = Deal([each.shard for each in batch], axes, batch[0].groups, self._cost)
+                self._deals[names] = Deal([entry.shard for entry in batch], axes, batch[0].groups, self._cost)
             factors = self.factors(self._deals[names], directions, batch, conditions.skip)
-            self._update.apply(batch, factors, [self.scale(each.spec) for each in batch], step)
+            self._update.apply(batch, factors, [self.scale(entry.spec) for entry in batch], step)
 
     def factors(self, deal: Deal, directions: Sequence[Tensor], batch: Sequence[Entry], skip: Tensor) -> list[Tensor]:
         """Return the orthogonal factors for this rank's shards of ``batch``; times :meth:`scale` they are the updates.
         Collective. Undefined if ``skip`` is 1."""
         full = self.orthogonalized(deal.collect(directions), deal.owned_specs)
-        results = [self.scaled_down(each, spec) for each, spec in zip(full, deal.owned_specs)]
+        results = [self.scaled_down(factor, spec) for factor, spec in zip(full, deal.owned_specs)]
         return deal.give_back(results, directions, factor_dtype(directions[0].dtype, self._precision))
 
     def orthogonalized(self, directions: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
@@ -114,7 +114,7 @@ class Muon:
         """Return ``factors`` of one parameter, where matrices with a smaller scale than others are multiplied by the
         ratio, in place."""
         *_, columns = shape = factors.shape
-        scales = [self._scale_of(height, columns) for height in matrix_heights(shape, spec, self.splits)]
+        scales = [self._matrix_scale(height, columns) for height in matrix_heights(shape, spec, self.splits)]
         if len({*scales}) > 1:
             for (part, _), scale in zip(row_views(factors, spec, self.splits), scales):
                 part.mul_(scale / max(scales))
@@ -123,9 +123,9 @@ class Muon:
     def scale(self, spec: ParameterSpec) -> float:
         """Return the factor of the updates of a parameter: the largest of those of its matrices."""
         shape = spec.shape if spec.part is None else spec.part.rectangle.lengths
-        return max(self._scale_of(height, shape[-1]) for height in matrix_heights(shape, spec, self.splits))
+        return max(self._matrix_scale(height, shape[-1]) for height in matrix_heights(shape, spec, self.splits))
 
-    def _scale_of(self, rows: int, columns: int) -> float:
+    def _matrix_scale(self, rows: int, columns: int) -> float:
         return self._scale(rows, columns) * self.config.muon_extra_scale_factor
 
     def _cost(self, shape: Sequence[int], spec: ParameterSpec) -> float:
@@ -142,15 +142,16 @@ def batches(entries: Sequence[Entry], limit: int = _BATCH) -> Iterator[tuple[Axe
     """Yield ``entries`` whose matrices the same ranks share, in lists of about ``limit`` elements on this rank, with
     the axes of these ranks. Sharing ranks yield the same lists."""
     by_axes: dict[tuple[Axes, torch.dtype], list[Entry]] = {}
-    for each in entries:
-        by_axes.setdefault((sharing_axes(each.shard, each.copies, each.groups), each.moments[0].dtype), []).append(each)
-    for (axes, _), own in by_axes.items():
+    for entry in entries:
+        axes = sharing_axes(entry.shard, entry.copies, entry.groups)
+        by_axes.setdefault((axes, entry.moments[0].dtype), []).append(entry)
+    for (axes, _), sharing in by_axes.items():
         batch: list[Entry] = []
         size = 0
-        for each in own:
-            batch.append(each)
-            size += each.shard.parameter.numel() // axes.rows.size  # not this rank's rows: all must agree
-            if size >= limit or each is own[-1]:
+        for entry in sharing:
+            batch.append(entry)
+            size += entry.shard.parameter.numel() // axes.rows.size  # not this rank's rows: all must agree
+            if size >= limit or entry is sharing[-1]:
                 yield axes, batch
                 batch, size = [], 0
 
@@ -161,24 +162,23 @@ def map_matrices(
     """Apply ``function`` to all matrices of the parameters ``full``, each in its logical shape (with all or some
     experts). ``function`` maps a batch [k, rows, columns] to new tensors of the same shape; it is called once per shape
     of matrices, or per range of rows if one matrix fills a GPU. Returns tensors of the shapes of ``full``."""
-    found: dict[tuple[int, int], list[tuple[int, Tensor, int]]] = {}
-    for index, (each, spec) in enumerate(zip(full, specs)):
-        for number, (part, height) in enumerate(row_views(each.contiguous(), spec, splits)):
-            found.setdefault((height, each.shape[-1]), []).append(
-                (index, part.reshape(-1, height, each.shape[-1]), number)
-            )
+    by_shape: dict[tuple[int, int], list[tuple[int, Tensor, int]]] = {}
+    for index, (tensor, spec) in enumerate(zip(full, specs)):
+        columns = tensor.shape[-1]
+        for number, (part, height) in enumerate(row_views(tensor.contiguous(), spec, splits)):
+            by_shape.setdefault((height, columns), []).append((index, part.reshape(-1, height, columns), number))
     results: list[dict[int, Tensor]] = [{} for _ in full]
-    for shape, matrices in found.items():
-        for batch in [[each] for each in matrices] if fills_gpu(*shape) else [matrices]:
+    for shape, matrices in by_shape.items():
+        for batch in [[matrix] for matrix in matrices] if fills_gpu(*shape) else [matrices]:
             stacks = [stack for _, stack, _ in batch]
             outputs = function(stacks[0] if len(stacks) == 1 else torch.cat(stacks))
-            for (index, _, number), output in zip(batch, outputs.split([len(each) for each in stacks])):
+            for (index, _, number), output in zip(batch, outputs.split([len(stack) for stack in stacks])):
                 results[index][number] = output
-    return [_joined(parts, each, spec, splits) for parts, each, spec in zip(results, full, specs)]
+    return [_joined(parts, tensor, spec, splits) for parts, tensor, spec in zip(results, full, specs)]
 
 
 def _joined(parts: dict[int, Tensor], like: Tensor, spec: ParameterSpec, splits: Splits) -> Tensor:
-    """Return a tensor of the shape of ``like`` from the matrices of each range of rows, by its number."""
+    """``parts``: the matrices of each range of rows, by its number."""
     if len(parts) == 1:
         return parts[0].reshape(like.shape)
     result = like.new_empty(like.shape, dtype=parts[0].dtype)
@@ -214,23 +214,23 @@ def row_ranges(shape: Sequence[int], spec: ParameterSpec, splits: Splits) -> lis
     if parts is None:  # leading dims: gate and up
         return [Rows(rows, rows)] if stack and splits.gate_up else [Rows(rows * math.prod(stack), None)]
     if splits.heads:  # heads of equal sizes are computed together
-        found = [(len([*each]) * height, height) for height, each in itertools.groupby(_held(parts.heads, spec))]
-        return [Rows(*each) for each in found]
+        heads = itertools.groupby(_local_lengths(parts.heads, spec))
+        return [Rows(len([*equal]) * height, height) for height, equal in heads]
     assert splits.qkv or spec.part is None, "queries and keys are separate parameters, which no matrix can contain"
     if not splits.qkv:
         return [Rows(sum(parts.matrices), None)]
-    return [Rows(each, None) for each in _held(parts.matrices, spec)]
+    return [Rows(rows, None) for rows in _local_lengths(parts.matrices, spec)]
 
 
-def _held(parts: Sequence[int], spec: ParameterSpec) -> list[int]:
-    """Return the lengths in ``parts`` that this parameter holds: all, or for a ``SubTensor`` those in its rows."""
+def _local_lengths(parts: Sequence[int], spec: ParameterSpec) -> list[int]:
+    """Return the lengths of the parts that this parameter holds: all, or for a ``SubTensor`` those in its rows."""
     if spec.part is None:
         return [*parts]
     first, length = spec.part.rectangle.offsets[-2], spec.part.rectangle.lengths[-2]
     ends = itertools.accumulate(parts)
-    held = [size for size, end in zip(parts, ends) if first < end <= first + length]
-    assert sum(held) == length, "a part of a weight cuts a matrix"
-    return held
+    local = [size for size, end in zip(parts, ends) if first < end <= first + length]
+    assert sum(local) == length, "a part of a weight cuts a matrix"
+    return local
 
 
 serve_other_names(__name__)

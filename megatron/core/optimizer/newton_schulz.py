@@ -100,7 +100,7 @@ def orthogonalize(
     stays fp64. The result for zeros is zeros. Does not change ``matrices``. ``product`` computes the symmetric
     products."""
     if len(matrices) > 1 and fills_gpu(*matrices.shape[-2:]):
-        return torch.cat([orthogonalize(each, steps, precision, product) for each in matrices.split(1)])
+        return torch.cat([orthogonalize(matrix, steps, precision, product) for matrix in matrices.split(1)])
     x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
     norms = torch.stack(torch._foreach_norm(list(matrices.unbind())))  # the bits must not depend on the batch
     # one pass: computed in fp32 and rounded where it is written
@@ -119,13 +119,11 @@ def iterate(x: Tensor, steps: list[Triple], product: SymmetricProduct) -> Tensor
 
 
 def _polynomial(gram: Tensor, b: float, c: float, product: SymmetricProduct) -> Tensor:
-    """Return b A + c A A, a new tensor."""
     return product(gram, gram, gram, c, b) if c else b * gram
 
 
 @contextmanager
 def _matmul_precision(precision: Precision) -> Iterator[None]:
-    """Set the precision of fp32 GEMMs to TF32 (high) or fp32 within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
     try:

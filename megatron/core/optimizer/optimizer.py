@@ -97,7 +97,7 @@ class MegatronOptimizer(MegatronNames):
         self.shards_optimizer = any(chunk.shards_optimizer for chunk in parallel)
         """Whether optimizer state is sharded over data-parallel ranks."""
         cut = [shards for chunk in parallel if (shards := chunk.parameter_shards()) is not None]
-        shards = {key: shard for each in cut for key, shard in each.items()} if cut else None
+        shards = {key: shard for chunk_shards in cut for key, shard in chunk_shards.items()} if cut else None
         rates = {"lr": 0.0 if config.lr is None else config.lr, "weight_decay": config.weight_decay}
         self.param_groups = [{**rates, **group, **self._adopt(group, shards)} for group in param_groups]
         """Parameter groups, with local shards only; the scheduler writes their ``lr`` and ``weight_decay``."""
@@ -124,9 +124,8 @@ class MegatronOptimizer(MegatronNames):
         self._start_payload_sync()
 
     def _adopt(self, group: dict[str, Any], shards: dict[nn.Parameter, ParameterShard] | None) -> dict[str, Any]:
-        """Register the parameters of ``group`` in ``model_params``, and a shard and master of each that this rank
-        updates at least partly. ``shards`` None: full parameters. Return ``names`` and ``params`` with a local shard.
-        Raises ValueError for two parameters with one name."""
+        """Register the parameters of ``group``, with a shard and master of each that this rank updates at least partly;
+        return ``names`` and ``params`` of these. ``shards`` None: full parameters."""
         names = []
         for name, parameter in zip(group["names"], group["params"]):
             if name in self.model_params:
@@ -142,21 +141,18 @@ class MegatronOptimizer(MegatronNames):
         return {"names": names, "params": [self.model_params[name] for name in names]}
 
     def _build_parts(self) -> list[OptimizerPart]:
-        """Return one part, with a new update rule, for each pair of update rule and data-parallel groups (dense or
-        expert) that occurs in ``param_groups``. Raises UserError for an unknown rule or moment dtype."""
         by_kind: dict[tuple[RuleFactory, DataParallelGroups], list[dict[str, Any]]] = {}
         for group in self.param_groups:
             kind, is_expert = find_rule(group.get("optimizer", self.config.optimizer)), group.get("is_expert_parallel")
             by_kind.setdefault((kind, self.groups.expert if is_expert else self.groups.dense), []).append(group)
         return [
-            OptimizerPart(self._build_rule(kind, [name for group in own for name in group["names"]]), ranks, own)
-            for (kind, ranks), own in by_kind.items()
+            OptimizerPart(self._build_rule(kind, [name for group in groups for name in group["names"]]), ranks, groups)
+            for (kind, ranks), groups in by_kind.items()
         ]
 
     def _build_rule(self, kind: RuleFactory, names: Sequence[str]) -> UpdateRule:
-        """Build the update rule ``kind`` for the parameters ``names``, from the configuration and their storages.
-        Raises UserError if the rule owns matrices and the shard of a parameter is a part, unless the parameter declares
-        such a rule (FSDP then gathers rows)."""
+        """Raises UserError if the rule owns matrices and a shard is a part, unless the parameter declares such a rule
+        (FSDP then gathers rows)."""
         rule = kind(self.config, [self.storage[name] for name in names])
         declared = [name for name in names if spec_or_replicated(self.model_params[name]).owns_matrices]
         cut = [name for name in names if not self.shards[name].is_full and name not in declared]
@@ -168,7 +164,7 @@ class MegatronOptimizer(MegatronNames):
         return rule
 
     def _start_payload_sync(self) -> None:
-        """All-gather the weights if a parameter declares a storage, which may round them. Collective then."""
+        """All-gather the weights if a parameter declares a storage, which may round them."""
         # all parameters, not only those with a shard here: every data-parallel rank must take part
         if any(spec_or_replicated(parameter).storage is not None for parameter in self.model_params.values()):
             for chunk in self._parallel_chunks():
@@ -183,29 +179,29 @@ class MegatronOptimizer(MegatronNames):
 
     @torch.no_grad()
     def _allocate(self) -> None:
-        """Allocate masters' extra storage and all moments (``self.moments``) in flat buffers, one per kind and dtype:
-        moments are zero, fp32 copies are copied from the weights. Moments of fp64 masters are fp64. Done before the
-        first step, so that memory use and state names do not change during training."""
+        """Allocate masters' extra storage and zero moments in flat buffers, one per kind and dtype, before the first
+        step: memory use and state names do not change during training."""
         storages = self.storage
         config, self._memory = self.config, HostMemory(self.device)
-        weights = {name: each.weight for name, each in storages.items()}
+        weights = {name: storage.weight for name, storage in storages.items()}
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        order = {each: place for place, each in enumerate(p for chunk in self.model_chunks for p in chunk.parameters())}
+        parameters = (parameter for chunk in self.model_chunks for parameter in chunk.parameters())
+        order = {parameter: index for index, parameter in enumerate(parameters)}
         names = sorted(storages, key=lambda name: order.get(self.model_params[name], len(order)))
         sizes = {name: self.shards[name].max_elements for name in names}
         offloaded = select_offloaded(sizes, fraction)
-        kept = {name: each.kept_dtype for name, each in storages.items() if each.kept_dtype is not None}
-        for name, memory in flat_zeros(kept, weights, offloaded, self._memory).items():
+        extra = {name: storage.kept_dtype for name, storage in storages.items() if storage.kept_dtype is not None}
+        for name, memory in flat_zeros(extra, weights, offloaded, self._memory).items():
             storages[name].kept = memory
         self.moments: dict[str, dict[str, Tensor]] = {}
         """Moments by kind ("exp_avg"), then by parameter name; in host memory if offloaded."""
         rules = []
         for part in self.parts:
-            own = {name: storages[name].dtype for group in part.param_groups for name in group["names"]}
+            masters = {name: storages[name].dtype for group in part.param_groups for name in group["names"]}
             for kind, dtype in part.rule.moment_dtypes.items():
-                wanted = {name: dtype if master == torch.float32 else master for name, master in own.items()}
-                self.moments.setdefault(kind, {}).update(flat_zeros(wanted, weights, offloaded, self._memory))
-            rules.append((part.rule, [name for name in names if name in own]))
+                dtypes = {name: dtype if master == torch.float32 else master for name, master in masters.items()}
+                self.moments.setdefault(kind, {}).update(flat_zeros(dtypes, weights, offloaded, self._memory))
+            rules.append((part.rule, [name for name in names if name in masters]))
         overlap = bool(offloaded) and config.overlap_cpu_optimizer_d2h_h2d
         # matrices need much memory for their updates, which a side stream would not share with the forward pass
         elements = all(part.rule.owns == "elements" for part in self.parts)
@@ -214,7 +210,7 @@ class MegatronOptimizer(MegatronNames):
             rules, storages, self.moments, sizes, offloaded, device=self.device, updates=self._updates,
             overlap=overlap,
         )  # fmt: skip
-        for name in kept:
+        for name in extra:
             with self.host_state.opened(name) as storage:
                 storage.refresh()
 
@@ -286,48 +282,47 @@ class MegatronOptimizer(MegatronNames):
         if unscale is not None:
             norm = norm * unscale  # scale the norm only; the update scales the gradients, which saves a pass over them
         # the all-reduced norm is bit-identical on all ranks and non-finite if any gradient is: all ranks decide equally
-        found = ~norm.isfinite()
+        nonfinite = ~norm.isfinite()
         if skip_update is not None:
-            found = found | skip_update
+            nonfinite = nonfinite | skip_update
         num_zeros = self._count_zeros(grads) if self.config.log_num_zeros_in_grad else None
-        self._found_nonfinite = found
-        skip = found.to(torch.float32)
-        conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, found, unscale))
+        self._found_nonfinite = nonfinite
+        skip = nonfinite.to(torch.float32)
+        conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, nonfinite, unscale))
         parts = [(part.rule, self._entries(part, grads)) for part in self.parts]
         gathers_early = self._updates.overlaps and not self.weight_edits
         gathers = UpdatedGathers(
-            self._parallel_chunks() if gathers_early else (), (each.shard.parameter for _, own in parts for each in own)
+            self._parallel_chunks() if gathers_early else (),
+            (entry.shard.parameter for _, entries in parts for entry in entries),
         )
         self.host_state.update(parts, conditions, gathers.advance)
         for edit in self.weight_edits:
-            edit(self._scale_rows, found)
+            edit(self._scale_rows, nonfinite)
         self._mark_changed_weights()
         self._steps += 1.0 - skip  # on the device: a host counter would need a sync with the full backward pass
         if isinstance(self.grad_scaler, DynamicGradScaler):
-            self.grad_scaler.update(bool(found))
+            self.grad_scaler.update(bool(nonfinite))
         for chunk in self._parallel_chunks() if not gathers_early else ():
             chunk.start_param_sync()
-        return Update(found, norm, num_zeros)
+        return Update(nonfinite, norm, num_zeros)
 
     def _mark_changed_weights(self) -> None:
-        """Raise the versions of all weights: torch does not notice writes of kernels and gathers, and fp8 copies
-        would stay old in programs without ``finalize_model_grads``."""
+        """torch does not notice writes of kernels and gathers: fp8 copies would stay old without
+        ``finalize_model_grads``."""
         for chunk in self.model_chunks:
             torch.autograd.graph.increment_version(list(chunk.parameters()))
 
-    def _factor(self, norm: Tensor, found: Tensor, unscale: Tensor | float | None) -> Tensor | None:
-        """Return the combined clipping and unscaling factor of the gradients, a 0-d tensor; None if both are off.
-        ``norm`` is the unscaled norm. If ``found``, the factor has no clipping, so that a NaN norm does not reach
-        it."""
+    def _factor(self, norm: Tensor, nonfinite: Tensor, unscale: Tensor | float | None) -> Tensor | None:
+        """Return the clipping times unscaling factor of the gradients (0-d), None if both are off. ``norm`` is
+        unscaled."""
         if self.config.clip_grad > 0.0:
             clip = clip_coefficient(norm, self.config.clip_grad)
-            clip = torch.where(found, 1.0, clip)  # a NaN norm must not spread into the gradients
+            clip = torch.where(nonfinite, 1.0, clip)  # a NaN norm must not spread into the gradients
             return clip if unscale is None else clip * unscale
         return None if unscale is None else torch.ones_like(norm) * unscale
 
     def _entries(self, part: OptimizerPart, grads: dict[str, Tensor]) -> list[Entry]:
-        """Return the entries of all names of ``part`` with a gradient, in the order of the parameter groups, with the
-        groups' ``lr`` and ``weight_decay`` as they are (the scheduler has applied the multipliers). Changes nothing."""
+        """Return the entries of all names of ``part`` with a gradient, in the order of the parameter groups."""
         copies = part.ranks.replica if self.shards_optimizer else part.ranks.reduce
         entries = []
         for group in part.param_groups:
@@ -363,9 +358,9 @@ class MegatronOptimizer(MegatronNames):
         yield from self._sharded("", self.local_gradients()).values()
 
     def _shares(self, find_tensors: Callable[[str], Iterable[Tensor]]) -> Iterator[Share]:
-        """Yield ``find_tensors(name)`` for the names that this rank contributes, with the groups to sum over. Together
-        the ranks contribute each element of the model exactly once. All ranks yield the same groups in the same order,
-        whether or not they hold parameters for them."""
+        """Yield ``find_tensors(name)`` for the names that this rank contributes, with the groups to sum over: each
+        element of the model exactly once. All ranks yield the same groups in the same order, also without
+        parameters."""
         for ranks in self.groups.data_parallel:
             tensors = (tensor for name in self.counted_names[ranks] for tensor in find_tensors(name))
             yield tensors, (ranks.shard, ranks.model) if self.shards_optimizer else (ranks.model,)
@@ -378,8 +373,8 @@ class MegatronOptimizer(MegatronNames):
         return l2_norm(self._shares(lambda name: [grads[name]] if name in grads else []), self.device, copies)
 
     def _count_zeros(self, grads: dict[str, Tensor]) -> Tensor:
-        """Return the number of zero gradient elements over the full model (0-d int64), each counted once and without
-        padding. Names without a gradient do not count. Collective; no host sync."""
+        """Return the number of zero gradient elements of the model (0-d int64) without padding. Collective; no host
+        sync."""
 
         def find_tensors(name: str) -> Iterator[Tensor]:
             if name in grads:
@@ -439,9 +434,8 @@ class MegatronOptimizer(MegatronNames):
         return [(key, named) for key, named in state.items() if key not in _SCALARS]
 
     def _sharded(self, prefix: str, named: dict[str, Tensor]) -> dict[str, ShardedTensor]:
-        """Convert tensors in the layout of this rank's shards, by parameter name, to rectangles of global tensors named
-        ``prefix`` + global name. A tensor gives up to a few rectangles; padding is omitted. They are views of
-        contiguous tensors."""
+        """Convert tensors in the layout of this rank's shards to rectangles (views) of global tensors named ``prefix``
+        + global name. A tensor gives up to a few rectangles; padding is omitted."""
         tensors: dict[str, ShardedTensor] = {}
         for name, tensor in named.items():
             shard = self.shards[name]

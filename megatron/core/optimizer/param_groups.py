@@ -85,9 +85,9 @@ def parameter_groups(
         spec = spec_or_replicated(parameter)
         kind = default_rule(config, name, parameter) if update_rule is None else update_rule(name, parameter)
         values = {} if overrides is None else find_overrides(overrides, parameter, name)
-        further = tuple(sorted(values.items()))
+        settings = tuple(sorted(values.items()))
         key = (wd, mult, decoupled, spec.is_expert, kind)
-        group = groups.setdefault((*key, further), {**_empty_group(config, *key), **values})
+        group = groups.setdefault((*key, settings), {**_empty_group(config, *key), **values})
         group["params"].append(parameter)
         group["names"].append(name)
     # sort by settings, so that the order of groups does not depend on which parameter comes first
@@ -97,8 +97,8 @@ def parameter_groups(
 def _empty_group(
     config: OptimizerConfig, wd_mult: float, lr_mult: float, decoupled: bool, expert: bool, kind: object
 ) -> dict[str, Any]:
-    """Return a parameter group with these settings and empty ``params`` and ``names``. ``max_lr`` and ``min_lr`` are
-    None, or with ``decoupled`` the decoupled rates (minimum: ``config.min_lr`` if unset). It has no ``lr``."""
+    """Return a group without parameters or ``lr``; without ``decoupled``, rates are None. The decoupled minimum is
+    ``config.min_lr`` if unset."""
     max_lr = min_lr = None  # from the schedule
     if decoupled:
         max_lr = config.decoupled_lr
@@ -115,14 +115,14 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
     ``max_lr``, and ``decoupled_min_lr`` as ``min_lr`` if set."""
     no_decay = has_no_weight_decay_but_qk_norms if config.apply_wd_to_qk_layernorm else has_no_weight_decay
     is_plain = ParamWithNamePredicate("no weight decay", lambda param, name: no_decay(name, param))
-    found = {ParamKey(with_name_predicate=is_plain): ParamGroupOverride(wd_mult=0.0)}
+    overrides = {ParamKey(with_name_predicate=is_plain): ParamGroupOverride(wd_mult=0.0)}
     if config.decoupled_lr is not None:
         rates = ParamGroupOverride(max_lr=config.decoupled_lr)
         if config.decoupled_min_lr is not None:
             rates["min_lr"] = config.decoupled_min_lr
         is_decoupled = ParamWithNamePredicate("decoupled rates", lambda param, name: is_embedding_or_output(name))
-        found[ParamKey(with_name_predicate=is_decoupled)] = rates
-    return found
+        overrides[ParamKey(with_name_predicate=is_decoupled)] = rates
+    return overrides
 
 
 def report_groups(groups: Iterable[dict[str, Any]]) -> None:

@@ -68,8 +68,8 @@ class ParamKey:
         return (
             any(fnmatch.fnmatch(param_name, pattern) for pattern in _several(self.name))
             or any(getattr(param, attribute, False) for attribute in _several(self.attr))
-            or any(each(param) for each in _several(self.predicate))
-            or any(each(param, param_name) for each in _several(self.with_name_predicate))
+            or any(predicate(param) for predicate in _several(self.predicate))
+            or any(predicate(param, param_name) for predicate in _several(self.with_name_predicate))
         )
 
 

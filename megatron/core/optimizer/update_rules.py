@@ -154,19 +154,19 @@ class Lion:
     def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
         """Update masters, model weights and momentum of all ``entries`` in place. ``conditions.skip`` 1 changes none of
         them. Does not change gradients. No host sync."""
-        for each in entries:
-            (momentum,), master = each.moments, each.storage.read()
-            gradient = each.scaled_gradient(conditions.factor, decoupled=self.decoupled)
+        for entry in entries:
+            (momentum,), master = entry.moments, entry.storage.read()
+            gradient = entry.scaled_gradient(conditions.factor, decoupled=self.decoupled)
             first, second = (torch.lerp(momentum, gradient, 1.0 - beta) for beta in self.betas)
-            decay = each.weight_decay if self.decoupled else 0.0
-            each.write(conditions.skip, master - each.lr * (first.sign() + decay * master), second)
+            decay = entry.weight_decay if self.decoupled else 0.0
+            entry.write(conditions.skip, master - entry.lr * (first.sign() + decay * master), second)
 
 
 def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
     """Return the torch dtype of a moment given as "fp32", "bf16" or one of these torch dtypes. Raises UserError for any
     other, such as fp16; the message names ``flag``."""
     if isinstance(name, torch.dtype):
-        name = next((known for known, dtype in DTYPES.items() if dtype == name), str(name))
+        name = next((key for key, dtype in DTYPES.items() if dtype == name), str(name))
     if name not in DTYPES:
         raise UserError(f"{flag} {name}: moments fall below what {name} can hold without scales; choose fp32 or bf16")
     return DTYPES[name]
