@@ -27,7 +27,7 @@ class FirstBatchedGemm(TorchDispatchMode):
             frames = [each for each in own if Path(each.filename).is_relative_to(ROOT)]
             first = [each.name for each in frames].index("main")
             calls = [f"{Path(each.filename).relative_to(ROOT)}: {each.name}" for each in frames[first:-1]]
-            self.calls = [each for each in calls if not each.endswith(": keep")]  # a frame only before Python 3.11
+            self.calls = [each for each in calls if not each.endswith(": call")]  # a frame only before Python 3.11
         return function(*args, **(kwargs or {}))
 
 

@@ -236,7 +236,7 @@ def pairs_weigh_as_on_one_rank(rank):
 
 def samples_of_a_row_drop_other_elements(rank):
     """Dropout in packed samples uses the first sample's number for every sample."""
-    where = module("megatron.training.tasks.bert")
+    where = module("megatron.training.data.masked_rows")
     correct = where.pack_rows
 
     def of_the_first(batch, lengths, multiple):

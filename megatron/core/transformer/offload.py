@@ -227,9 +227,9 @@ class Offload:
         for name in self.names.intersection((*owner.calls, *owner.spans)):
             module = owner if isinstance(owner, nn.Module) else owner.layer  # type: ignore[attr-defined]
             setattr(owner.at, name, partial(_offloaded, module, getattr(owner.at, name)))
-        if self.names and "_stack" in owner.spans:
-            run = partial(run_offloaded, ActivationOffload(self.config), owner.at._stack)
-            owner.at._stack = run
+        if self.names and hasattr(owner, "layer_runs"):
+            forward = owner.forward  # type: ignore[attr-defined]
+            setattr(owner, "forward", partial(run_offloaded, ActivationOffload(self.config), forward))  # noqa: B010
 
 
 def _offloaded(module: nn.Module, run: Run, function: Callable, *args: object) -> object:
@@ -241,11 +241,11 @@ def _offloaded(module: nn.Module, run: Run, function: Callable, *args: object) -
         return run(function, *args)
 
 
-def run_offloaded(offload: ActivationOffload, run: Run, function: Callable, *args: object) -> Any:
-    """Return ``run(function, *args)``, the output of a stack of layers, as one forward pass of ``offload``."""
+def run_offloaded(offload: ActivationOffload, function: Callable, *args: Any, **more: Any) -> Any:
+    """Return ``function(*args, **more)``, the output of a stack of layers, as one forward pass of ``offload``."""
     if not torch.is_grad_enabled():
-        return run(function, *args)
+        return function(*args, **more)
     with offload.forward() as record:
-        output = run(function, *args)
+        output = function(*args, **more)
     record.load_after(output)
     return output

@@ -79,8 +79,6 @@ class TransformerBlock(Sited, nn.Module):
     ``config.num_layers``), numbered from ``first_number``: a second stack continues the numbers of the first.
     """
 
-    spans = ("_stack",)
-
     def __init__(
         self,
         config: TransformerConfig,
@@ -120,13 +118,10 @@ class TransformerBlock(Sited, nn.Module):
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         """Cast to ``stream_dtype``, run this stage's layers by their recomputation policies, and apply the final norm
         if this stage has it."""
-        hidden_states = self.at._stack(self._through_stack, hidden_states.to(self.stream_dtype), ctx)
-        return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
-
-    def _through_stack(self, hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
+        hidden_states = hidden_states.to(self.stream_dtype)
         for run, positions in self.layer_runs:
             hidden_states = run(partial(self._through, positions, ctx), hidden_states)
-        return hidden_states
+        return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def _through(self, positions: range, ctx: ForwardContext, hidden_states: Tensor) -> Tensor:
         """Run the layers at ``positions`` of this stage, with two-batch overlap if it is configured, every layer

@@ -14,7 +14,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.transformer import offload
 from megatron.core.transformer.offload import ActivationOffload, Offload, run_offloaded
-from megatron.core.transformer.sites import Sited, call
+from megatron.core.transformer.sites import Sited
 from tests.test_utils.lazy_streams import LazyStream
 from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
 
@@ -183,7 +183,7 @@ def test_parameters_changed_tensors_and_parts_of_large_tensors_stay_or_are_copie
     found = []
     for each in (stack, None):
         x = torch.arange(24.0).view(4, 6).requires_grad_()
-        output = function(x) if each is None else run_offloaded(each, call, function, x)
+        output = function(x) if each is None else run_offloaded(each, function, x)
         output.sum().backward()
         found.append((x.grad, module.weight.grad.clone()))
         module.zero_grad()
@@ -205,7 +205,7 @@ def test_a_tensor_changed_in_place_between_two_saves_is_stored_twice():
             output = output + module.at.attn_norm(lambda: (x * torch.ones(4, 6)).sum())
         return output
 
-    output = run_offloaded(stack, call, function)
+    output = run_offloaded(stack, function)
     output.backward()
     assert torch.equal(x.grad, first + 3 * first + IN_FLIGHT + 1)
 

@@ -56,4 +56,4 @@ def test_sites_of_a_model_are_plain_until_a_policy_is_attached():
     names = {(name, owner.at.is_plain(name)) for owner in sited(model) for name in owner.at.names}
     assert {name for name, _ in names} >= {"scan", "core_attn", "qkv_linear", "attn_proj", "recurrence", "mlp"}
     assert all(plain for _, plain in names)
-    assert "_stack" not in known_sites("calls", "spans") and "mlp_act" in known_sites("results")
+    assert "_activation" not in known_sites("calls", "spans") and "mlp_act" in known_sites("results")
