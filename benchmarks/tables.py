@@ -28,7 +28,8 @@ from megatron.training.config.resolve import resolve  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = ("gpt3", "llama", "nemotron4", "mixtral", "qwen3_moe", "deepseek_v3", "bert", "t5")
 PAGES = (
-    RESULTS / "README.md", ROOT / "docs" / "guides" / "performance.md", ROOT / "examples" / "README.md",
+    RESULTS / "README.md", *(ROOT / "docs" / "guides" / name for name in ("performance.md", "layouts.md")),
+    ROOT / "examples" / "README.md",
     *(ROOT / "examples" / folder / "README.md" for folder in EXAMPLES),
 )  # fmt: skip
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -231,6 +232,16 @@ def recipes(folder: str) -> str:
     return table(recipe_costs.HEADER, rows)
 
 
+def gradient_sums() -> str:
+    """Return the error of sums over ranks by precision and order."""
+    content = stored("gradient_sums")
+    rows = content.get("rows", {})
+    columns = [(name, order) for name in next(iter(rows.values()), {}) for order in ("ring", "tree")]
+    header = ["ranks", *(f"{name}, {order}" for name, order in columns)]
+    lines = ([ranks, *(f"{row[name][order]:.1e}" for name, order in columns)] for ranks, row in rows.items())
+    return table(header, lines) + f"\n{versions(content)}, {content.get('elements', 0):,} elements\n"
+
+
 def plain(name: str) -> Callable[[], str]:
     """The table of a benchmark whose file has ``rows`` or ``operations``: a list of records, or records by name."""
 
@@ -251,6 +262,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-before-kernels": partial(training, "training_before_kernels"),
     "pairs": pairs,
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
+    "gradient-sums": gradient_sums,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
     "copy-engines": plain("copy_engines"), "gemms": plain("gemms"),
     "recipes": partial(recipes, ""), **{f"recipes-{folder}": partial(recipes, folder) for folder in EXAMPLES},
