@@ -136,6 +136,8 @@ def test_any_layout_continues_any_other(gloo_pool, dataset, tmp_path, kind):
     layouts = [(name, *layout) for name, layout in KINDS_OF_STATE.items()]
     expected = tensors(run(gloo_pool, 1, dataset, tmp_path / "whole", flags, fp64=True) / "iter_0000004")
     for place, writer in enumerate(layouts):
+        if kind in ("sgd", "lion") and place % 2:  # one state per parameter, as a part of Adam's
+            continue
         for distance in (1, 2) if kind == "adam" else (3,):
             reader = layouts[(place + distance) % len(layouts)]
             found = tensors(halves(gloo_pool, dataset, tmp_path, writer, reader, flags, fp64=True))
