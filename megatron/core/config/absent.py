@@ -43,8 +43,7 @@ class Absent:
 
     @property
     def meaning(self) -> str:
-        """Return the text of this row for the flag reference and for notices: not available yet, accepted without
-        effect, which flags it means, or why it is rejected."""
+        """Return the text of this row for the flag reference and for notices."""
         if self.status == "not yet":
             return f"{self.answer} not available yet"
         if self.status == "no effect":
@@ -55,8 +54,8 @@ class Absent:
         return f"rejected: {fix} (a flag of {program})" if self.status == "other" else f"rejected: {self.answer}"
 
     def refusal(self, typed: str) -> cli.Problem:
-        """Return the problem of a flag that is always rejected (status other, retired, foreign or removed), with its
-        fix; ``typed`` is the flag as the user wrote it."""
+        """Return the problem of a flag that is always rejected, with its fix; ``typed``: the flag as the user wrote
+        it."""
         if self.status == "other":
             program, _, fix = self.answer.partition(": ")
             return cli.Problem(typed, f"is a flag of {program}", fix=fix)
@@ -69,7 +68,6 @@ class Absent:
 
 
 def _value(text: str) -> object:
-    """A number, list, bool or None where ``text`` spells one, else ``text``."""
     try:
         return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # TypeError: {[]: 1}
@@ -102,13 +100,11 @@ def settings() -> dict[str, Absent]:
 
 
 def _answer_to(row: Absent, value: object) -> Absent:
-    """Return the row of this value if it exists, else ``row``."""
     return by_name().get(f"{row.names[0]}={value}", row) if row.names else row
 
 
 def _spec(row: Absent) -> cli.FlagSpec:
-    """Return the flag specification of an accepted row (``not yet`` or ``no effect``): an integer with a lower bound,
-    values of any type, or a switch, with the row's default."""
+    """An integer with a lower bound, values of any type, or a switch, with the default of the row."""
     field = next(iter(row.settings), row.names[0])  # without a setting, the spelling is the field
     default = row.settings.get(field)
     if row.nargs.startswith("int"):
@@ -149,31 +145,33 @@ def renamed() -> dict[str, str]:
     return {name: tokens[0] for name, tokens in older.items() if tokens[1:] == [OPERANDS]}
 
 
-def rewrite(found: list[cli.Segment], known: Container[str]) -> tuple[list[cli.Segment], list[str], list[cli.Problem]]:
-    """Replace older spellings of a command line by today's flags. ``known`` spellings are not changed, except for
+def rewrite(
+    command_line: list[cli.Segment], current: Container[str]
+) -> tuple[list[cli.Segment], list[str], list[cli.Problem]]:
+    """Replace older spellings of a command line by today's flags. ``current`` spellings are not changed, except for
     values that the table has. Replacements go to the front, so that today's spelling wins where both are given.
 
     Returns (the command line in today's flags, one notice per spelling or value that is read otherwise, the problems of
     rejected flags and values). Rows of the table without a replacement stay, for :func:`answers`."""
     front: list[list[str]] = []
-    kept: list[cli.Segment] = []
+    unchanged: list[cli.Segment] = []
     notices: list[str] = []
     problems: list[cli.Problem] = []
-    for segment in found:
+    for segment in command_line:
         name = segment.name.lower()
         of_value = by_name().get(f"{name}={' '.join(segment.operands)}")
-        row = of_value or (None if segment.name in known else by_name().get(name))
+        row = of_value or (None if segment.name in current else by_name().get(name))
         if row is None:
-            kept.append(segment)
+            unchanged.append(segment)
         elif row.status == "means":
             notices.append(f"{' '.join(segment.tokens) if of_value else segment.typed} {row.meaning}")
             front.append(
-                [each for token in row.answer.split() for each in (segment.operands if token == OPERANDS else [token])]
+                [word for token in row.answer.split() for word in (segment.operands if token == OPERANDS else [token])]
             )
         elif row.status not in ("not yet", "no effect"):
             problems.append(row.refusal(segment.typed))
         elif of_value is None:
-            kept.append(replace(segment, typed=name))
+            unchanged.append(replace(segment, typed=name))
         elif row.status == "not yet":
             reason = f"{row.answer} not available yet"
             problems.append(cli.Problem(segment.typed, reason, segment.operands[0], LEAVE_OUT))
@@ -181,12 +179,12 @@ def rewrite(found: list[cli.Segment], known: Container[str]) -> tuple[list[cli.S
             notices.append(f"{' '.join(segment.tokens)} {row.meaning}")
     # names that set several flags come first, so that --activations-checkpoint-num-layers 4 applies in any order
     first, bad_operands = cli.segments([token for tokens in sorted(front, key=len, reverse=True) for token in tokens])
-    return first + kept, notices, problems + bad_operands
+    return first + unchanged, notices, problems + bad_operands
 
 
 def answers(values: Mapping[str, object]) -> tuple[list[str], list[cli.Problem]]:
-    """Return (notices, problems) for the settings of this table among ``values``: a problem for each that is not
-    available yet, a notice for each without effect. Values equal to the default need neither."""
+    """Return (notices, problems) for the settings of this table among ``values``; values equal to the default need
+    neither."""
     notices: list[str] = []
     problems: list[cli.Problem] = []
     for spec in specs():
@@ -194,8 +192,8 @@ def answers(values: Mapping[str, object]) -> tuple[list[str], list[cli.Problem]]
             continue
         row = _answer_to(by_name()[spec.names[0]], values[spec.field])
         if row.status == "not yet":
-            shown = {} if spec.is_bool else {"value": values[spec.field]}
-            problems.append(cli.Problem(spec.names[0], f"{row.answer} not available yet", fix=LEAVE_OUT, **shown))
+            details = {} if spec.is_bool else {"value": values[spec.field]}
+            problems.append(cli.Problem(spec.names[0], f"{row.answer} not available yet", fix=LEAVE_OUT, **details))
         else:
             notices.append(f"{spec.names[0]} {row.meaning}")
     return notices, problems
@@ -207,7 +205,7 @@ def defaults() -> dict[str, object]:
     return dict.fromkeys(foreign) | {name: row.settings[name] for name, row in settings().items()}
 
 
-def explain(problem: cli.Problem, known: Iterable[str]) -> cli.Problem:
+def explain(problem: cli.Problem, names_in_use: Iterable[str]) -> cli.Problem:
     """Return the problem of an unknown flag with the likeliest spelling as fix: existing flags first, because older
     spellings are rarely meant. Rejected flags are not suggested."""
     name = cli.normalize(problem.flag)
@@ -215,8 +213,10 @@ def explain(problem: cli.Problem, known: Iterable[str]) -> cli.Problem:
         return replace(problem, fix=MEANT[name])
     rejected = {spelling for row in rows() if row.status not in ("means", "no effect") for spelling in row.names}
     older = [older for row in rows() if row.status == "means" for older in row.names if "=" not in older]
-    candidates = (cli.suggestion(name, names) for names in ([each for each in known if each not in rejected], older))
-    fix = next((each for each in candidates if each != cli.NO_SUGGESTION), cli.NO_SUGGESTION)
+    candidates = (
+        cli.suggestion(name, names) for names in ([name for name in names_in_use if name not in rejected], older)
+    )
+    fix = next((candidate for candidate in candidates if candidate != cli.NO_SUGGESTION), cli.NO_SUGGESTION)
     return replace(problem, fix=fix)
 
 
@@ -246,27 +246,26 @@ class TakesSettings(type):
                 if setting not in members.get("__annotations__", {}):
                     setattr(cls, setting, row.settings[setting])
 
-    def in_our_words(cls, given: dict[str, object]) -> dict[str, object]:
+    def in_our_words(cls, settings: dict[str, object]) -> dict[str, object]:
         """The constructor's arguments in this library's words; a class may say what else they mean."""
-        return given
+        return settings
 
-    def __call__(cls, *args: object, **given: object) -> object:
-        """Create an object of ``cls``, also from settings of Megatron-LM. Older names are translated; settings that
-        exist only there must have their default value (ConfigError otherwise) and become attributes of the object."""
-        given = cls.in_our_words(given)
-        own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-        others = {name: given.pop(name) for name in sorted(given.keys() & defaults().keys() - own)}
-        if problems := [problem for name, value in others.items() for problem in _rejected(name, value)]:
+    def __call__(cls, *args: object, **settings: object) -> object:
+        """Create an object of ``cls``, also from settings of Megatron-LM: settings that exist only there must have
+        their default value (ConfigError otherwise) and become attributes of the object."""
+        settings = cls.in_our_words(settings)
+        fields_here = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        rest = {name: settings.pop(name) for name in sorted(settings.keys() & defaults().keys() - fields_here)}
+        if problems := [problem for name, value in rest.items() for problem in _rejected(name, value)]:
             raise cli.ConfigError(problems)
-        made = super().__call__(*args, **given)
-        vars(made).update(others)
-        return made
+        instance = super().__call__(*args, **settings)
+        vars(instance).update(rest)
+        return instance
 
 
 def _rejected(name: str, value: object) -> Iterator[cli.Problem]:
-    """Yield a problem if the setting ``name``, which has no field here, has a value other than its default: for names
-    that only command lines have any true value, for others any value but the default and None. Rows without effect
-    pass."""
+    """Yield a problem if ``name``, which has no field here, has a value other than its default; for names that only
+    command lines have, any true value. Rows without effect pass."""
     row = settings().get(name)
     if row is None:
         if value:

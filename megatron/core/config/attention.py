@@ -13,8 +13,8 @@ from megatron.core.config.ranges import Dim, NonNegativeFloat, PositiveFloat, Pr
 
 
 def parse_window(text: str) -> tuple[int, int]:
-    """Convert ``"127,0"`` to ``(127, 0)``; also accepts parentheses, brackets, and a single number for the left side
-    (right side 0). Raises ValueError unless there are two integers from -1 (unlimited) to below 2^31."""
+    """Convert ``"127,0"``, also in parentheses or brackets, or the left side only (right side 0). Raises ValueError
+    unless there are two integers from -1 (unlimited) to below 2^31."""
     try:
         parts = [int(part) for part in text.strip("()[] ").replace(" ", ",").split(",") if part]
     except ValueError:
@@ -56,8 +56,8 @@ def check_layer_pattern(pattern: int | list[int]) -> None:
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Return the value of a syntax tree of integers, lists of integers, sums of lists, and lists times an integer.
-    Executes no code. Raises ValueError for anything else, or a list that is too long."""
+    """Evaluate integers, lists of integers, their sums, and lists times an integer; ValueError for other expressions or
+    a list that is too long. Executes no code."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List) and all(isinstance(item, ast.Constant) for item in node.elts):

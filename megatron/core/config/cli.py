@@ -52,9 +52,9 @@ class ConfigError(UserError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
-def _clipped(text: str, longest: int = 200) -> str:
+def _clipped(text: str, most: int = 200) -> str:
     """A mistyped value may be a whole file."""
-    return text if len(text) <= longest else f"{text[: longest - 50]} ... ({len(text)} characters)"
+    return text if len(text) <= most else f"{text[: most - 50]} ... ({len(text)} characters)"
 
 
 def show(value: object) -> str:
@@ -73,7 +73,7 @@ def flag(
     metavar: str | None = None,
     on: str | None = None,
     check: Callable[[Any], object] | None = None,
-    meant: Mapping[str, str] | None = None,
+    suggestions: Mapping[str, str] | None = None,
 ) -> Any:
     """Return a dataclass field whose flag is irregular.
 
@@ -88,7 +88,7 @@ def flag(
         metavar: placeholder of the value in ``--help``.
         on: a further spelling that sets a default-true boolean to True.
         check: raises ``ValueError`` with the reason for a text that no other setting could make sensible.
-        meant: choice to suggest for names that other programs use, in lower case.
+        suggestions: choice to suggest for names that other programs use, in lower case.
     """
     metadata = {
         "names": names,
@@ -97,7 +97,7 @@ def flag(
         "metavar": metavar,
         "on": on,
         "check": check,
-        "meant": meant,
+        "suggestions": suggestions,
     }
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
@@ -126,7 +126,7 @@ class FlagSpec:
     range: Range | None
     verify: Callable[[str], object] | None
     group: type
-    meant: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    suggestions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Choice to suggest for names that other programs use, in lower case."""
 
     @property
@@ -135,21 +135,19 @@ class FlagSpec:
 
     @property
     def help(self) -> str:
-        """The field's docstring on one line; of a switch that is on by default and that the flag turns off, after
-        ``Disable:``."""
+        """Docstring of the field on one line, after ``Disable:`` for a switch that is on by default."""
         text = " ".join(field_docs(self.group).get(self.field, "").split())
         return f"Disable: {text[:1].lower()}{text[1:]}" if self.is_bool and self.default is True else text
 
     def check(self, value: Any) -> object:
-        """Return ``value``, converted earlier, after checks. Raises ValueError, with the nearest choice if there is
-        one, for a value that is not among the choices, fails the field's own check, is not finite or outside the
-        range."""
+        """Return ``value``, converted earlier, after checks of choices, the field's check and the range. Raises
+        ValueError, with the nearest choice if there is one."""
         if self.choices and value not in self.choices:
-            known = {str(choice).lower(): choice for choice in self.choices}
-            close = difflib.get_close_matches(str(value).lower(), known, n=1)
-            hint = f"; did you mean {known[close[0]]}?" if close else ""
-            if (meant := self.meant.get(str(value).lower())) is not None:
-                hint = f"; use {meant}"
+            by_name = {str(choice).lower(): choice for choice in self.choices}
+            close = difflib.get_close_matches(str(value).lower(), by_name, n=1)
+            hint = f"; did you mean {by_name[close[0]]}?" if close else ""
+            if (suggested := self.suggestions.get(str(value).lower())) is not None:
+                hint = f"; use {suggested}"
             raise ValueError(f"must be one of {', '.join(map(str, self.choices))}{hint}")
         if self.verify is not None:
             self.verify(value)
@@ -160,8 +158,7 @@ class FlagSpec:
         return value
 
     def refusal(self, value: object) -> str:
-        """Return why a value that a program set (not text) is invalid, checking each item of a list; empty if it is
-        valid or None."""
+        """Return why a value (or item of a list) that a program set is invalid; empty if it is valid or None."""
         try:
             for item in value if isinstance(value, list) and self.nargs is not None else [value]:
                 if item is not None:
@@ -179,15 +176,14 @@ class FlagSpec:
         try:
             value = self.convert(text)
         except ValueError as error:
-            known = {"int": "is not an integer", "float": "is not a number"}
-            raise ValueError(known.get(self.type_name, str(error))) from None
+            reasons = {"int": "is not an integer", "float": "is not a number"}
+            raise ValueError(reasons.get(self.type_name, str(error))) from None
         return self.check(value)
 
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Return {field: string literal below it} of a dataclass, from its source; fields without one are absent. Empty if
-    the source is not available."""
+    """Return {field: string literal below it} of a dataclass; empty if the source is not available."""
     try:
         tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)) if cls.__module__ == "__main__" else _source(cls))
     except (OSError, TypeError, SyntaxError):
@@ -212,10 +208,9 @@ def _source(cls: type) -> str:
 
 
 def _annotated_range(annotation: Any) -> Range | None:
-    """Return the :class:`Range` inside an annotation, also within unions and lists."""
     if get_origin(annotation) is Annotated:
         return next((extra for extra in annotation.__metadata__ if isinstance(extra, Range)), None)
-    return next((found for part in get_args(annotation) if (found := _annotated_range(part))), None)
+    return next((inner for part in get_args(annotation) if (inner := _annotated_range(part))), None)
 
 
 def _plain(annotation: object) -> object:
@@ -223,8 +218,8 @@ def _plain(annotation: object) -> object:
 
 
 def _scalar(annotation: object) -> tuple[Callable[[str], object], str, tuple[Any, ...]]:
-    """Return (converter from text, type name, choices) of an annotation without None and list. Raises TypeError for
-    types other than Literal, int, float, str and bool."""
+    """Return (converter from text, type name, choices) of an annotation without None and list; TypeError for other
+    types."""
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
         return type(choices[0]), type(choices[0]).__name__, choices
@@ -234,8 +229,7 @@ def _scalar(annotation: object) -> tuple[Callable[[str], object], str, tuple[Any
 
 
 def _spec(cls: type, field: dataclasses.Field, annotation: object) -> FlagSpec:
-    """Return the flag specification of a dataclass field: type and choices from its annotation, name and default from
-    the field, exceptions from :func:`flag`. Raises TypeError for a bool without default."""
+    """Raises TypeError for a bool without default."""
     meta = field.metadata
     default: object = field.default_factory() if callable(field.default_factory) else field.default
     nargs, optional, valid = meta.get("nargs"), False, _annotated_range(annotation)
@@ -269,15 +263,14 @@ def _spec(cls: type, field: dataclasses.Field, annotation: object) -> FlagSpec:
         range=valid,
         verify=meta.get("check"),
         group=cls,
-        meant=meta.get("meant") or {},
+        suggestions=meta.get("suggestions") or {},
     )
 
 
 @functools.cache
 def group_flags(*groups: type) -> tuple[FlagSpec, ...]:
-    """Return the flags of these dataclasses, in the order of their fields. Left out: inherited fields, whose flags
-    their own class gives, and fields marked ``flag=False``. Raises TypeError for a field whose type has no
-    conversion."""
+    """Return the flags of these dataclasses, in the order of their fields, without inherited fields and those marked
+    ``flag=False``. Raises TypeError for a type without conversion."""
     specs = []
     for group in groups:
         hints = get_type_hints(group, include_extras=True)
@@ -317,36 +310,34 @@ class Segment:
 
 def segments(argv: Sequence[str]) -> tuple[list[Segment], list[Problem]]:
     """Split a command line into flags with their operands; return (segments, problems). An operand before the first
-    flag or after ``--flag=value`` is a problem. Flag names are not checked."""
-    found: list[Segment] = []
+    flag or after ``--flag=value`` is a problem."""
+    result: list[Segment] = []
     problems: list[Problem] = []
     for token in argv:
         if token.startswith("--") and len(token) > 2:
             name, equals, value = token.partition("=")
-            found.append(Segment(name, (value,) if equals else (), bool(equals)))
-        elif not found or found[-1].attached:
+            result.append(Segment(name, (value,) if equals else (), bool(equals)))
+        elif not result or result[-1].attached:
             problems.append(Problem(token, "is not a flag", fix="every setting is --name value"))
         else:
-            found[-1] = dataclasses.replace(found[-1], operands=(*found[-1].operands, token))
-    return found, problems
+            result[-1] = dataclasses.replace(result[-1], operands=(*result[-1].operands, token))
+    return result, problems
 
 
 NO_SUGGESTION = "see --help"
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """``did you mean ...?`` for an unknown name, or :data:`NO_SUGGESTION`."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.75)
-    longer = [other for other in known if other.startswith(name)][:3]
-    names = list(dict.fromkeys(close[:1] + longer + close[1:]))[:3]
+    names = list(names)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.75)
+    extended = [other for other in names if other.startswith(name)][:3]
+    names = list(dict.fromkeys(close[:1] + extended + close[1:]))[:3]
     return f"did you mean {' or '.join(names)}?" if names else NO_SUGGESTION
 
 
 def _read(spec: FlagSpec, segment: Segment) -> object:
-    """Return the value that one segment gives to its flag: for a switch the opposite of its default, or True for its
-    ``on`` spelling; else the converted operand, a list of them if the flag has ``nargs``. Raises ValueError, with the
-    reason, for a wrong number of operands or a wrong value."""
+    """Raises ValueError, with the reason, for a wrong number of operands or a wrong value."""
     count = len(segment.operands)
     if spec.is_bool:
         if count:
@@ -363,13 +354,12 @@ def _read(spec: FlagSpec, segment: Segment) -> object:
     return [spec.from_text(operand) for operand in segment.operands]
 
 
-def read_segments(specs: Iterable[FlagSpec], found: Iterable[Segment]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return (values by field of a command line, all its problems). Only fields that occur are there, the last of
-    repeated flags wins; a problem (unknown flag, wrong value) leaves its value out."""
+def read_segments(specs: Iterable[FlagSpec], command_line: Iterable[Segment]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return (values by field that occurs, problems); the last of repeated flags wins."""
     table = flag_table(specs)
     values: dict[str, object] = {}
     problems: list[Problem] = []
-    for segment in found:
+    for segment in command_line:
         spec = table.get(segment.name)
         if spec is None:
             problems.append(Problem(segment.typed, "unknown flag", fix=suggestion(segment.name, table)))
@@ -377,8 +367,8 @@ def read_segments(specs: Iterable[FlagSpec], found: Iterable[Segment]) -> tuple[
         try:
             values[spec.field] = _read(spec, segment)
         except ValueError as error:
-            given: object = list(segment.operands) if segment.operands else _NO_VALUE
-            problems.append(Problem(spec.names[0], str(error), given))
+            operands: object = list(segment.operands) if segment.operands else _NO_VALUE
+            problems.append(Problem(spec.names[0], str(error), operands))
     return values, problems
 
 
@@ -411,8 +401,8 @@ def read_mapping(
         name = normalize((renamed or {}).get(name, name))
         spec = by_field.get(name[2:].replace("-", "_")) or by_flag.get(name)
         if spec is None:
-            known = [other.replace("_", "-") for other in by_field]
-            problems.append(Problem(key, "unknown setting", value, fix=suggestion(name[2:], known)))
+            names = [other.replace("_", "-") for other in by_field]
+            problems.append(Problem(key, "unknown setting", value, fix=suggestion(name[2:], names)))
             continue
         try:
             negated = spec.is_bool and spec.default and name[2:].replace("-", "_") != spec.field and name != spec.on
@@ -443,8 +433,8 @@ def from_object(spec: FlagSpec, value: object) -> Any:
 
 
 def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description: str = "") -> argparse.ArgumentParser:
-    """Return an argparse parser of these flags in groups, for ``--help`` and for scripts that add custom flags. Names
-    cannot be abbreviated, nothing is required, and defaults are filled in."""
+    """Return an argparse parser of these flags, for ``--help`` and for scripts that add flags. Names cannot be
+    abbreviated."""
     parser = argparse.ArgumentParser(
         prog=prog, description=as_typed(description), allow_abbrev=False, formatter_class=_HelpFormatter, add_help=False
     )
@@ -471,8 +461,7 @@ def _help_text(spec: FlagSpec) -> str:
 
 
 def _metavar(spec: FlagSpec) -> object:
-    """Return the placeholder of a flag's values in ``--help``: its choices in braces, a tuple with one name per value
-    for a fixed number of values, else the type's name."""
+    """Return the choices in braces, one name per value for a fixed number of values, else the name of the type."""
     if spec.choices:
         return "{" + ",".join(map(str, spec.choices)) + "}"
     names = (spec.metavar or (spec.type_name.upper() if spec.type_name != "custom" else "VALUE")).split()

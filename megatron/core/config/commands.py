@@ -46,14 +46,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def help_with_default(action: argparse.Action) -> str:
-    """Return the help text of an option and, in brackets, its default; without brackets if there is none, if it is true
-    or false, or if the text itself has "default:"."""
+    """Return the help text of an option with its default in brackets, unless there is none, it is a bool, or the text
+    has "default:"."""
     text, default = action.help or "", action.default
     if default in (None, argparse.SUPPRESS, []) or isinstance(default, bool) or "default:" in text:
         return text
     values = default if isinstance(default, list | tuple) else [default]
-    shown = " ".join(str(getattr(value, "name", value)) for value in values)
-    return f"{text} [{shown.replace('%', '%%')}]"
+    words = " ".join(str(getattr(value, "name", value)) for value in values)
+    return f"{text} [{words.replace('%', '%%')}]"
 
 
 def as_typed(text: str) -> str:

@@ -30,12 +30,13 @@ class UserError(ValueError):
 
 
 def printable(text: str) -> str:
-    """``text`` with escapes for all control characters but line ends and tabs: names in files may hold sequences that
-    change what a terminal shows."""
+    """``text`` with escapes for control characters but line ends and tabs: names in files may change what a terminal
+    shows."""
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 
@@ -61,19 +62,19 @@ def call_all(calls: Iterable[Callable[[], Result]]) -> list[Result]:
         UserError: the problems of all calls, each line once; in their class if all have the same class.
     """
     results: list[Result] = []
-    found: dict[str, UserError] = {}
+    messages: dict[str, UserError] = {}
     for call in calls:
         try:
             results.append(call())
         except UserError as error:
-            found |= dict.fromkeys(str(error).splitlines(), error)
-    if found:
-        kinds = {type(error) for error in found.values()}
-        raise (kinds.pop() if len(kinds) == 1 else UserError)("\n".join(found))
+            messages |= dict.fromkeys(str(error).splitlines(), error)
+    if messages:
+        kinds = {type(error) for error in messages.values()}
+        raise (kinds.pop() if len(kinds) == 1 else UserError)("\n".join(messages))
     return results
 
 
 def listed(items: Iterable[object], between: str = ", ", most: int = 20) -> str:
     """The first of ``items`` for a message, with an ellipsis where there are more."""
-    found = list(map(str, items))
-    return between.join(found[:most]) + (f"{between}…" if len(found) > most else "")
+    texts = list(map(str, items))
+    return between.join(texts[:most]) + (f"{between}…" if len(texts) > most else "")

@@ -19,13 +19,13 @@ class FlagGroup:
 
 
 def frozen_group(kind: type[Group], values: Mapping[str, object]) -> Group:
-    """Return a frozen object of ``kind`` with its fields taken from ``values``, else at their defaults. Bypasses the
-    constructor, because values that contradict each other are reported by rules, all at once."""
-    made = kind.__new__(kind)
+    """Return a frozen object of ``kind`` with ``values``. Bypasses the constructor: rules report contradictions, all at
+    once."""
+    group = kind.__new__(kind)
     for field in fields(kind):  # type: ignore[arg-type]  # subclasses are dataclasses
         if field.name in values:
-            vars(made)[field.name] = values[field.name]
+            vars(group)[field.name] = values[field.name]
         elif field.default_factory is not MISSING:
-            vars(made)[field.name] = field.default_factory()
-    vars(made)["frozen"] = True
-    return made
+            vars(group)[field.name] = field.default_factory()
+    vars(group)["frozen"] = True
+    return group

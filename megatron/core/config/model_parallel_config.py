@@ -113,8 +113,7 @@ class PrecisionConfig(FlagGroup):
 
 
 def parameter_dtype(fp16: bool, bf16: bool, fp64: bool) -> torch.dtype:
-    """Return the torch dtype of the parameters: fp64, else fp16, else bf16 if set (no check for several), else fp32.
-    Imports torch."""
+    """Return fp64, else fp16, else bf16 if set (no check for several), else fp32. Imports torch."""
     import torch
 
     if fp64:

@@ -36,8 +36,6 @@ def problem(cfg: ModelSettings, field: str, reason: str, fix: str = "") -> Probl
 
 
 def _heads_divide_hidden_size(cfg: ModelSettings, explicit: Collection[str]) -> Problems:
-    """Reject a --hidden-size that is no multiple of --num-attention-heads if the head size derives from it. Checks
-    nothing with an explicit --kv-channels, another derived head size, or multi-latent attention."""
     hidden, heads = cfg.hidden_size, cfg.num_attention_heads
     if not hidden or not heads or heads < 1 or "kv_channels" in explicit or cfg.multi_latent_attention:
         return
@@ -53,9 +51,8 @@ def query_groups_divide_heads(cfg: ModelSettings) -> Problems:
 
 
 def latent_attention_exclusions(cfg: ModelSettings) -> Problems:
-    """With --multi-latent-attention, reject settings of ordinary attention, one problem each: --qk-l2-norm,
-    --qk-layernorm-across-heads, --rotary-base-local, --no-rope-freq, --softmax-scale, --add-qkv-bias and
-    --rotary-interleaved. Require --q-lora-rank with --mla-down-proj-fusion, and an even --qk-pos-emb-head-dim."""
+    """With --multi-latent-attention, reject settings of ordinary attention. Require --q-lora-rank with
+    --mla-down-proj-fusion, and an even --qk-pos-emb-head-dim."""
     if not cfg.multi_latent_attention:
         return
     reasons = {
@@ -73,8 +70,8 @@ def latent_attention_exclusions(cfg: ModelSettings) -> Problems:
     if cfg.mla_down_proj_fusion and cfg.q_lora_rank is None:
         reason = "fuses the projections of the query and key/value latents, but there is no query latent"
         yield problem(cfg, "mla_down_proj_fusion", reason, "add --q-lora-rank")
-    if (turned := cfg.qk_pos_emb_head_dim) % 2:
-        reason = f"rotates {turned} of {turned} channels; the number must be even and not 0"
+    if (rotated := cfg.qk_pos_emb_head_dim) % 2:
+        reason = f"rotates {rotated} of {rotated} channels; the number must be even and not 0"
         yield problem(cfg, "qk_pos_emb_head_dim", reason)
 
 
@@ -95,8 +92,7 @@ def fp8_sizes(cfg: ModelSettings) -> Problems:
 
 
 def fp8_other_sizes(cfg: ModelSettings) -> Problems:
-    """Require the widths per rank that derive from several settings to be multiples of 16: keys and values, latents and
-    heads of latent attention, experts. GEMMs take parts of 128 x 128 blocks."""
+    """Require the widths per rank that derive from several settings to be multiples of 16."""
     if cfg.fp8 is None or cfg.hidden_size is None or cfg.num_attention_heads is None:
         return
     tp, heads = cfg.tensor_model_parallel_size, cfg.num_attention_heads
@@ -106,13 +102,13 @@ def fp8_other_sizes(cfg: ModelSettings) -> Problems:
     if experts_in_fp8(cfg):
         widths.append(("moe_ffn_hidden_size", "is", (cfg.moe_ffn_hidden_size or 0) // expert_tensor_ranks(cfg)))
     if cfg.multi_latent_attention:
-        plain, turned, value, latent = cfg.qk_head_dim, cfg.qk_pos_emb_head_dim, cfg.v_head_dim, cfg.kv_lora_rank
+        plain, rotated, value, latent = cfg.qk_head_dim, cfg.qk_pos_emb_head_dim, cfg.v_head_dim, cfg.kv_lora_rank
         widths += [
             ("q_lora_rank", "is", cfg.q_lora_rank),
             ("kv_lora_rank", "is", latent),
-            ("kv_lora_rank", "with --qk-pos-emb-head-dim is", latent + turned),
+            ("kv_lora_rank", "with --qk-pos-emb-head-dim is", latent + rotated),
             ("v_head_dim", "x heads is", value * heads // tp),
-            ("qk_head_dim", "with --qk-pos-emb-head-dim, x heads, is", (plain + turned) * heads // tp),
+            ("qk_head_dim", "with --qk-pos-emb-head-dim, x heads, is", (plain + rotated) * heads // tp),
             ("qk_head_dim", "with --v-head-dim, x heads, is", (plain + value) * heads // tp),
         ]
     elif cfg.kv_channels is not None:
@@ -131,8 +127,8 @@ def fp8_first_last_layers(cfg: ModelSettings) -> Problems:
     if cfg.fp8_recipe == "delayed":
         fix = "--fp8-recipe tensorwise or blockwise"
         yield problem(cfg, "first_last_layers_bf16", "is not supported with --fp8-recipe delayed", fix)
-    kept = cfg.num_layers_at_start_in_bf16 + cfg.num_layers_at_end_in_bf16
-    if cfg.num_layers is not None and kept > cfg.num_layers:
+    in_bf16 = cfg.num_layers_at_start_in_bf16 + cfg.num_layers_at_end_in_bf16
+    if cfg.num_layers is not None and in_bf16 > cfg.num_layers:
         reason = f"with --num-layers-at-end-in-bf16 {cfg.num_layers_at_end_in_bf16} exceeds the {cfg.num_layers} layers"
         yield problem(cfg, "num_layers_at_start_in_bf16", reason)
 
@@ -148,8 +144,8 @@ def fp8_recomputed_outputs(cfg: ModelSettings) -> Problems:
 
 
 def activation_offload(cfg: ModelSettings) -> Problems:
-    """Reject flags of activation offloading without it, missing modules, modules of experts in dense
-    models, modules whose saved tensors are recomputed or also saved elsewhere, and Transformer Engine."""
+    """Reject flags of activation offloading without it, modules that are missing or saved twice, and Transformer
+    Engine."""
     modules = cfg.offload_modules or ()
     if not cfg.fine_grained_activation_offloading:
         if modules:
@@ -207,8 +203,7 @@ def repeated_mtp_layer_needs_mtp(cfg: ModelSettings) -> Problems:
 
 
 def tensor_parallel_heads(cfg: ModelSettings) -> Problems:
-    """Require --num-attention-heads and --ffn-hidden-size to be multiples of the tensor-parallel size, one problem
-    each. Query groups are checked by another rule."""
+    """Require --num-attention-heads and --ffn-hidden-size to be multiples of the tensor-parallel size."""
     tp, heads, width = cfg.tensor_model_parallel_size, cfg.num_attention_heads, cfg.ffn_hidden_size
     sizes = [size for size in (heads, width) if size and size > 0]
     if tp > 1 and any(size % tp for size in sizes):
@@ -310,15 +305,17 @@ def activation_settings(cfg: ModelSettings) -> Problems:
 
 
 def residual_settings(cfg: ModelSettings) -> Problems:
-    others = {"use_parallel_residual": cfg.use_parallel_residual, "norm_placement": cfg.norm_placement == "post"}
-    for field, is_given in others.items():
+    contradictions = {
+        "use_parallel_residual": cfg.use_parallel_residual,
+        "norm_placement": cfg.norm_placement == "post",
+    }
+    for field, is_given in contradictions.items():
         if is_given and cfg.apply_residual_connection_post_layernorm:
             yield problem(cfg, field, "contradicts --apply-residual-connection-post-layernorm", "choose one of the two")
 
 
 def shared_norm_settings(cfg: ModelSettings) -> Problems:
-    """Reject --share-parallel-norm without --use-parallel-residual, with norms after branches, with layernorm in
-    --recompute-modules, and with Transformer Engine, whose norms belong to one branch."""
+    """Reject --share-parallel-norm where branches have separate norms or the norm is recomputed."""
     if not cfg.share_parallel_norm:
         return
     if not cfg.use_parallel_residual:
@@ -337,8 +334,7 @@ def output_bias_settings(cfg: ModelSettings) -> Problems:
 
 
 def embedding_norm_settings(cfg: ModelSettings) -> Problems:
-    """Reject --embed-layernorm together with --norm-placement post, --use-parallel-residual or
-    --apply-residual-connection-post-layernorm, one problem each."""
+    """Reject --embed-layernorm with --norm-placement post, --use-parallel-residual or the post-norm residual."""
     if not cfg.embed_layernorm:
         return
     fix = "choose one of the two"
@@ -368,9 +364,8 @@ def moe_layer_pattern(cfg: ModelSettings) -> Problems:
 
 
 def experts_divide_evenly(cfg: ModelSettings) -> Problems:
-    """Require --num-experts to be a multiple of the expert-parallel size, --moe-ffn-hidden-size of the
-    expert-tensor-parallel size, and --moe-shared-expert-intermediate-size of the tensor-parallel size. Checks nothing
-    without experts."""
+    """Require --num-experts, --moe-ffn-hidden-size and --moe-shared-expert-intermediate-size to be multiples of the
+    expert-, expert-tensor- and tensor-parallel size."""
     experts, ep = cfg.num_moe_experts, cfg.expert_model_parallel_size
     if experts is None:
         return
@@ -388,9 +383,7 @@ def experts_divide_evenly(cfg: ModelSettings) -> Problems:
 
 
 def router_settings(cfg: ModelSettings) -> Problems:
-    """Reject router settings that cannot work: top-k above --num-experts; top-1 softmax after selection (without
-    --moe-router-pre-softmax or sinkhorn), whose weight is always 1; expert bias with softmax scores; sinkhorn with
-    expert bias, groups or non-softmax scores. Checks nothing without experts."""
+    """Reject router settings that cannot work, such as top-1 softmax after selection, whose weight is always 1."""
     experts, top, scores = cfg.num_moe_experts, cfg.moe_router_topk, cfg.moe_router_score_function
     if experts is None:
         return
@@ -414,9 +407,8 @@ def router_settings(cfg: ModelSettings) -> Problems:
 
 
 def expert_groups(cfg: ModelSettings) -> Problems:
-    """Require --moe-router-num-groups and --moe-router-group-topk together; groups must divide --num-experts, group
-    top-k must not exceed the groups, and the selected groups must hold top-k experts (a multiple of them unless
-    --moe-router-group-score-topk is set). Checks nothing without experts."""
+    """Require groups that divide --num-experts, and selected groups that hold top-k experts (a multiple of them unless
+    --moe-router-group-score-topk is set)."""
     experts, groups, chosen = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_topk
     if experts is None or (groups is None and chosen is None):
         return
@@ -436,8 +428,7 @@ def expert_groups(cfg: ModelSettings) -> Problems:
 
 
 def expert_group_scores(cfg: ModelSettings) -> Problems:
-    """Reject --moe-router-group-score-topk without --moe-router-num-groups, or if it is larger than the number of
-    experts per group. Checks nothing without experts."""
+    """Reject --moe-router-group-score-topk without groups or above the number of experts per group."""
     experts, groups, scored = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_score_topk
     if experts is None or scored is None:
         return
@@ -449,9 +440,8 @@ def expert_group_scores(cfg: ModelSettings) -> Problems:
 
 
 def auxiliary_loss_coefficients(cfg: ModelSettings) -> Problems:
-    """Require one --moe-aux-loss-coeff per --moe-router-load-balancing-type, zero for sinkhorn and quantile_balancing,
-    which are no losses; for none it has no effect, as in Megatron-LM. Several types must be distinct and all be losses.
-    Checks nothing without experts."""
+    """Require one coefficient per load-balancing type, zero for sinkhorn and quantile_balancing, which are no losses;
+    for none it has no effect, as in Megatron-LM. Several types must be distinct losses."""
     kinds, coefficients = cfg.moe_router_load_balancing_type, cfg.moe_aux_loss_coeff
     if cfg.num_moe_experts is None:
         return
@@ -459,16 +449,17 @@ def auxiliary_loss_coefficients(cfg: ModelSettings) -> Problems:
         types = counted(len(kinds), "balancing type")
         reason = f"has {len(coefficients)} values for {types} (--moe-router-load-balancing-type)"
         yield problem(cfg, "moe_aux_loss_coeff", reason, "give one value per type")
-    elif others := [kind for kind, value in zip(kinds, coefficients) if value and kind in NO_LOSS and kind != "none"]:
-        yield problem(cfg, "moe_aux_loss_coeff", "applies only to auxiliary losses", f"0 for {', '.join(others)}")
+    elif without_loss := [
+        kind for kind, value in zip(kinds, coefficients) if value and kind in NO_LOSS and kind != "none"
+    ]:
+        yield problem(cfg, "moe_aux_loss_coeff", "applies only to auxiliary losses", f"0 for {', '.join(without_loss)}")
     if len(kinds) > 1 and (set(NO_LOSS) & set(kinds) or len(set(kinds)) < len(kinds)):
         reason = f"may list several auxiliary losses, each once, but not together with {', '.join(NO_LOSS)}"
         yield problem(cfg, "moe_router_load_balancing_type", reason)
 
 
 def expert_capacity_settings(cfg: ModelSettings) -> Problems:
-    """Reject --moe-pad-expert-input-to-capacity without --moe-expert-capacity-factor, and a capacity factor together
-    with sinkhorn. Checks nothing without experts."""
+    """Reject padding to capacity without --moe-expert-capacity-factor, and a capacity factor with sinkhorn."""
     if cfg.num_moe_experts is None:
         return
     if cfg.moe_pad_expert_input_to_capacity and cfg.moe_expert_capacity_factor is None:
@@ -485,8 +476,7 @@ def static_rows_need_allgather(cfg: ModelSettings) -> Problems:
 
 
 def shared_expert_settings(cfg: ModelSettings) -> Problems:
-    """Reject --moe-shared-expert-overlap and --moe-shared-expert-gate in a model with experts if
-    --moe-shared-expert-intermediate-size is not set."""
+    """Require --moe-shared-expert-intermediate-size for the flags of shared experts."""
     if cfg.moe_shared_expert_intermediate_size is not None:
         return
     for field in ("moe_shared_expert_overlap", "moe_shared_expert_gate"):
@@ -511,17 +501,19 @@ def library_problems(cfg: ModelSettings, explicit: Collection[str]) -> list[Prob
     fields = {name: spec.field for spec in _flags().values() for name in spec.names}
 
     def named(text: str) -> str:
-        return re.sub(r"--[a-z0-9-]+", lambda found: fields.get(found[0], found[0][2:].replace("-", "_")), text)
+        return re.sub(r"--[a-z0-9-]+", lambda match: fields.get(match[0], match[0][2:].replace("-", "_")), text)
 
-    found = [
-        replace(each, flag=fields[each.flag], reason=named(each.reason), fix=named(each.fix))
-        for each in model_problems(cfg, explicit)
+    problems = [
+        replace(item, flag=fields[item.flag], reason=named(item.reason), fix=named(item.fix))
+        for item in model_problems(cfg, explicit)
     ]
     if cfg.multi_latent_attention and cfg.num_query_groups != cfg.num_attention_heads:
-        found.append(Problem("num_query_groups", "excludes multi_latent_attention", cfg.num_query_groups, "remove it"))
+        problems.append(
+            Problem("num_query_groups", "excludes multi_latent_attention", cfg.num_query_groups, "remove it")
+        )
     if cfg.sequence_parallel and cfg.tensor_model_parallel_size == 1:
-        found.append(Problem("sequence_parallel", "needs tensor_model_parallel_size > 1", True))
-    return found
+        problems.append(Problem("sequence_parallel", "needs tensor_model_parallel_size > 1", True))
+    return problems
 
 
 def invalid_values(cfg: ModelSettings) -> list[Problem]:

@@ -147,8 +147,8 @@ def has_experts(config: MoEConfig, layer_number: int) -> bool:
 def depends_on_micro_batch(config: MoEConfig) -> bool:
     """Whether what a token goes through, or a loss, depends on the other sequences of its micro-batch."""
     kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
-    whole = ("sinkhorn", "quantile_balancing")
-    balances = any(kind in whole or (kind == "aux_loss" and coefficient) for kind, coefficient in kinds)
+    global_types = ("sinkhorn", "quantile_balancing")
+    balances = any(kind in global_types or (kind == "aux_loss" and coefficient) for kind, coefficient in kinds)
     return balances or config.moe_expert_capacity_factor is not None
 
 

@@ -155,6 +155,6 @@ class OptimizerConfig(RegularizationConfig, MuonConfig, MixedPrecisionConfig, me
     """Accepted for programs; each weight declares its storage."""
 
     @classmethod
-    def in_our_words(cls, given: dict[str, object]) -> dict[str, object]:
+    def in_our_words(cls, settings: dict[str, object]) -> dict[str, object]:
         """Drop a flag of the training loop."""
-        return {name: value for name, value in given.items() if name != "barrier_with_L1_time"}
+        return {name: value for name, value in settings.items() if name != "barrier_with_L1_time"}

@@ -39,8 +39,8 @@ class Range:
 
     @property
     def bounds(self) -> str:
-        """The range in words for messages, such as "at least 1 and at most 8" or "positive"; an upper bound that only
-        keeps numbers inside 64 bits or fp32 is not named. Empty without a named bound."""
+        """The range for messages, such as "at least 1 and at most 8"; bounds that only keep numbers inside 64 bits or
+        fp32 are omitted."""
         if self.above and self.low == 0 and self.high in (math.inf, FLOAT32_MAX):
             return "positive"
         low = f"{'more than' if self.above else 'at least'} {self.low:g}" if self.low > -FLOAT32_MAX else ""
@@ -49,8 +49,7 @@ class Range:
         return " and ".join(filter(None, (low, high)))
 
     def __str__(self) -> str:
-        """Return the range in short for the flag reference, such as "at least 1" or "0 to below 1"; upper bounds from
-        2^31 - 1 on are not named. Empty for any number."""
+        """Return the range for the flag reference, such as "0 to below 1"; empty for any number."""
         if self.low <= -FLOAT32_MAX:
             return ""
         low = "more than " * self.above + f"{self.low:g}"
@@ -59,8 +58,7 @@ class Range:
         return f"{low} to {'below ' * self.below}{_exact(self.high)}"
 
     def reason(self, value: float) -> str:
-        """Return why ``value`` is rejected ("must be …": outside the range, too large for 64 bits or fp32, NaN or
-        infinite); empty if it is accepted."""
+        """Return why ``value`` is rejected ("must be …"); empty if it is accepted."""
         if value in self:
             return ""
         if _is_finite(value) and self.high == INT64_MAX and value > self.high:

@@ -58,7 +58,7 @@ OTHER_NAMES = dict.fromkeys(_HUGGING_FACE, "HuggingFaceTokenizer") | {
 class TokenizerConfig(FlagGroup):
     """Tokenizer"""
 
-    tokenizer_type: TokenizerType | None = flag(meant=OTHER_NAMES)
+    tokenizer_type: TokenizerType | None = flag(suggestions=OTHER_NAMES)
     """Kind of tokenizer; each script has its own default (GPT: GPT2BPETokenizer). NullTokenizer needs only
     --vocab-size, ByteLevelTokenizer needs nothing."""
 

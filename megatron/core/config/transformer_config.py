@@ -76,8 +76,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         return not self.no_persist_layer_norm
 
     @classmethod
-    def in_our_words(cls, given: dict[str, object]) -> dict[str, object]:
-        """Return the arguments ``given`` of Megatron-LM's constructor under the names that they have here, a new dict:
+    def in_our_words(cls, arguments: dict[str, object]) -> dict[str, object]:
+        """Return ``arguments`` of Megatron-LM's constructor under the names that they have here, a new dict:
         older names (which win), single values for lists, fused activations, activation functions. Drops settings of the
         training loop and, without CUDA graphs, cuda_graph_* settings. Other names stay unchecked.
 
@@ -85,8 +85,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             ConfigError: an activation that this library does not have.
         """
         # older names take precedence: ``dataclasses.replace`` passes all fields in addition to the requested names
-        settings = {name: value for name, value in given.items() if name not in _RENAMED}
-        settings |= {_RENAMED[name]: value for name, value in given.items() if name in _RENAMED}
+        settings = {name: value for name, value in arguments.items() if name not in _RENAMED}
+        settings |= {_RENAMED[name]: value for name, value in arguments.items() if name in _RENAMED}
         for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"):
             if not isinstance(settings.get(name, []), list):
                 settings[name] = [settings[name]]
