@@ -70,10 +70,10 @@ class SharedWindow:
     def memory(self):
         return self._memory
 
-    def here(self):
+    def current_queue(self):
         return self._queue
 
-    beside = here
+    side_queue = current_queue
 
     def mark(self):
         return None

@@ -34,8 +34,8 @@ def all_gather_json(value: object, group: Group) -> list[Any]:
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size)]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=handle)
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    size = max(int(size) for size in sizes)
+    padded = torch.zeros(size, dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
     everyone = [torch.empty_like(padded) for _ in range(group.size)]
     dist.all_gather(everyone, padded, group=handle)
@@ -75,6 +75,6 @@ def together(action: Callable[[], T], group: Group, error: type[UserError] = Che
     if failures:
         rank, text, damaged = failures[0]
         where = f"rank {group.ranks[rank]}: " if group.size > 1 else ""
-        further = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-        raise (CheckpointDamagedError if damaged else error)(f"{where}{text}{further}") from caught
+        more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+        raise (CheckpointDamagedError if damaged else error)(f"{where}{text}{more}") from caught
     return [value for *_, value in replies]

@@ -142,9 +142,8 @@ def _is_sizes(value: object, length: int | None = None) -> bool:
 
 
 def _check_structure(manifest: dict[str, object], path: Path) -> None:
-    """Raise CheckpointDamagedError unless ``files``, ``tensors``, ``objects``, ``assets``, ``run_id`` and
-    ``world_size`` are well-formed, all names plain (no paths), every chunk inside its tensor and file, and every tensor
-    covered exactly once. A crafted file can have a valid checksum. Reads no other file."""
+    """Raise CheckpointDamagedError unless all entries are well-formed, names plain (no paths), chunks inside their
+    tensor and file, and every tensor covered once: a crafted file can have a valid checksum."""
     files, tensors, assets = (manifest.get(key) for key in ("files", "tensors", "assets"))
     if not isinstance(files, dict) or not isinstance(tensors, dict) or not isinstance(manifest.get("objects"), dict):
         raise CheckpointDamagedError(f"{path}: files, tensors or objects are missing")
@@ -163,8 +162,8 @@ def _check_structure(manifest: dict[str, object], path: Path) -> None:
     for name, entry in tensors.items():
         shape: Any = entry.get("shape") if isinstance(entry, dict) else None
         dtype = entry.get("dtype") if isinstance(entry, dict) else None
-        known = _is_sizes(shape) and len(shape) <= MAX_DIMS and isinstance(dtype, str) and dtype in ITEM_BYTES
-        if not known or not isinstance(entry.get("chunks"), list):
+        well_formed = _is_sizes(shape) and len(shape) <= MAX_DIMS and isinstance(dtype, str) and dtype in ITEM_BYTES
+        if not well_formed or not isinstance(entry.get("chunks"), list):
             raise CheckpointDamagedError(f"{path}: the entry of tensor {name} is malformed")
         for chunk in entry["chunks"]:
             _check_chunk(chunk, shape, ITEM_BYTES[str(dtype)], files, f"{path}: tensor {name}")
@@ -179,8 +178,8 @@ def _has_sizes(entry: object, *keys: str) -> bool:
 
 
 def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: Mapping[str, FileEntry], where: str) -> None:
-    """Raise CheckpointDamagedError unless the chunk has the expected types, lies inside the tensor's ``shape`` and
-    inside a listed file, and has one CRC-32 per block."""
+    """Raise CheckpointDamagedError unless the chunk is inside its tensor and a listed file, with one CRC-32 per
+    block."""
     fits = (
         isinstance(chunk, dict)
         and isinstance(chunk.get("key"), str)

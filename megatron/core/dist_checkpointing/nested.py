@@ -96,31 +96,29 @@ def _check(accepted: Mapping[str, object]) -> None:
 
 
 def _tensors(tree: Mapping[str, object], path: str = "") -> dict[str, ShardedTensor]:
-    """Return {``path`` + slash-separated keys: shard} of the shards in nested dictionaries; other values are
-    ignored."""
-    found: dict[str, ShardedTensor] = {}
+    """Return {``path`` + slash-separated keys: shard}."""
+    shards: dict[str, ShardedTensor] = {}
     for name, value in tree.items():
         if isinstance(value, ShardedTensor):
-            found[f"{path}{name}"] = value
+            shards[f"{path}{name}"] = value
         elif isinstance(value, Mapping):
-            found |= _tensors(value, f"{path}{name}/")
-    return found
+            shards |= _tensors(value, f"{path}{name}/")
+    return shards
 
 
 def _values(tree: Mapping[str, object]) -> dict[str, object]:
-    """Return ``tree`` without shards and without dictionaries that hold only shards, at any depth; empty dictionaries
-    stay. Raises UserError that names the values of one dictionary that are not JSON."""
-    found: dict[str, object] = {}
+    """Return ``tree`` without shards and dictionaries of only shards. Raises UserError for values that are not JSON."""
+    values: dict[str, object] = {}
     for name, value in tree.items():
         inner = _values(value) if isinstance(value, Mapping) else value
         if not isinstance(value, ShardedTensor) and not (value and inner == {}):
-            found[name] = inner
-    if wrong := [name for name, value in found.items() if not _is_json(value)]:
+            values[name] = inner
+    if wrong := [name for name, value in values.items() if not _is_json(value)]:
         raise UserError(
             f"sharded_state_dict: {listed(wrong)}: neither rectangles of tensors nor JSON values; remove them, or "
             "convert them (vars(args), tensor.tolist())"
         )
-    return found
+    return values
 
 
 def _is_json(value: object) -> bool:
@@ -132,7 +130,7 @@ def _is_json(value: object) -> bool:
 
 
 def _with_tensors(tree: Mapping[str, object], filled: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Return a copy of ``tree`` with shards replaced by the tensors ``filled``, by path."""
+    """Replace shards by the tensors ``filled``, by path."""
     return {
         name: _with_tensors(value, filled, f"{path}{name}/")
         if isinstance(value, Mapping)
@@ -142,7 +140,7 @@ def _with_tensors(tree: Mapping[str, object], filled: Mapping[str, object], path
 
 
 def _merged(tree: object, stored: object) -> Any:
-    """Merge ``stored`` into ``tree`` recursively; stored values win."""
+    """Stored values win."""
     if not isinstance(tree, dict) or not isinstance(stored, dict):
         return stored
     return {**tree, **{name: _merged(tree.get(name), value) for name, value in stored.items()}}

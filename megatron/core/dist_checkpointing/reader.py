@@ -62,11 +62,11 @@ def load_from(
     checks and errors of :func:`load`: nothing is filled unless names and shapes match on all ranks. Collective over
     ``group``: three exchanges (names, problems, end). Several threads call ``reader.read_into``."""
     names = sorted({tensor.name for tensor in sharded_state_dict.values()})
-    asked = together(lambda: names, group)
+    requests = together(lambda: names, group)
 
     def check() -> None:
         problems = reader.misfits(sharded_state_dict.values())
-        everyone = set().union(*asked)
+        everyone = set().union(*requests)
         allowed = tuple(allow_unused)
         unused = [name for name in reader.names if name not in everyone and not name.startswith(allowed)]
         problems += [f"{name} is stored but not used" for name in unused]
@@ -87,12 +87,11 @@ def load_from(
     return {key: tensor.local for key, tensor in sharded_state_dict.items()}
 
 
-def misfits(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]], wanted: Iterable[ShardedTensor]) -> list[str]:
-    """Return a message for each tensor in ``wanted`` that is missing in ``stored`` (name -> shape, dtype), has another
-    global shape, or is floating-point where the stored tensor is not or vice versa (the first reason only); empty if
-    all fit. Other dtypes may differ. Tensors that only ``stored`` has are ignored."""
+def misfits(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]], requested: Iterable[ShardedTensor]) -> list[str]:
+    """Return a message for each requested tensor that is not in ``stored`` (name -> shape, dtype), has another global
+    shape, or is floating-point where the stored one is not or vice versa. Other dtypes may differ."""
     problems = []
-    for tensor in wanted:
+    for tensor in requested:
         shape, dtype = stored.get(tensor.name, (None, tensor.local.dtype))
         if shape is None:
             problems.append(f"{tensor.name} is missing")
@@ -146,7 +145,7 @@ class CheckpointReader:
         self.manifest = read_manifest(self.directory)
         self.objects: dict[str, Any] = self.manifest["objects"]
         self._checked_headers: set[str] = set()
-        self._own = _OfThread()
+        self._thread = _OfThread()
 
     @property
     def names(self) -> list[str]:
@@ -160,15 +159,15 @@ class CheckpointReader:
     def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
         """Describe the ``tensors`` that are not stored or do not match; see :func:`misfits`."""
         entries = self.manifest["tensors"].items()
-        return misfits({name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in entries}, tensors)
+        return misfits({name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries}, tensors)
 
     def read(self, name: str) -> Tensor:
         """Read a full global tensor into new CPU memory, in its stored dtype, with checks of its checksums. Raises
         CheckpointDamagedError for damage, KeyError for an unknown name."""
         entry = self.manifest["tensors"][name]
-        whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-        self.read_into(ShardedTensor(name, whole, tuple(entry["shape"]), (0,) * whole.ndim))
-        return whole
+        full = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+        self.read_into(ShardedTensor(name, full, tuple(entry["shape"]), (0,) * full.ndim))
+        return full
 
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
@@ -184,36 +183,34 @@ class CheckpointReader:
         dtype = DTYPES[entry["dtype"]]
         filled = 0
         for chunk in entry["chunks"]:
-            wanted = chunk_rectangle(chunk).intersect(tensor.rectangle)
-            if wanted is not None:
-                self._read_chunk(tensor.name, chunk, dtype, wanted, wanted.of(tensor.local.detach(), tensor.offsets))
-                filled += wanted.numel
+            overlap = chunk_rectangle(chunk).intersect(tensor.rectangle)
+            if overlap is not None:
+                self._read_chunk(tensor.name, chunk, dtype, overlap, overlap.of(tensor.local.detach(), tensor.offsets))
+                filled += overlap.numel
         if filled != tensor.local.numel():
             raise CheckpointDamagedError(f"{self.directory}: {tensor.name} is stored only in part")
 
-    def _read_chunk(self, name: str, chunk: Chunk, dtype: torch.dtype, wanted: Rectangle, target: Tensor) -> None:
-        """Copy the rectangle ``wanted`` (global coordinates, inside ``chunk``) to ``target``, a view of its shape, cast
-        to its dtype; some rows at a time. Checks the file's header (once) and the CRC-32 of every block that it reads;
-        raises CheckpointDamagedError."""
+    def _read_chunk(self, name: str, chunk: Chunk, dtype: torch.dtype, rectangle: Rectangle, target: Tensor) -> None:
+        """Copy ``rectangle`` (global coordinates, inside ``chunk``) to ``target``, cast to its dtype; some rows at a
+        time. Checks the CRC-32 of the header (once) and of every block read; CheckpointDamagedError."""
         self._check_header(chunk["file"])
         if target.ndim == 0:
             target.copy_(self._rows(name, chunk, dtype, 0, 1).reshape(()))
             return
         row_bytes = max(math.prod(chunk["shape"][1:]) * dtype.itemsize, 1)
-        first = wanted.offsets[0] - chunk["offsets"][0]
+        first = rectangle.offsets[0] - chunk["offsets"][0]
         rows_at_once = max(2 * BLOCK_BYTES // row_bytes, 1)
-        for start in range(0, wanted.lengths[0], rows_at_once):
-            count = min(rows_at_once, wanted.lengths[0] - start)
+        for start in range(0, rectangle.lengths[0], rows_at_once):
+            count = min(rows_at_once, rectangle.lengths[0] - start)
             rows = self._rows(name, chunk, dtype, first + start, count)
             for dim in range(1, rows.ndim):
-                rows = rows.narrow(dim, wanted.offsets[dim] - chunk["offsets"][dim], wanted.lengths[dim])
+                rows = rows.narrow(dim, rectangle.offsets[dim] - chunk["offsets"][dim], rectangle.lengths[dim])
             # blocking: ``rows`` is this thread's buffer, which the next read overwrites
             target[start : start + count].copy_(rows)
 
     def _rows(self, name: str, chunk: Chunk, dtype: torch.dtype, first: int, count: int) -> Tensor:
-        """Return rows ``first`` to ``first + count`` of a chunk, full rows in the stored ``dtype``; valid until this
-        thread's next call. Reads the blocks that contain them and raises CheckpointDamagedError if the CRC-32 of one
-        differs. A 0-d chunk has one row."""
+        """Return full rows of a chunk in the stored ``dtype``, valid until this thread's next call. Raises
+        CheckpointDamagedError if the CRC-32 of a block differs. A 0-d chunk has one row."""
         row_shape = chunk["shape"][1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
         total = math.prod(chunk["shape"]) * dtype.itemsize
@@ -231,14 +228,13 @@ class CheckpointReader:
         return data[begin : begin + count * row_bytes].view(dtype).view(count, *row_shape)
 
     def _buffer(self, size: int) -> Tensor:
-        """Return this thread's reused buffer: page faults of new memory would cost as much as reading into it."""
-        if self._own.buffer is None or self._own.buffer.numel() < size:
-            self._own.buffer = torch.empty(size, dtype=torch.uint8)
-        return self._own.buffer[:size]
+        """Reused per thread: page faults of new memory would cost as much as reading into it."""
+        if self._thread.buffer is None or self._thread.buffer.numel() < size:
+            self._thread.buffer = torch.empty(size, dtype=torch.uint8)
+        return self._thread.buffer[:size]
 
     def _check_header(self, file: str) -> None:
-        """Check the CRC-32 of a file's header, at the first call for this file only: other safetensors readers rely on
-        it. Raises CheckpointDamagedError."""
+        """Check the CRC-32 of a header, once per file: other safetensors readers rely on it."""
         if file in self._checked_headers:
             return
         entry = self.manifest["files"][file]
@@ -249,18 +245,18 @@ class CheckpointReader:
         self._checked_headers.add(file)
 
     def _read_at(self, file: str, position: int, view: memoryview) -> None:
-        """Fill ``view`` with the bytes of ``file`` from ``position`` on. Opens regular files only, without following a
-        link. Raises CheckpointDamagedError if it cannot be read or ends early."""
+        """Opens regular files only, without following a link. CheckpointDamagedError if it cannot be read or ends
+        early."""
         path = self.directory / file
         try:
             with open_regular(path, follow=False, buffering=0) as stream:
                 stream.seek(position)
-                done = 0
-                while done < len(view):
-                    count = stream.readinto(view[done:])  # type: ignore[attr-defined]
+                position_in_view = 0
+                while position_in_view < len(view):
+                    count = stream.readinto(view[position_in_view:])  # type: ignore[attr-defined]
                     if not count:
                         raise CheckpointDamagedError(f"{path}: ends early")
-                    done += count
+                    position_in_view += count
         except OSError as error:
             raise CheckpointDamagedError(f"{path}: cannot be read ({error.strerror})") from error
 

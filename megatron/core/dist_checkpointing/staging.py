@@ -62,9 +62,8 @@ class Staging:
             self._filled.put(None)
 
     def _copy(self, data: Tensor) -> None:
-        """Copy flat bytes into slabs, block by block, at aligned offsets; only enqueues copies from a GPU. A block that
-        does not fit in the current slab goes to another one, for which :meth:`_slab` may wait. Hands nothing over
-        otherwise."""
+        """Only enqueues copies from a GPU. A block that does not fit in the current slab goes to another one, for which
+        :meth:`_slab` may wait."""
         for start in range(0, data.numel(), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
             places = self._copied[-1][1] if self._copied else []
@@ -77,8 +76,7 @@ class Staging:
             places.append((begin, begin + block.numel()))
 
     def _slab(self) -> Tensor:
-        """Return a free slab of host memory, a new one while the limit allows; else hand queued copies to the writer
-        and wait until it frees one."""
+        """Return a free slab, a new one while the limit allows; else hand queued copies to the writer and wait."""
         if self._free.empty() and self._slabs_left:
             self._slabs_left -= 1
             return torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=self.stream is not None)
@@ -143,5 +141,5 @@ def default_limit(num_bytes: int) -> float:
     ``LOCAL_WORLD_SIZE`` ranks (default 1) is at most half of the free memory; else 1 GB. Not collective: ranks may get
     different limits."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    wanted = 1.25 * num_bytes + SLAB_BYTES  # 25% more, because blocks are not split across slabs
-    return wanted if wanted * ranks <= SHARE_OF_MEMORY * free_host_memory() else 1e9
+    limit = 1.25 * num_bytes + SLAB_BYTES  # 25% more, because blocks are not split across slabs
+    return limit if limit * ranks <= SHARE_OF_MEMORY * free_host_memory() else 1e9

@@ -107,7 +107,7 @@ class WritePlan:
 
     def without_data(self) -> WritePlan:
         """Return a copy with meta tensors, so that training may modify or free the original memory."""
-        return replace(self, tensors=[replace(each, local=each.local.to("meta")) for each in self.tensors])
+        return replace(self, tensors=[replace(tensor, local=tensor.local.to("meta")) for tensor in self.tensors])
 
 
 def plan(sharded_state_dict: Mapping[str, ShardedTensor], group: Group) -> WritePlan:
@@ -189,9 +189,8 @@ def write(
 
 
 def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
-    """Return the sorted (name, offsets) that this rank writes of ``tensors``: each shard goes to the least loaded of
-    the ranks that hold it (ties: the first), largest first. Collective: one all-gather of sizes, from which all ranks
-    compute the same assignment."""
+    """Return the sorted (name, offsets) that this rank writes: largest first, to the least loaded rank with the shard
+    (ties: the first). One all-gather of sizes, from which all ranks compute the same assignment."""
     offers = [[key[0], list(key[1]), t.local.numel() * t.local.element_size()] for key, t in tensors.items()]
     holders: dict[Key, list[int]] = {}
     sizes: dict[Key, int] = {}
@@ -211,7 +210,6 @@ def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
 
 
 def _empty_tensors(tensors: Mapping[str, ShardedTensor]) -> dict[str, TensorEntry]:
-    """Return manifest entries of global tensors without any element."""
     empty = [t for t in tensors.values() if math.prod(t.global_shape) == 0]
     return {t.name: {"shape": list(t.global_shape), "dtype": DTYPE_NAMES[t.local.dtype], "chunks": []} for t in empty}
 
@@ -219,9 +217,8 @@ def _empty_tensors(tensors: Mapping[str, ShardedTensor]) -> dict[str, TensorEntr
 def _merge(
     written: list[WrittenFiles], entries: dict[str, TensorEntry]
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """Return the entries of all ranks' files and tensors. ``entries`` (of empty tensors) is filled in place. Raises
-    CheckpointWriteError if ranks disagree on a shape or dtype, CheckpointError if a tensor is not covered exactly once.
-    Rank 0 only; no I/O."""
+    """``entries`` (of empty tensors) is filled in place. CheckpointWriteError if ranks disagree on a shape or dtype,
+    CheckpointError if a tensor is not covered exactly once. Rank 0 only; no I/O."""
     files: dict[str, FileEntry] = {}
     for part in written:
         files.update(part["files"])
@@ -254,9 +251,8 @@ class _RankWriter:
         self.blocks, self.checksums = blocks, checksums
 
     def write(self, tensors: list[ShardedTensor]) -> WrittenFiles:
-        """Write ``tensors`` durably to one file per first component of their names; return this rank's part of the
-        manifest, ``{"files": {file: entry}, "chunks": [[name, shape, dtype, chunk], …]}``. Writes no file without
-        tensors. Raises OSError."""
+        """Write durably; return ``{"files": {file: entry}, "chunks": [[name, shape, dtype, chunk], …]}``. Raises
+        OSError."""
         parts: dict[str, list[ShardedTensor]] = {}
         for tensor in tensors:
             parts.setdefault(_stem(tensor), []).append(tensor)
@@ -273,8 +269,7 @@ class _RankWriter:
     def _write_file(
         self, file_name: str, tensors: list[ShardedTensor]
     ) -> tuple[FileEntry, list[tuple[str, list[int], str, Chunk]]]:
-        """Write ``tensors`` to a new file and fsync it; return its manifest entry and chunks. Raises FileExistsError if
-        the file exists."""
+        """Fsyncs. Raises FileExistsError."""
         keyed = [(_key(tensor), tensor) for tensor in tensors]
         kinds = ((key, tensor.local.dtype, tensor.local.shape) for key, tensor in keyed)
         header, starts = safetensors_header(kinds, {"format": "pt", "run_id": self.run_id})
@@ -302,9 +297,9 @@ class _RankWriter:
 
 
 def _key(tensor: ShardedTensor) -> str:
-    """Return the key within a file: the name, plus the offsets of a shard."""
-    whole = tuple(tensor.local.shape) == tuple(tensor.global_shape)
-    return tensor.name + ("" if whole else "@" + ",".join(map(str, tensor.offsets)))
+    """Return the name, plus the offsets of a shard."""
+    is_full = tuple(tensor.local.shape) == tuple(tensor.global_shape)
+    return tensor.name + ("" if is_full else "@" + ",".join(map(str, tensor.offsets)))
 
 
 def safetensors_header(
@@ -339,17 +334,16 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def _write_blocks(file: BinaryIO, blocks: Iterator[memoryview], checksums: ThreadPoolExecutor) -> list[int]:
-    """Append ``blocks`` to ``file``; return their CRC-32s, computed while writing (both release the GIL)."""
-    found = []
+    """Return the CRC-32s of the blocks, computed while writing (both release the GIL)."""
+    checksums_of_blocks = []
     for block in blocks:
         checksum = checksums.submit(zlib.crc32, block)
         file.write(block)
-        found.append(checksum.result())
-    return found
+        checksums_of_blocks.append(checksum.result())
+    return checksums_of_blocks
 
 
 def _stem(tensor: ShardedTensor) -> str:
-    """Return the file stem of a tensor: the first component of its name."""
     return tensor.name.split(".")[0]
 
 
@@ -391,11 +385,11 @@ def write_file_atomically(path: Path, data: bytes, fault: Fault = no_fault) -> N
 
 def make_durable_folder(path: Path) -> None:
     """Create ``path`` and its missing parents, and fsync the folders that contain the new names."""
-    missing = [each for each in (path, *path.parents) if not each.is_dir()]
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
-    for each in missing:
+    for folder in missing:
         with suppress(PermissionError):  # a parent that may be written but not read cannot be synced
-            fsync_path(each.parent)
+            fsync_path(folder.parent)
 
 
 def fsync_path(path: Path) -> None:
@@ -408,8 +402,8 @@ def fsync_path(path: Path) -> None:
 
 
 def _publish(temporary: Path, final: Path, fault: Fault) -> None:
-    """Rename ``temporary`` to ``final`` and fsync its folder. An existing ``final`` is renamed first and deleted last;
-    after a crash between the renames, :func:`recover` restores it."""
+    """Rename and fsync. An existing ``final`` is renamed first and deleted last; after a crash between the renames,
+    :func:`recover` restores it."""
     replaced = final.with_name(f".{final.name}{REPLACED}")
     if final.exists():
         remove(replaced)

@@ -148,8 +148,8 @@ class UpdatedGathers:
         """Start the all-gathers that follow the updates of the parameters ``updated``. Collective: all start in the
         same order on all ranks."""
         self._unfinished.difference_update(updated)
-        for each in self._waiting:
-            next(each, None)
+        for gathers in self._waiting:
+            next(gathers, None)
 
 
 def weight_updates(chunks: Sequence[nn.Module], device: torch.device, *, overlaps: bool) -> WeightUpdates:

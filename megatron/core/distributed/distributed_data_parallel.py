@@ -79,10 +79,8 @@ class DistributedDataParallel(DataParallel):
     def _layout(
         self, ranks: DataParallelGroups, parameters: list[nn.Parameter], disable_bucketing: bool
     ) -> BufferLayout:
-        """Return the buffer layout of the ``parameters`` with groups ``ranks`` (dense or expert): bucket size and
-        padding. With a distributed optimizer also shard group, replicas, and the in-place reduce-scatter (with fp32
-        accumulation if set and ``grad_reduce_in_fp32`` is not); else all-reduce over ``ranks.reduce``. Starts
-        nothing."""
+        """Shards are reduce-scattered in place (with fp32 accumulation if set and ``grad_reduce_in_fp32`` is not).
+        Starts nothing."""
         config = self.ddp_config
         bucket_size = None if disable_bucketing else chosen_bucket_size(
             sum(parameter.numel() for parameter in parameters), bucket_size=config.bucket_size,
@@ -99,8 +97,8 @@ class DistributedDataParallel(DataParallel):
         )  # fmt: skip
 
     def _readers(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-        """Yield each module with the trained parameters that it reads: its direct parameters, and the parameters in its
-        ``borrowed`` attribute."""
+        """Yield each module with the trained parameters that it reads: direct ones, and those in its ``borrowed``
+        attribute."""
         for submodule in self.module.modules():
             read = *submodule.parameters(recurse=False), *getattr(submodule, "borrowed", ())
             owned = [p for p in read if p in self._buffers_by_parameter]
@@ -108,11 +106,11 @@ class DistributedDataParallel(DataParallel):
                 yield submodule, owned
 
     def _gather_hooks(self) -> Iterator[Any]:
-        """Register forward pre-hooks that wait for the weight all-gathers of a module's buckets, in any order of
-        execution; yield the handles, so that the caller must iterate."""
+        """Register forward pre-hooks that wait for the weight all-gathers of a module's buckets; yield the handles, so
+        that the caller must iterate."""
         for submodule, owned in self._readers():
-            found = (self._buffers_by_parameter[each].buckets_by_parameter[each] for each in owned)
-            buckets = list({id(bucket): bucket for bucket in found}.values())
+            buckets_read = (self._buffers_by_parameter[weight].buckets_by_parameter[weight] for weight in owned)
+            buckets = list({id(bucket): bucket for bucket in buckets_read}.values())
             # a pre-hook must return None: torch would take any other result as the module's new input
             yield submodule.register_forward_pre_hook(
                 lambda *_, buckets=buckets: [bucket.finish_gather() for bucket in buckets] and None
@@ -134,13 +132,12 @@ class DistributedDataParallel(DataParallel):
         self._hooks.append(self.module.register_state_dict_pre_hook(lambda *_: updates.join()))
 
     def _buckets(self) -> list[Bucket]:
-        """Return all buckets, in the order in which forward uses those of a buffer."""
+        """In the order in which forward uses those of a buffer."""
         return [bucket for buffer in self.grad_buffers for bucket in reversed(buffer.buckets)]
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add the autograd gradient to ``main_grad``, in its dtype, unless ``grad_added_to_main_grad`` is set, and free
-        it. In the last micro-batch with overlap, count the parameter as ready, which may start a bucket's reduction.
-        Runs as a hook once per parameter and backward pass."""
+        """Hook, once per parameter and backward pass: add the gradient to ``main_grad``, unless
+        ``grad_added_to_main_grad`` is set, and free it. May start the reduction of a bucket."""
         assert isinstance(parameter, nn.Parameter)
         # a fused wgrad GEMM has accumulated already; a gradient from autograd, if any, is a dummy
         if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
@@ -149,9 +146,8 @@ class DistributedDataParallel(DataParallel):
         self._note(parameter)
 
     def _on_token(self, parameter: nn.Parameter) -> Any:
-        """Register a hook on ``parameter.grad_ready`` and return its handle. Operators that add to ``main_grad``
-        themselves trigger it; it frees the token's gradient and, in the last micro-batch with overlap, counts the
-        parameter as ready. Holds only weak references to model and parameter."""
+        """Register a hook on ``parameter.grad_ready``, which operators that add to ``main_grad`` themselves trigger.
+        Holds only weak references to model and parameter."""
         note, owner = weakref.WeakMethod(self._note), weakref.ref(parameter)
 
         def drop_and_note(token: Tensor) -> None:
@@ -172,8 +168,7 @@ class DistributedDataParallel(DataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable overlapped gradient reduction in backward; use it for all micro-batches but the last. Gradients still
-        accumulate in ``main_grad``. May be nested."""
+        """Disable overlapped gradient reduction in backward, for all micro-batches but the last. May be nested."""
         before, self._last_microbatch = self._last_microbatch, False
         try:
             yield
@@ -194,14 +189,12 @@ class DistributedDataParallel(DataParallel):
             buffer.finish_sync()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply every local gradient in place (with a distributed optimizer: this rank's shards). A 0-d device
-        tensor as the factor avoids a host sync."""
+        """Multiply every local gradient (shard) in place. A 0-d device tensor as the factor avoids a host sync."""
         for buffer in self.grad_buffers:
             buffer.scale(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Zero the gradient buffers, mark all gradients as not ready, and free ``parameter.grad`` of every parameter,
-        before the first micro-batch of an iteration. Resets ``grad_added_to_main_grad``."""
+        """Zero the gradient buffers, mark all gradients as not ready, and free ``grad`` of every parameter."""
         for buffer in self.grad_buffers:  # first: the GPU zeroes buffers while the host loops over parameters
             # after the updates that read the gradients
             buffer.zero() if self.updates is None else self.updates.run(buffer.zero)
@@ -211,9 +204,8 @@ class DistributedDataParallel(DataParallel):
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def start_param_sync(self, *unused: Any, **ignored: Any) -> None:
-        """Start the all-gathers of updated weights, in the order in which forward uses the buckets, after waiting for
-        earlier ones. Waits for them unless ``overlap_param_gather`` is set. Collective; no effect without a distributed
-        optimizer. The arguments are ignored."""
+        """Start the all-gathers of updated weights in the order of the forward pass, and wait for them unless
+        ``overlap_param_gather`` is set. Collective; no effect without a distributed optimizer."""
         for _ in self.gathers_of_updated(()):
             raise AssertionError("no update is awaited")
         if not self.ddp_config.overlap_param_gather:
@@ -247,9 +239,8 @@ class DistributedDataParallel(DataParallel):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Broadcast all parameters in place, each from the first rank of the group over which its gradient is summed
-        (dense or expert). Collective, one broadcast each, and none over a group of one. Masters of an optimizer that
-        exists already keep the old values until ``reload_model_params``."""
+        """Broadcast all parameters in place from the first rank over which their gradient is summed. Collective, one
+        broadcast each. Masters of an existing optimizer keep the old values until ``reload_model_params``."""
         self.gather_exact_weights()
         for parameter in self.module.parameters():
             group = data_parallel_groups(spec_or_replicated(parameter), self.groups).reduce
@@ -297,15 +288,13 @@ class BufferList(list[ParamAndGradBuffer]):
 
 
 def _call(method: weakref.WeakMethod[Any], parameter: Tensor | None) -> None:
-    """Call the method if its model still exists."""
     if (alive := method()) is not None:
         alive(parameter)
 
 
 def _may_be_tied(module: nn.Module, groups: ProcessGroups) -> Any:
-    """Return a predicate for parameters that the first and the last pipeline stage may share (tied embeddings): named
-    ``word_embeddings.weight``, or with a gradient summed over ``embedding``. Always false on middle stages and without
-    pipeline. Such parameters get a separate bucket, because both stages must shard them at the same elements."""
+    """Return a predicate for parameters that the first and last pipeline stage may share (tied embeddings). These get a
+    separate bucket, because both stages must shard them at the same elements."""
     if groups.embedding.size == 1:
         return lambda parameter: False
     tied = {p for name, p in module.named_parameters() if name.endswith("word_embeddings.weight")}

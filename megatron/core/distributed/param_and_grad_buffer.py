@@ -98,7 +98,7 @@ class Bucket:
         """Whether weights outside of this rank's shards are up to date once gathers have finished."""
         self.pending = len(self.parameters)
         """Number of gradients of the last micro-batch that are not ready."""
-        self.is_last = any(getattr(each, "has_several_gradients", False) for each in self.parameters)
+        self.is_last = any(getattr(parameter, "has_several_gradients", False) for parameter in self.parameters)
         """Whether the reduction starts only after the backward pass. Needed for modules that run several times per
         forward: with recomputation or delayed weight gradients their hooks fire once per run, so that the count of
         ready gradients would be too high."""
@@ -142,8 +142,7 @@ class Bucket:
             kind.adopt(parameter, self.payloads[place.start // kind.block : -(-place.stop // kind.block)])
 
     def _make_shards(self, local: Tensor) -> Iterable[ParameterShard]:
-        """Yield this rank's non-empty shard of each parameter, in memory order, with weights in ``local`` and gradients
-        in the buffer. Padding belongs to no shard."""
+        """Yield non-empty shards in memory order; padding belongs to no shard."""
         low = self.layout.group.rank * local.numel()
         for parameter, place in self._places.items():
             start, stop = max(low, place.start), min(low + local.numel(), place.stop)
@@ -151,13 +150,12 @@ class Bucket:
                 yield self._shard(parameter, slice(start, stop), local[start - low : stop - low])
 
     def _shard(self, parameter: nn.Parameter, part: slice, values: Tensor) -> ParameterShard:
-        """Return the shard of the elements ``part`` of the bucket, with weights ``values``."""
         grad, first = self.grads[part], self._places[parameter].start
         return ParameterShard(parameter, part.start - first, part.stop - first, values, lambda: grad, parameter.dtype)
 
     def _show(self, weights: Tensor | None) -> None:
-        """Make the parameters views of ``weights``, which all-gathers write: no copy of gathered weights. None: NaN in
-        the memory of one element, so that a reader of weights that are not kept is noticed."""
+        """Make the parameters views of gathered ``weights``. None: NaN in the memory of one element, so that a reader
+        of weights that are not kept is noticed."""
         self.weights = weights
         for parameter, place in self._places.items():
             if weights is None:
@@ -166,7 +164,6 @@ class Bucket:
                 parameter.data = weights[place].view(parameter.shape)
 
     def _keep(self, local: Tensor) -> None:
-        """Make the weights of the shards views of ``local``."""
         low = self.layout.group.rank * local.numel()
         for shard in self.shards:
             first = self._places[shard.parameter].start + shard.start - low
@@ -176,7 +173,6 @@ class Bucket:
 
     @torch.no_grad()
     def _free_weights(self) -> None:
-        """Keep only this rank's shards of the weights."""
         self.is_exact = False
         if self.weights is not None:
             self._local = local_shard(self.weights, self.layout.group).clone()
@@ -185,7 +181,7 @@ class Bucket:
 
     @torch.no_grad()
     def _all_weights(self) -> Tensor:
-        """Return the memory of all weights, in which at least this rank's shards are up to date."""
+        """At least this rank's shards are up to date."""
         if self.weights is None:
             weights = torch.zeros(self.grads.numel(), dtype=self._local.dtype, device=self._local.device)
             local = local_shard(weights, self.layout.group)
@@ -197,9 +193,8 @@ class Bucket:
         return self.weights
 
     def start_sum(self) -> None:
-        """Start the reduction of the bucket over ``layout.group`` in place; for one rank only mark it as started. Until
-        :meth:`wait` nothing may read or write the bucket; if sharded, only :attr:`owned` is valid afterwards. Asserts
-        that it runs at most once per iteration."""
+        """Start the in-place reduction over ``layout.group``, at most once per iteration. Until :meth:`wait` nothing
+        may use the bucket; if sharded, only :attr:`owned` is valid afterwards."""
         assert not self.started, "a bucket was reduced twice in one iteration"
         self.started = True
         if self.layout.group.size > 1:
@@ -218,9 +213,8 @@ class Bucket:
             self._sum = None
 
     def start_gather(self) -> None:
-        """Start the in-place all-gather of the updated weight shards over ``layout.group``, or with a declared storage
-        of their payloads, after waiting for an all-gather in flight. Does not wait; :meth:`finish_gather` does. Only
-        waits without a weight buffer or for one rank."""
+        """Start the in-place all-gather of the updated weight shards over ``layout.group``, or of the payloads of a
+        declared storage, after one in flight."""
         # wait first: if nothing waited for the previous all-gather, two collectives would write the same buffer
         self.finish_gather()
         group = self.layout.group
@@ -231,8 +225,7 @@ class Bucket:
         self._gather = all_gather(sent, local_shard(sent, group), group=group.handle, async_op=True)
 
     def _write_payloads(self, kind: type[Storage]) -> Tensor:
-        """Write the payloads of this rank's shards to their blocks of ``payloads`` and return all of it, uint8 [blocks,
-        bytes]; blocks of other ranks keep old values. Asserts that the optimizer has built the storages."""
+        """Return all payloads, uint8 [blocks, bytes]; blocks of other ranks keep old values."""
         kind.prepare(self.parameters, self.shards, self.layout.group)
         for shard in self.shards:
             assert shard.storage is not None, "payloads are gathered after the optimizer has built the storages"
@@ -242,9 +235,8 @@ class Bucket:
         return self.payloads
 
     def finish_gather(self) -> None:
-        """Wait for the all-gather in flight, if any (on CUDA: in stream order); with a declared storage then write the
-        weights from the gathered payloads, or free them if GEMMs read the payloads. Afterwards what GEMMs read is up to
-        date."""
+        """Wait for the all-gather in flight (on CUDA: in stream order); with a declared storage write the weights from
+        the payloads, or free them if GEMMs read the payloads."""
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
@@ -291,7 +283,7 @@ class ParamAndGradBuffer:
         block = 1 if kind.storage is None else kind.storage.block
         rule = CutRule(layout.group.size if layout.sharded else 1, layout.pad_for_bus, block, kind.owns_matrices)
         cut = cut_buffer(
-            [parameter.numel() for parameter in self.parameters], [layout.separate(each) for each in self.parameters],
+            [parameter.numel() for parameter in self.parameters], [layout.separate(other) for other in self.parameters],
             layout.bucket_size, rule,
         )  # fmt: skip
         like = self.parameters[0]
@@ -309,8 +301,8 @@ class ParamAndGradBuffer:
             part = None if weights is None else weights[begin:end]
             if layout.sharded and part is None:
                 part = torch.zeros(end - begin, dtype=like.dtype, device=like.device)
-            starts = {each: self.starts[each] - begin for each in self.parameters[first:last]}
-            places = {each: slice(start, start + each.numel()) for each, start in starts.items()}
+            starts = {parameter: self.starts[parameter] - begin for parameter in self.parameters[first:last]}
+            places = {parameter: slice(start, start + parameter.numel()) for parameter, start in starts.items()}
             self.buckets.append(Bucket(self.grad_data[begin:end], part, places, layout))
             first = last
         for bucket in self.buckets:
@@ -324,8 +316,7 @@ class ParamAndGradBuffer:
         return self.parameters
 
     def _attach_gradient(self, parameter: nn.Parameter, place: slice) -> None:
-        """Make ``parameter.main_grad`` a view of the elements ``place`` of the gradient buffer, and create
-        ``grad_ready``, an fp32 scalar leaf, and ``grad_added_to_main_grad``."""
+        """``grad_ready`` is an fp32 scalar leaf."""
         parameter.main_grad = self.grad_data[place].view(parameter.shape)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         ready = torch.zeros((), dtype=torch.float32, device=parameter.device, requires_grad=True)
@@ -368,8 +359,7 @@ class ParamAndGradBuffer:
                 bucket.start_sum()
 
     def finish_sync(self) -> None:
-        """Wait for all reductions (on CUDA: in stream order), start the all-reduces over optimizer instances and wait
-        for these. Call it after ``start_sync``."""
+        """Wait for all reductions (on CUDA: in stream order), then all-reduce over optimizer instances."""
         for bucket in self.buckets:  # start all before waiting for the first, so that they overlap
             bucket.sum_replicas()
         for bucket in self.buckets:

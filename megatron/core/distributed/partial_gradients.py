@@ -47,9 +47,8 @@ def sum_partial_gradients(modules: Iterable[nn.Module], groups: ProcessGroups) -
 
 
 def _partial_sums(modules: Iterable[nn.Module], groups: ProcessGroups) -> Iterator[tuple[str, _PartialSum]]:
-    """Yield (axis, gradient with its shard index) for every gradient that ``spec.grad`` declares a partial sum over an
-    axis of several ranks; a parameter may occur for several axes. Skips parameters without spec or gradient. Starts no
-    collective."""
+    """Yield (axis, gradient with its shard index) over axes of several ranks; a parameter may occur for several
+    axes."""
     for module in modules if groups.world.size > 1 else ():
         for parameter in module.parameters():
             spec = getattr(parameter, "spec", None)
@@ -69,9 +68,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _all_reduce(sums: list[_PartialSum], group: Group) -> None:
-    """All-reduce ``sums``, gradients of one dtype, over ``group`` in place: one collective for each large one and one
-    for all others, packed. A gradient with several different shards along the axis uses a buffer of ``num_shards``
-    slots; each rank fills its slot and leaves zeros in the others, so that the sum mixes no shards."""
+    """One collective per large gradient and one for all others, packed. With several shards along the axis each rank
+    fills its slot of a buffer and leaves zeros in the others, so that the sum mixes no shards."""
     packed = []
     for item in sums:
         if item.num_shards == 1 and item.gradient.numel() >= _LARGE and item.gradient.is_contiguous():

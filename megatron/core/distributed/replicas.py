@@ -59,7 +59,7 @@ def weight_rectangles(module: nn.Module, groups: ProcessGroups) -> Iterator[Shar
 
 
 def check_replicas(
-    modules: Sequence[nn.Module], groups: ProcessGroups, further: Iterable[ShardedTensor] = ()
+    modules: Sequence[nn.Module], groups: ProcessGroups, additional: Iterable[ShardedTensor] = ()
 ) -> list[ReplicaDifference]:
     """Return the replicas that are not bit-identical to the replica of the first rank in their group; empty if equal.
     Collective over all ranks; waits for the device. Each rank returns the differences within its groups, so every rank
@@ -68,13 +68,13 @@ def check_replicas(
     Args:
         modules: this rank's model chunks.
         groups: this rank's process groups.
-        further: additional tensors, such as ``MegatronOptimizer.replicas()``.
+        additional: further tensors, such as ``MegatronOptimizer.replicas()``.
     """
-    held = [tensor for module in modules for tensor in weight_rectangles(module, groups)] + list(further)
-    device = held[0].local.device if held else None  # a weight; offloaded state is hashed there too
-    hashes = torch.stack([tensor_hash(tensor.local, device) for tensor in held]).tolist() if held else []
+    tensors = [tensor for module in modules for tensor in weight_rectangles(module, groups)] + list(additional)
+    device = tensors[0].local.device if tensors else None  # a weight; offloaded state is hashed there too
+    hashes = torch.stack([tensor_hash(tensor.local, device) for tensor in tensors]).tolist() if tensors else []
     mine = [[tensor.name, list(tensor.rectangle.offsets), list(tensor.rectangle.lengths), value]
-            for tensor, value in zip(held, hashes)]  # fmt: skip
+            for tensor, value in zip(tensors, hashes)]  # fmt: skip
     joined: dict[tuple[int, ...], Group] = {}
     for axis in _AXES:
         group: Group = getattr(groups, axis)
@@ -84,13 +84,12 @@ def check_replicas(
 
 
 def _compare(mine: list[list[Any]], group: Group) -> list[ReplicaDifference]:
-    """All-gather (name, offsets, lengths, hash) entries over ``group`` and return one ``ReplicaDifference`` per entry
-    whose hash differs from the entry of the first rank with that name and rectangle. Every rank of the group gets the
-    same list, in rank order."""
+    """Entries: (name, offsets, lengths, hash). Return one difference per entry whose hash differs from the first rank
+    with that rectangle; the same list on every rank."""
     first: dict[tuple, int] = {}
-    found = []
+    differences = []
     for rank, entries in zip(group.ranks, all_gather_json(mine, group)):
         for name, offsets, lengths, value in entries:
             if first.setdefault((name, *offsets, *lengths), value) != value:
-                found.append(ReplicaDifference(name, rank, group.name))
-    return found
+                differences.append(ReplicaDifference(name, rank, group.name))
+    return differences

@@ -134,10 +134,10 @@ class TorchFullyShardedDataParallel(DataParallel):
         finally:
             self._set_all_reduce(True)
 
-    def _set_all_reduce(self, wanted: bool) -> None:
+    def _set_all_reduce(self, enabled: bool) -> None:
         if self.groups.dp_cp_replica.size > 1:
             # the first unit is the root, and the setting applies to all units below it
-            self._units[0].set_requires_all_reduce(wanted)
+            self._units[0].set_requires_all_reduce(enabled)
 
     def finish_grad_sync(self, *unused: Any) -> None:
         """Set ``main_grad`` to this rank's shard of the summed gradient (shares memory with ``grad``). A parameter
@@ -179,7 +179,7 @@ def _main_grad_getter(parameter: nn.Parameter) -> Any:
 
 
 def _the_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype of all parameters of ``module``; UserError if there are several."""
+    """UserError if there are several."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if len(dtypes) != 1:
         raise UserError(f"fully sharded data parallelism: parameters of several dtypes ({dtypes}) are not supported")
@@ -187,8 +187,7 @@ def _the_dtype(module: nn.Module) -> torch.dtype:
 
 
 def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
-    """Return the policy: compute in a half-precision ``dtype``, with gradients reduced in it or, with
-    ``grad_reduce_in_fp32``, in fp32; other dtypes do not change. Inputs are not cast."""
+    """Half precision: compute in it, reduce in it or in fp32; other dtypes do not change. Inputs are not cast."""
     if dtype not in HALF:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     reduced = torch.float32 if config.grad_reduce_in_fp32 else dtype
@@ -196,9 +195,8 @@ def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> Mix
 
 
 def _expert_modules(module: nn.Module) -> list[nn.Module]:
-    """Return ``module`` if it holds expert parameters only, else its largest submodules that do. Raises UserError for a
-    module that directly holds dense and expert parameters: ``fully_shard`` takes a single mesh for the direct
-    parameters of a module."""
+    """Return ``module`` if it holds expert parameters only, else its largest submodules that do. UserError for a module
+    with direct dense and expert parameters: ``fully_shard`` takes a single mesh for them."""
     direct = {spec_or_replicated(parameter).is_expert for parameter in module.parameters(recurse=False)}
     if direct == {True, False}:
         raise UserError(
@@ -212,9 +210,8 @@ def _expert_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def _mesh(ranks: DataParallelGroups, device: torch.device) -> DeviceMesh:
-    """Build the device mesh: 1-d over the shard ranks, or 2-d (replicate, shard) with several optimizer instances.
-    Raises UserError for several instances of one rank each. Collective if ``ranks.reduce`` has one rank: it then
-    creates a process group."""
+    """1-d over the shard ranks, or 2-d (replicate, shard) with several instances; UserError for instances of one rank.
+    Collective if ``ranks.reduce`` has one rank: it creates a process group."""
     if ranks.reduce.size == 1:  # a single copy of the experts: a mesh needs a process group even for one rank
         return DeviceMesh.from_group(dist.new_group(ranks.reduce.ranks, use_local_synchronization=True), device.type)
     if ranks.replica.size == 1:

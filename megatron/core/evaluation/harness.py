@@ -72,8 +72,8 @@ def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
             return super().loglikelihood(requests, disable_tqdm)
 
         def _loglikelihood_tokens(self, requests: Any, **_: object) -> list[tuple[float, bool]]:
-            found = score(engine, [(context, continuation) for _, context, continuation in requests])
-            results = [(each.logprob, each.is_greedy) for each in found]
+            likelihoods = score(engine, [(context, continuation) for _, context, continuation in requests])
+            results = [(likelihood.logprob, likelihood.is_greedy) for likelihood in likelihoods]
             for (key, _, _), result in zip(requests, results):
                 if key is not None:
                     self.cache_hook.add_partial("loglikelihood", key, result)
@@ -82,36 +82,36 @@ def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             pairs: list[tuple[list[int], list[int]]] = []
             owners: list[int] = []
-            for number, (text,) in enumerate(each.args for each in requests):
+            for number, (text,) in enumerate(request.args for request in requests):
                 ids = self.tok_encode(text)
                 windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
                 pairs += list(map(utils.make_disjoint_window, windows))
                 owners += [number] * (len(pairs) - len(owners))
             results = [0.0] * len(requests)
-            for number, each in zip(owners, score(engine, pairs)):
-                results[number] += each.logprob
-            for each, result in zip(requests, results):
-                self.cache_hook.add_partial("loglikelihood_rolling", each.args, result)
+            for number, likelihood in zip(owners, score(engine, pairs)):
+                results[number] += likelihood.logprob
+            for request, result in zip(requests, results):
+                self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
             return results
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            texts = generate_texts(engine, tokenizer, [each.args for each in requests], self)
-            for each, text in zip(requests, texts):
-                self.cache_hook.add_partial("generate_until", each.args, text)
+            texts = generate_texts(engine, tokenizer, [request.args for request in requests], self)
+            for request, text in zip(requests, texts):
+                self.cache_hook.add_partial("generate_until", request.args, text)
             return texts
 
     return Adapter()
 
 
 def _check_continuations(adapter: Any, requests: Any) -> None:
-    """Raise UserError for a continuation without tokens after an empty context, which the harness cannot split."""
+    """UserError for a continuation without tokens after an empty context, which the harness cannot split."""
     for context, continuation in (request.args for request in requests):
         if not context and not adapter.tok_encode(continuation, add_special_tokens=False):
             raise UserError(f"the continuation {continuation!r} has no tokens; repair the task")
 
 
 def _chat_text(tokenizer: Tokenizer, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
-    """Return the prompt of a chat; as in the harness, a system message that the template rejects is left out."""
+    """As in the harness, a system message that the template rejects is left out."""
     options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
     try:
         return tokenizer.render_chat(messages, **options)

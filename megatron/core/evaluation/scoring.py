@@ -63,31 +63,30 @@ def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
         if len(continuation) > limit:
             raise UserError(f"the continuation has {len(continuation)} tokens, the model takes {limit}")
         ids = (*context, *continuation)[-limit - 1 : -1]
-        each = inputs.setdefault(ids, _Input(ids))
+        entry = inputs.setdefault(ids, _Input(ids))
         for index, token in enumerate(continuation, len(ids) - len(continuation)):
-            each.targets.setdefault(index, []).append((token, result))
-    _run(engine, sorted(inputs.values(), key=lambda each: len(each.ids), reverse=True))
+            entry.targets.setdefault(index, []).append((token, result))
+    _run(engine, sorted(inputs.values(), key=lambda entry: len(entry.ids), reverse=True))
     if (number := next((n for n, result in enumerate(results) if math.isnan(result.logprob)), None)) is not None:
         raise UserError(f"text {number} of {len(results)} has no score: {NOT_FINITE}")
     return results
 
 
 def _run(engine: Engine, inputs: Sequence[_Input]) -> None:
-    """Pack ``inputs`` into steps, run them and add to their results."""
     step: list[tuple[_Input, int, int]] = []
     budget = engine.scheduler.limits.max_tokens
-    for each in inputs:
-        count = engine.pool.pages_for(len(each.ids))
+    for entry in inputs:
+        count = engine.pool.pages_for(len(entry.ids))
         if count > engine.pool.num_usable:
-            raise UserError(f"a text of {len(each.ids)} tokens needs {count} pages: give the cache more pages")
+            raise UserError(f"a text of {len(entry.ids)} tokens needs {count} pages: give the cache more pages")
         if count > engine.pool.num_free:
             _step(engine, step)
             step, budget = [], engine.scheduler.limits.max_tokens
-        each.pages = [page for _ in range(count) if (page := engine.pool.allocate()) is not None]
+        entry.pages = [page for _ in range(count) if (page := engine.pool.allocate()) is not None]
         start = 0
-        while start < len(each.ids):
-            stop = min(start + budget, len(each.ids))
-            step.append((each, start, stop))
+        while start < len(entry.ids):
+            stop = min(start + budget, len(entry.ids))
+            step.append((entry, start, stop))
             budget -= stop - start
             start = stop
             if not budget:
@@ -97,23 +96,23 @@ def _run(engine: Engine, inputs: Sequence[_Input]) -> None:
 
 
 def _step(engine: Engine, parts: Sequence[tuple[_Input, int, int]]) -> None:
-    """Run a step with these ranges of inputs; release the pages of inputs that end in it."""
+    """Release the pages of inputs that end in this step."""
     if not parts:
         return
     tokens: list[int] = []
     chunks, rows, owners = [], [], []
-    for each, start, stop in parts:
+    for entry, start, stop in parts:
         for index in range(start, stop):
-            for token, result in each.targets.get(index, ()):
+            for token, result in entry.targets.get(index, ()):
                 rows.append(OutputRow(len(tokens) + index - start, target=token))
                 owners.append(result)
-        tokens += each.ids[start:stop]
-        chunks.append(Chunk(start, stop - start, tuple(each.pages)))
-    found, _ = engine.run_plan(StepPlan(tokens, chunks, rows, num_top=1))
-    for values, result in zip(found, owners, strict=True):
+        tokens += entry.ids[start:stop]
+        chunks.append(Chunk(start, stop - start, tuple(entry.pages)))
+    outputs, _ = engine.run_plan(StepPlan(tokens, chunks, rows, num_top=1))
+    for values, result in zip(outputs, owners, strict=True):
         target, logprob, best, _ = values
         result.logprob += logprob
         result.is_greedy &= target == best
-    for each, _, stop in parts:
-        if stop == len(each.ids):
-            engine.pool.release(each.pages)
+    for entry, _, stop in parts:
+        if stop == len(entry.ids):
+            engine.pool.release(entry.pages)

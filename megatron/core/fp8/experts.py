@@ -48,8 +48,8 @@ class ExpertGemms(PerTensorGemms):
         return [*weight.detach().view(self.num_experts, -1, weight.shape[1])]
 
     def cast_weights(self, weights: Sequence[Tensor], *, rows: bool, columns: bool) -> list[Copies]:
-        parts = raise_over(torch.cat([_amax(each) for each in weights]), self.weight_groups).split(1)
-        return [cast_tensor(each, E4M3, part, rows=rows, columns=columns) for each, part in zip(weights, parts)]
+        parts = raise_over(torch.cat([_amax(weight) for weight in weights]), self.weight_groups).split(1)
+        return [cast_tensor(weight, E4M3, part, rows=rows, columns=columns) for weight, part in zip(weights, parts)]
 
     def row_scale(self, x: Tensor, ranges: list[slice], *, is_gradient: bool, observes: bool) -> Tensor | Scale | None:
         """Return the scale of ``x`` [r, ...], or the amaxes that determine it; None if delayed scales are not known
@@ -73,7 +73,7 @@ class ExpertGemms(PerTensorGemms):
 
 
 def _amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude of ``x``, fp32 [1]; one number also where only some ranks have noted it."""
+    """fp32 [1], also where only some ranks have noted it."""
     return amax_parts(x).view(torch.int32).max().view(1).view(torch.float32)
 
 
@@ -103,9 +103,7 @@ class ExpertProducts(GroupedProducts):
         if scale is None or not (for_input or columns):
             return Operands(grad, grad)
         noted = casts.noted(scale, is_gradient=True)
-        copies = cast_groups(
-            grad, casts.gradient_format, scale, ranges, rows=for_input, columns=columns, noted=noted
-        )
+        copies = cast_groups(grad, casts.gradient_format, scale, ranges, rows=for_input, columns=columns, noted=noted)
         first: Operand = grad if copies.rows is None else copies.rows
         return Operands(first, grad if copies.columns is None else copies.columns)
 
@@ -120,10 +118,12 @@ class ExpertProducts(GroupedProducts):
         return self._multiply(grad, weight, ends, columns=True)
 
     def _multiply(self, x: Quantized, weight: Tensor, ends: Tensor, *, columns: bool) -> Tensor:
-        """Return ``x`` [r, i] times each expert's weight [o, i] transposed, or with ``columns`` [r, o] times the
-        weight; zeros after the last end."""
+        """``x`` [r, i] with weights [o, i] transposed, or with ``columns`` ``x`` [r, o] with the weights; zeros after
+        the last end."""
         casts, ranges = self.casts, row_ranges(ends)
-        copies = [casts.weight_copies(each, columns=columns) for each in weight]  # of all experts: may be collective
+        copies = [
+            casts.weight_copies(expert, columns=columns) for expert in weight
+        ]  # of all experts: may be collective
         out = torch.empty(len(x.data), weight.shape[2 if columns else 1], dtype=casts.dtype, device=x.data.device)
         out[ranges[-1].stop :].zero_()
         for rows, copy in zip(ranges, copies):

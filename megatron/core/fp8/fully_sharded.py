@@ -38,11 +38,11 @@ class ShardedWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, plain: Tensor, copy: GatheredCopy) -> ShardedWeight:
-        made = torch.Tensor._make_wrapper_subclass(
+        wrapper = torch.Tensor._make_wrapper_subclass(
             cls, plain.shape, strides=plain.stride(), dtype=plain.dtype, device=plain.device
         )
-        made.plain, made.fp8_copy = plain, copy
-        return made
+        wrapper.plain, wrapper.fp8_copy = plain, copy
+        return wrapper
 
     def __repr__(self, **unused: object) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.plain})"
@@ -51,12 +51,12 @@ class ShardedWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Callable[..., object], types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
-        found = function(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs or {}))
+        result = function(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs or {}))
         if function is _aten.copy_.default:
             return args[0]
         if function not in _KEEPING:
-            return found
-        return tree_map_only(torch.Tensor, lambda plain: cls(plain, args[0].fp8_copy), found)
+            return result
+        return tree_map_only(torch.Tensor, lambda plain: cls(plain, args[0].fp8_copy), result)
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: object, outer_stride: object, module: nn.Module,
@@ -82,9 +82,9 @@ class GatheredWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, copy: GatheredCopy, dtype: torch.dtype, device: torch.device) -> GatheredWeight:
-        made = torch.Tensor._make_wrapper_subclass(cls, copy.shape, dtype=dtype, device=device)
-        made.fp8_copy = copy
-        return made
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, copy.shape, dtype=dtype, device=device)
+        wrapper.fp8_copy = copy
+        return wrapper
 
     def __repr__(self, **unused: object) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"

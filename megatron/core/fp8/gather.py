@@ -23,7 +23,7 @@ class _Gathering:
             self.scales = begin_all_gather((x.scale.t() if transposed else x.scale).contiguous(), group)
 
     def wait(self) -> Quantized:
-        """Return the matrix of all positions: [s, ..., i], or ``transposed`` [i, t]."""
+        """Return [s, ..., i], or ``transposed`` [i, t]."""
         data: Tensor = self.data.wait()
         if self.transposed:  # [ranks i, t / ranks] to [i, t]
             data = data.unflatten(0, (self.ranks, -1)).transpose(0, 1).flatten(1)

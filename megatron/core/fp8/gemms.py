@@ -90,7 +90,7 @@ class Fp8Gemms(Gemms):
 
     def matrices(self) -> list[Tensor]:
         """Return the matrices [o, i] of the layer."""
-        return [each.detach() for each in self.weights]
+        return [weight.detach() for weight in self.weights]
 
     def weight_copies(self, weight: Tensor, *, columns: bool) -> Quantized:
         """Return the copy of ``weight``, or with ``columns`` its transposed copy."""
@@ -100,23 +100,26 @@ class Fp8Gemms(Gemms):
         if not self.keeps_weights:
             (copies,) = self.cast_weights([weight], rows=not columns, columns=columns)
             return _present(copies.columns if columns else copies.rows)
-        gathers = [0 if (copy := fp8_copy(each)) is None else copy.version for each in self.weights]
-        places = (part for each in self.weights for part in (each.data_ptr(), each._version))
+        gathers = [0 if (copy := fp8_copy(weight)) is None else copy.version for weight in self.weights]
+        places = (part for weight in self.weights for part in (weight.data_ptr(), weight._version))
         now = (self.clock.step, *gathers, *places)
         if now != self._copied_at or weight.data_ptr() not in self._copies:
             matrices = self.matrices()
-            made = self._gathered_copies() or self.cast_weights(matrices, rows=True, columns=True)
-            self._copies = {each.data_ptr(): copies for each, copies in zip(matrices, made)}
+            copies_of_weights = self._gathered_copies() or self.cast_weights(matrices, rows=True, columns=True)
+            self._copies = {matrix.data_ptr(): copies for matrix, copies in zip(matrices, copies_of_weights)}
             self._copied_at = now
         copies = self._copies[weight.data_ptr()]
         return _present(copies.columns if columns else copies.rows)
 
     def _gathered_copies(self) -> list[Copies] | None:
-        """Return the copies that data-parallel ranks have gathered (``storage.py``), with transposed ones; None without
-        them."""
-        found = [None if (copy := fp8_copy(each)) is None else copy.quantized for each in self.weights]
-        rows = [each for each in found if each is not None]
-        return [Copies(each, transposed(each)) for each in rows] if len(rows) == len(found) else None
+        """Return gathered copies (``storage.py``) with transposed ones; None without them."""
+        gathered = [None if (copy := fp8_copy(weight)) is None else copy.quantized for weight in self.weights]
+        rows = [copy_of_rows for copy_of_rows in gathered if copy_of_rows is not None]
+        return (
+            [Copies(copy_of_rows, transposed(copy_of_rows)) for copy_of_rows in rows]
+            if len(rows) == len(gathered)
+            else None
+        )
 
     # ---- operands
 
@@ -235,8 +238,8 @@ class PerTensorGemms(Fp8Gemms):
     def _cast(
         self, x: Tensor, row: int | None, dtype: torch.dtype, *, rows: bool, columns: bool, observes: bool
     ) -> Copies:
-        """Cast the matrix of a ``row`` of the history and record its magnitude if ``observes``, in the same pass.
-        Collective over the groups without a history or until it has a scale."""
+        """Cast and, if ``observes``, record the magnitude for ``row`` of the history in one pass. Collective without a
+        history or until it has a scale."""
         history = self.history
         if history is not None and row is not None and (scale := history.scale(row, x.device)) is not None:
             noted = history.noted(row, x.device) if observes else None
@@ -247,11 +250,11 @@ class PerTensorGemms(Fp8Gemms):
         return cast_tensor(x, dtype, amax, rows=rows, columns=columns)
 
     def cast_weights(self, weights: Sequence[Tensor], *, rows: bool, columns: bool) -> list[Copies]:
-        amaxes = [current_amax(each, ()) for each in weights]
+        amaxes = [current_amax(weight, ()) for weight in weights]
         amax = amaxes[0]
         if len(amaxes) > 1 or any(group.size > 1 for group in self.weight_groups):
             amax = current_amax(torch.cat(amaxes), self.weight_groups)
-        return [cast_tensor(each, E4M3, amax, rows=rows, columns=columns) for each in weights]
+        return [cast_tensor(weight, E4M3, amax, rows=rows, columns=columns) for weight in weights]
 
 
 def targets_between(first: nn.Module, second: nn.Module, device: torch.device) -> tuple[CastTarget, CastTarget] | None:
@@ -288,4 +291,4 @@ class BlockwiseGemms(Fp8Gemms):
         return cast_in_blocks(grad, self.gradient_format, rows=rows, columns=columns)
 
     def cast_weights(self, weights: Sequence[Tensor], *, rows: bool, columns: bool) -> list[Copies]:
-        return [cast_in_blocks(each, E4M3, rows=rows, columns=columns, square=True) for each in weights]
+        return [cast_in_blocks(weight, E4M3, rows=rows, columns=columns, square=True) for weight in weights]

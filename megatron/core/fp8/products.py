@@ -81,7 +81,7 @@ def _write(total: Tensor, left: Quantized, right: Quantized, *, adds: bool) -> b
 
 
 def _stored_scale(x: Quantized) -> tuple[Tensor, cublaslt.Scales]:
-    """Return the scales of ``x`` in the library's layout, and their kind."""
+    """Return the scales in the library's layout, and their kind."""
     if not has_blocks(x):
         return x.scale, "tensor"
     if x.scale.shape[0] == x.data.shape[0]:

@@ -60,7 +60,9 @@ class Fp8Stack:
             return None
         if isinstance(module, GroupedLinear):
             return self._expert_products(module, place.name, before) if experts_in_fp8(config) else None
-        weights = [each for name in ("weight", "shared_weight") if (each := getattr(module, name, None)) is not None]
+        weights = [
+            weight for name in ("weight", "shared_weight") if (weight := getattr(module, name, None)) is not None
+        ]
         if config.fp8_param_gather:
             for weight in weights:
                 square, shape = config.fp8_recipe == "blockwise", tuple(weight.shape)
@@ -121,8 +123,8 @@ def install_fp8(stack: nn.Module, config: TransformerConfig, num_layers: int, gr
 
 def fp8_stacks(model: nn.Module) -> dict[str, Fp8Stack]:
     """Return the fp8 states in ``model`` by the name of the stack; empty without fp8."""
-    found = ((name, getattr(module, "fp8", None)) for name, module in model.named_modules())
-    return {name: state for name, state in found if isinstance(state, Fp8Stack)}
+    states = ((name, getattr(module, "fp8", None)) for name, module in model.named_modules())
+    return {name: state for name, state in states if isinstance(state, Fp8Stack)}
 
 
 def fp8_gemms(model: nn.Module) -> list[Fp8Gemms]:
@@ -130,10 +132,10 @@ def fp8_gemms(model: nn.Module) -> list[Fp8Gemms]:
     layers = [module for module in model.modules() if isinstance(module, GemmLayer)]
     products = (getattr(layer, "products", None) for layer in layers)
     gemms = (
-        each.casts if isinstance(each, ExpertProducts) else layer.traits.gemms
-        for layer, each in zip(layers, products)
+        product.casts if isinstance(product, ExpertProducts) else layer.traits.gemms
+        for layer, product in zip(layers, products)
     )
-    return [each for each in gemms if isinstance(each, Fp8Gemms)]
+    return [gemm for gemm in gemms if isinstance(gemm, Fp8Gemms)]
 
 
 def scale_tensors(chunks: Iterable[nn.Module]) -> dict[str, ShardedTensor]:

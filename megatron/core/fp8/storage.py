@@ -70,9 +70,9 @@ class GatheredCopy:
         if not self.square:
             return amax_parts(values).amax().view(1)
         blocks, first = self._blocks(values, start)
-        found = torch.zeros(self._grid(), device=values.device)
-        found[first : first + len(blocks)] = blocks.abs().amax((1, 3))
-        return found.view(-1)
+        amaxes = torch.zeros(self._grid(), device=values.device)
+        amaxes[first : first + len(blocks)] = blocks.abs().amax((1, 3))
+        return amaxes.view(-1)
 
     def set_scales(self, amax: Tensor) -> None:
         """Set the scales from the largest magnitudes of the full weight, fp32 [num_scales]."""
@@ -96,8 +96,8 @@ class GatheredCopy:
         return -(-self.shape[0] // BLOCK), -(-self.shape[1] // BLOCK)
 
     def _blocks(self, values: Tensor, start: int) -> tuple[Tensor, int]:
-        """Return the rows of blocks that the flat ``values`` from element ``start`` touch, fp32 [rows of blocks, 128,
-        blocks per row, 128] with zeros elsewhere, and the index of the first."""
+        """Return fp32 [rows of blocks, 128, blocks per row, 128] that ``values`` touch, zeros elsewhere, and the first
+        row."""
         width = self.shape[1]
         stripe = BLOCK * width
         first, stop = start // stripe, -(-(start + values.numel()) // stripe)

@@ -133,11 +133,11 @@ class ProcessGroups:
 
     @property
     def expert(self) -> DataParallelGroups:
-        """Data-parallel groups of expert parameters. Returns the dense groups if the ranks are equal (no expert
-        parallelism), so that both kinds of parameters share buffers and collectives."""
-        own = DataParallelGroups(self.edp, self.edp_shard, self.edp_replica, self.etp_ep_pp)
-        alike = all(mine.ranks == dense.ranks for mine, dense in zip(own, self.dense))
-        return self.dense if alike else own
+        """Data-parallel groups of expert parameters; the dense groups if the ranks are equal, so that both kinds of
+        parameters share buffers and collectives."""
+        expert = DataParallelGroups(self.edp, self.edp_shard, self.edp_replica, self.etp_ep_pp)
+        equal = all(mine.ranks == dense.ranks for mine, dense in zip(expert, self.dense))
+        return self.dense if equal else expert
 
     @property
     def data_parallel(self) -> tuple[DataParallelGroups, ...]:
@@ -154,8 +154,8 @@ _LANES = ("pp_up", "pp_down")
 _EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp", "etp_ep": "tp-ep", "etp_ep_pp": "tp-ep-pp"}
 
 
-def orthogonal_rank_lists(sizes: dict[str, int], wanted: frozenset[str] | set[str]) -> list[list[int]]:
-    """Return the groups that vary the ``wanted`` axes and fix all others. ``sizes`` orders the axes of the grid from
+def orthogonal_rank_lists(sizes: dict[str, int], varied: frozenset[str] | set[str]) -> list[list[int]]:
+    """Return the groups that vary the axes ``varied`` and fix all others. ``sizes`` orders the axes of the grid from
     fastest to slowest. Ranks ascend within a group, and groups are sorted by their first rank."""
     world_size = math.prod(sizes.values())
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -163,26 +163,24 @@ def orthogonal_rank_lists(sizes: dict[str, int], wanted: frozenset[str] | set[st
         rest, fixed = rank, []
         for axis, size in sizes.items():
             rest, coordinate = divmod(rest, size)
-            if axis not in wanted:
+            if axis not in varied:
                 fixed.append(coordinate)
         groups.setdefault(tuple(fixed), []).append(rank)
     return sorted(groups.values())
 
 
-def _stretches(lists: list[list[int]], size: int) -> list[list[int]]:
-    """Split each group into runs of ``size`` adjacent ranks."""
+def _runs(lists: list[list[int]], size: int) -> list[list[int]]:
     return [ranks[i : i + size] for ranks in lists for i in range(0, len(ranks), size)]
 
 
-def _places(lists: list[list[int]], size: int) -> list[list[int]]:
-    """Split each group into ranks with the same index in the runs of :func:`_stretches`."""
+def _strided(lists: list[list[int]], size: int) -> list[list[int]]:
+    """Split each group into ranks with the same index in its runs."""
     return [ranks[i::size] for ranks in lists for i in range(size)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
-    """Parallel sizes and the rank lists of all groups derived from them. The constructor raises UserError for sizes
-    that do not fit together."""
+    """Parallel sizes and the rank lists of all groups derived from them. Raises UserError for sizes that do not fit."""
 
     tp: int = 1
     cp: int = 1
@@ -198,11 +196,8 @@ class RankGrid:
     """(inner, outer) size of two-level context parallelism; None: one level."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for ``cp_levels`` that are not two sizes with product ``cp``; optimizer instances that do not
-        divide dp * cp or ``edp``; a size below 1; an ``order`` with an unknown or repeated axis, or
-        without an axis larger than 1; a world not
-        divisible by expert-tensor x expert x pipeline size; or an order with which both grids have different pipeline
-        groups."""
+        """Raise UserError for sizes that do not divide each other or the world, an ``order`` with an unknown, repeated
+        or missing axis, or an order with which both grids have different pipeline groups."""
         if self.cp_levels is not None and (len(self.cp_levels) != 2 or math.prod(self.cp_levels) != self.cp):
             raise UserError(
                 f"hierarchical_context_parallel_sizes {list(self.cp_levels)}: give an inner and an outer size, whose "
@@ -288,11 +283,11 @@ class RankGrid:
 
     def step_rank_lists(self, size: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return the aligned blocks of ``size`` consecutive ranks of every ``dp_cp`` group, and each block with its
-        tensor-parallel ranks. Without the ranks of an incomplete last block."""
+        tensor-parallel ranks; without an incomplete last block."""
         tp_ranks = {rank: ranks for ranks in self.rank_lists("tp") for rank in ranks}
         lists = self.rank_lists("dp-cp")
         blocks = [ranks[i : i + size] for ranks in lists for i in range(0, len(ranks) - size + 1, size)]
-        shared = {tuple(sorted(each for rank in block for each in tp_ranks[rank])) for block in blocks}
+        shared = {tuple(sorted(member for rank in block for member in tp_ranks[rank])) for block in blocks}
         return blocks, sorted(map(list, shared))
 
     def embedding_rank_lists(self) -> list[list[int]]:
@@ -306,17 +301,16 @@ class RankGrid:
 
     def all_rank_lists(self) -> dict[str, list[list[int]]]:
         """Return the rank lists of all groups by field of ``ProcessGroups``; the lists of each field partition the
-        world. With optimizer instances, ``_shard`` fields have runs of adjacent ranks and ``_replica`` fields ranks
-        with equal indices in them. ``pp_up`` and ``pp_down`` equal ``pp``."""
+        world."""
         lists = {"world": [list(range(self.world_size))]}
         lists |= {name: self.rank_lists(axes) for name, axes in _AXES.items()}
         lists |= {name: self.expert_rank_lists(axes) for name, axes in _EXPERT_AXES.items()}
         for name in ("dp_cp", "edp"):
             size = len(lists[name][0]) // self.optimizer_instances
-            lists |= {f"{name}_shard": _stretches(lists[name], size), f"{name}_replica": _places(lists[name], size)}
+            lists |= {f"{name}_shard": _runs(lists[name], size), f"{name}_replica": _strided(lists[name], size)}
         lists |= dict.fromkeys(_LANES, self.rank_lists("pp"))
         inner, step = (self.cp_levels[0],) * 2 if self.cp_levels else (1, self.cp)  # without levels: groups of one rank
-        lists |= {"cp_a2a": _stretches(lists["cp"], inner), "cp_p2p": _places(lists["cp"], step)}
+        lists |= {"cp_a2a": _runs(lists["cp"], inner), "cp_p2p": _strided(lists["cp"], step)}
         return lists | {"embedding": self.embedding_rank_lists()}
 
 
@@ -348,7 +342,7 @@ def build_step_groups(
     contain ``rank``. The size of ``groups.cp`` has its groups: attention caches its form by the ranks. Collective if
     ``new_group`` is, which is called as in :func:`build_process_groups`."""
     only = Group("cp", (rank,))
-    found, size = {1: StepGroups(only, replace(groups.tp, name="tp_cp"))}, 2
+    groups_by_size, size = {1: StepGroups(only, replace(groups.tp, name="tp_cp"))}, 2
     while size <= groups.dp_cp.size:
         built: list[Group] = []
         for name, lists in zip(("cp", "tp_cp"), grid.step_rank_lists(size)):
@@ -359,10 +353,10 @@ def build_step_groups(
                 built.append(getattr(groups, name))
                 continue
             handle, _ = new_group(name, lists)
-            ranks = next((each for each in lists if rank in each), None)
+            ranks = next((candidate for candidate in lists if rank in candidate), None)
             if ranks is not None:
                 built.append(Group(name, tuple(ranks), ranks.index(rank), handle))
         if built:
-            found[size] = StepGroups(*built)
+            groups_by_size[size] = StepGroups(*built)
         size *= 2
-    return found
+    return groups_by_size

@@ -34,11 +34,11 @@ class HostCopy:
         and buffers; return the released bytes. Waits for the device. Raises UserError if they are offloaded already."""
         if self.is_offloaded:
             raise UserError("offload: the tensors are in host memory already; call reload first")
-        seen: set[int] = set()
-        held = list(_storages(self._weights(), seen))
-        copied = list(_storages(self._state(), seen))
-        dropped = list(_storages(self._gradients(), seen))
-        for storage in [*(held if weights else []), *copied]:
+        counted: set[int] = set()
+        weight_storages = list(_storages(self._weights(), counted))
+        copied = list(_storages(self._state(), counted))
+        dropped = list(_storages(self._gradients(), counted))
+        for storage in [*(weight_storages if weights else []), *copied]:
             source = _bytes(storage)
             host = torch.empty(len(source), dtype=torch.uint8, pin_memory=source.is_cuda)
             host.copy_(source, non_blocking=True)
@@ -78,23 +78,22 @@ class HostCopy:
                 yield parameter.grad
 
     def _state(self) -> Iterator[Tensor | None]:
-        """Yield masters and moments on the optimizer's device."""
         if self.optimizer is None:
             return
-        for each in self.optimizer.storage.values():
-            yield from (each.weight, each.kept)
+        for storage in self.optimizer.storage.values():
+            yield from (storage.weight, storage.kept)
         for moment in self.optimizer.moments.values():
             yield from (x for x in moment.values() if x.device == self.optimizer.device)
 
 
-def _storages(tensors: Iterable[Tensor | None], seen: set[int]) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of ``tensors`` (of a DTensor its local shard's) that are not in ``seen``, which grows."""
+def _storages(tensors: Iterable[Tensor | None], counted: set[int]) -> Iterator[torch.UntypedStorage]:
+    """Yield storages (of a DTensor its local shard's) that are not in ``counted``, a set of addresses, which grows."""
     for tensor in tensors:
         if tensor is None:
             continue
         storage = flat_range(tensor)[0].untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage.nbytes() and storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
             yield storage
 
 

@@ -70,9 +70,9 @@ class Row:
         }
         bounds = tuple(accumulate(lengths, initial=0))
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-        longest = max(lengths)
+        max_length = max(lengths)
         documents = PackedSeqParams(
-            cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+            cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max_length, max_seqlen_kv=max_length
         )
         documents.bounds = bounds
         return {name: torch.tensor([x], device=device) for name, x in lists.items()} | {"documents": documents}
@@ -118,13 +118,13 @@ def token_log_probabilities(
     if temperature != 1:
         options = {"row_length": row_length, "temperature": temperature, "routes": routes}
         statistics = token_statistics(model, sequences, **options)  # type: ignore[arg-type]
-        return [each.log_probabilities for each in statistics]
+        return [sequence.log_probabilities for sequence in statistics]
 
     def labelled(chunk: nn.Module, batch: Batch) -> Tensor:
         return _forward(chunk, batch, labels=batch["labels"])
 
-    found = _rows(model, sequences, row_length, labelled, lambda chunk, losses: -losses[0], routes=routes)
-    return [each[:-1] for each in found]
+    results = _rows(model, sequences, row_length, labelled, lambda chunk, losses: -losses[0], routes=routes)
+    return [values[:-1] for values in results]
 
 
 @torch.no_grad()
@@ -145,13 +145,13 @@ def token_statistics(
         output, inner = _forward(chunk, batch), unwrapped(chunk)
         return _statistics(inner, output[0], batch["labels"][0], temperature) if inner.post_process else output
 
-    found = _rows(model, sequences, row_length, compute, lambda chunk, statistics: statistics, (2,), routes)
-    return [TokenStatistics(*each[:-1].unbind(-1)) for each in found]
+    results = _rows(model, sequences, row_length, compute, lambda chunk, statistics: statistics, (2,), routes)
+    return [TokenStatistics(*values[:-1].unbind(-1)) for values in results]
 
 
 def _statistics(model: Any, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Return log-probabilities and entropies [s, 2] of the output ``logits`` [s, .] of the last stage."""
-    group, head, found = model.groups.tp, model.output_layer, []
+    """Return log-probabilities and entropies [s, 2] of ``logits`` [s, .] of the last stage."""
+    group, head, results = model.groups.tp, model.output_layer, []
     if not model.parallel_output:
         logits = logits.chunk(group.size, -1)[group.rank]
     # a device tensor, as in the engine: GPUs multiply by the reciprocal of a number
@@ -166,8 +166,8 @@ def _statistics(model: Any, logits: Tensor, labels: Tensor, temperature: float) 
             divisible_by=head.divisible_by,
             batch_invariant=head.batch_invariant,
         )
-        found.append(torch.stack((-losses, vocab_parallel_entropies(scaled, group)), -1))
-    return torch.cat(found)
+        results.append(torch.stack((-losses, vocab_parallel_entropies(scaled, group)), -1))
+    return torch.cat(results)
 
 
 def vocab_parallel_entropies(logits: Tensor, group: Group) -> Tensor:
@@ -277,31 +277,30 @@ def _rows(
             chunk.train(mode)
     dtype = torch.promote_types(inner.config.params_dtype, torch.float32)
     empty = torch.empty((count, row_length, *width), dtype=dtype, device=device)
-    found = _on_all_stages(results, empty, groups)
+    gathered = _on_all_stages(results, empty, groups)
     if groups.dp.size > 1:
-        found = all_gather_along_first_dim(found, groups.dp)
+        gathered = all_gather_along_first_dim(gathered, groups.dp)
     by_sequence: dict[int, Tensor] = {}
-    for row, values in zip(rows, found):
+    for row, values in zip(rows, gathered):
         for index, first in row.places:
             by_sequence[index] = values[first : first + len(sequences[index])]
     return [by_sequence[index] for index in range(len(sequences))]
 
 
 def _routes_problem(routes: Sequence[SequenceRoutes], sequences: Sequence[Sequence[int]]) -> str | None:
-    """Return why ``routes`` are not those of ``sequences``; None if they fit."""
     if len(routes) != len(sequences):
         return f"{len(routes)} sequences have routes, {len(sequences)} have tokens"
-    for index, (each, tokens) in enumerate(zip(routes, sequences)):
-        if each.keys() != routes[0].keys():
-            return f"sequence {index} has layers {sorted(each)}, sequence 0 {sorted(routes[0])}"
-        if (longest := max(map(len, each.values()), default=0)) > len(tokens):
-            return f"sequence {index} has {len(tokens)} tokens, and routes of {longest}"
+    for index, (layers, tokens) in enumerate(zip(routes, sequences)):
+        if layers.keys() != routes[0].keys():
+            return f"sequence {index} has layers {sorted(layers)}, sequence 0 {sorted(routes[0])}"
+        if (num_routed := max(map(len, layers.values()), default=0)) > len(tokens):
+            return f"sequence {index} has {len(tokens)} tokens, and routes of {num_routed}"
     return None
 
 
 def _on_all_stages(results: list[Tensor], like: Tensor, groups: Any) -> Tensor:
-    """Return the results of the last pipeline stage on all stages, in the shape and dtype of ``like``."""
-    found = torch.stack(results) if results else like
+    """``like``: shape and dtype."""
+    output = torch.stack(results) if results else like
     if groups.pp.size > 1:
-        dist.broadcast(found, groups.pp.ranks[-1], group=groups.pp.handle)
-    return found
+        dist.broadcast(output, groups.pp.ranks[-1], group=groups.pp.handle)
+    return output

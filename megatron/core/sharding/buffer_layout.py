@@ -70,8 +70,7 @@ def chosen_bucket_size(
     total: int, *, bucket_size: int | None, num_buckets: int | None, overlap: bool, num_ranks: int
 ) -> int | None:
     """Return the minimum elements per bucket for ``total`` elements; None: a single bucket. ``num_buckets`` has
-    precedence: ceil(total / num_buckets); then ``bucket_size``. Without both, max(40 million, 1 million x
-    ``num_ranks``) with ``overlap``, else None."""
+    precedence. Default: max(40 million, 1 million x ``num_ranks``) with ``overlap``, else None."""
     if num_buckets is not None:
         return -(-total // num_buckets)
     if bucket_size is None and overlap:
@@ -79,13 +78,13 @@ def chosen_bucket_size(
     return bucket_size
 
 
-def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, rule: CutRule) -> BufferCut:
+def cut_buffer(sizes: Sequence[int], separate: Sequence[bool], bucket_size: int | None, rule: CutRule) -> BufferCut:
     """Assign parameters to buckets and to offsets in the buffer, in the given order. Always returns at least one
     bucket.
 
     Args:
         sizes: elements of each parameter, in memory order.
-        alone: whether the parameter gets a separate bucket.
+        separate: whether the parameter gets a separate bucket.
         bucket_size: elements from which a bucket is closed; None: never.
         rule: alignment, and where shards may be cut.
     """
@@ -95,17 +94,17 @@ def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | N
     buckets: list[BucketCut] = []
     begin = 0
     owned = [0] * regions
-    for stop in _bucket_stops(padded, alone, bucket_size, regions):
-        own = padded[len(starts) : stop]
-        shards, loads = _balanced(own, regions)
+    for stop in _bucket_stops(padded, separate, bucket_size, regions):
+        members = padded[len(starts) : stop]
+        shards, loads = _balanced(members, regions)
         length = -(-max(loads) * regions // alignment) * alignment // regions
         largest_first = sorted(range(regions), key=loads.__getitem__, reverse=True)
-        rank_of = dict(zip(largest_first, sorted(range(regions), key=owned.__getitem__)))
+        ranks = dict(zip(largest_first, sorted(range(regions), key=owned.__getitem__)))
         offsets = [0] * regions
-        for size, shard in zip(own, shards):
-            starts.append(begin + rank_of[shard] * length + offsets[shard])
+        for size, shard in zip(members, shards):
+            starts.append(begin + ranks[shard] * length + offsets[shard])
             offsets[shard] += size
-        for shard, rank in rank_of.items():
+        for shard, rank in ranks.items():
             owned[rank] += loads[shard]
         buckets.append(BucketCut(stop, begin, begin + length * regions))
         begin = buckets[-1].end
@@ -125,23 +124,22 @@ def slot_bytes(total: int, largest: int) -> int:
 
 
 def _bucket_stops(
-    sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, num_shards: int
+    sizes: Sequence[int], separate: Sequence[bool], bucket_size: int | None, num_shards: int
 ) -> Iterator[int]:
-    """Yield the index after the last parameter of each bucket. A bucket ends with the parameter that fills it to at
-    least ``bucket_size`` (None: never) with at most :data:`_MAX_PADDING` if ``num_shards`` shards of full parameters
-    are padded; before a parameter that is ``alone``, and after it. Yields at least one; empty parameters at the end
-    belong to no bucket."""
-    own: list[int] = []
+    """Yield the index after the last parameter of each bucket: the one that fills it to ``bucket_size`` (None: never)
+    with at most :data:`_MAX_PADDING` of padding in full shards, and around ``separate`` parameters. Yields at least
+    one; empty parameters at the end belong to no bucket."""
+    members: list[int] = []
     last = 0
     for index, size in enumerate(sizes):
-        if alone[index] and any(own):
+        if separate[index] and any(members):
             yield index
-            own = []
-        own.append(size)
-        if alone[index] or (bucket_size is not None and sum(own) >= bucket_size and _fills(own, num_shards)):
+            members = []
+        members.append(size)
+        if separate[index] or (bucket_size is not None and sum(members) >= bucket_size and _fills(members, num_shards)):
             yield (last := index + 1)
-            own = []
-    if any(own) or not last:
+            members = []
+    if any(members) or not last:
         yield len(sizes)
 
 
@@ -149,18 +147,18 @@ _MAX_PADDING = 1 / 8
 
 
 def _fills(sizes: Sequence[int], num_shards: int) -> bool:
-    """Return whether little is padding if ``sizes`` are dealt to ``num_shards`` equal shards."""
+    """Whether little is padding if ``sizes`` are dealt to equal shards."""
     limit = (1 + _MAX_PADDING) * sum(sizes) / num_shards
     return max(sizes) <= limit and (num_shards == 1 or max(_balanced(sizes, num_shards)[1]) <= limit)
 
 
 def _balanced(sizes: Sequence[int], num_shards: int) -> tuple[list[int], list[int]]:
-    """Return a shard for each of ``sizes``, the largest first, each to the least loaded shard; and the loads."""
+    """Deal the largest first, each to the least loaded shard; return the shard of each size, and the loads."""
     loads, shards = [(0, shard) for shard in range(num_shards)], [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         load, shards[index] = loads[0]
         heapq.heapreplace(loads, (load + sizes[index], shards[index]))
-    return shards, [load for load, _ in sorted(loads, key=lambda each: each[1])]
+    return shards, [load for load, _ in sorted(loads, key=lambda item: item[1])]
 
 
 def owned_elements(sizes: Sequence[int], cut: BufferCut, num_shards: int) -> list[int]:
@@ -185,4 +183,4 @@ def owned_elements(sizes: Sequence[int], cut: BufferCut, num_shards: int) -> lis
             steps[head + 1] += length
             steps[tail] -= length
         first = stop
-    return [each + inner for each, inner in zip(owned, accumulate(steps))]
+    return [total + inner for total, inner in zip(owned, accumulate(steps))]

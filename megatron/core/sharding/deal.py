@@ -82,15 +82,15 @@ class Deal:
         cost: Callable[[Sequence[int], ParameterSpec], float],
     ) -> None:
         self.shards, self.axes = shards, axes
-        self.specs = [spec_or_replicated(each.parameter) for each in shards]
-        self._lengths = [stored_rectangle(each, groups).lengths for each in self.specs]
-        ranges = [each for index in range(len(shards)) for each in self._lots(index)]
-        units = [Unit(*each, (0, 0, 0)) for each in ranges]
-        owners = assign([cost(self.shape(each), self.specs[each.number]) for each in units], len(axes.workers))
-        self.units = [each._replace(owner=axes.workers[owner]) for each, owner in zip(units, owners)]
+        self.specs = [spec_or_replicated(shard.parameter) for shard in shards]
+        self._lengths = [stored_rectangle(spec, groups).lengths for spec in self.specs]
+        spans = [span for index in range(len(shards)) for span in self._lots(index)]
+        units = [Unit(*span, (0, 0, 0)) for span in spans]
+        owners = assign([cost(self.shape(unit), self.specs[unit.number]) for unit in units], len(axes.workers))
+        self.units = [unit._replace(owner=axes.workers[owner]) for unit, owner in zip(units, owners)]
         copies, rows, mesh = (group.rank for group in axes)
-        self._held = [unit for unit in self.units if unit.owner[0] == copies]  # this copy computes them
-        self._by_column = [unit for unit in self._held if unit.owner[1] == rows]
+        self._computed = [unit for unit in self.units if unit.owner[0] == copies]
+        self._by_column = [unit for unit in self._computed if unit.owner[1] == rows]
         self._owned = [unit for unit in self._by_column if unit.owner[2] == mesh]
         self.owned_specs = [self.specs[unit.number] for unit in self._owned]
         """Specs of the units that this rank computes, in order."""
@@ -106,18 +106,17 @@ class Deal:
     def shape(self, unit: Unit) -> tuple[int, ...]:
         """Return the logical shape of a unit without padding."""
         spec = self.specs[unit.number]
-        return self._of_unit(unit, spec.shape if spec.part is None else spec.part.rectangle.lengths)
+        return self._unit_shape(unit, spec.shape if spec.part is None else spec.part.rectangle.lengths)
 
-    def _of_unit(self, unit: Unit, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return ``shape`` with the unit's number of experts, if the parameter has experts."""
+    def _unit_shape(self, unit: Unit, shape: Sequence[int]) -> tuple[int, ...]:
         lengths = self._lengths[unit.number]
-        held = (unit.stop - unit.start) // math.prod(lengths[1:])
-        return (held, *shape[1:]) if self.specs[unit.number].is_expert else tuple(shape)
+        experts = (unit.stop - unit.start) // math.prod(lengths[1:])
+        return (experts, *shape[1:]) if self.specs[unit.number].is_expert else tuple(shape)
 
     def collect(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the units that this rank owns, in their logical shapes, from ``tensors``, shaped as the shards (one
         per shard). Results may be views. Collective over all axes."""
-        flat = [each.reshape(-1) for each in tensors]
+        flat = [tensor.reshape(-1) for tensor in tensors]
         return self._collect_mesh(self._collect_rows(flat), flat[0])
 
     def give_back(
@@ -133,9 +132,9 @@ class Deal:
         """Send rows to the owners' columns; return the mesh shards of the units in this column, flat."""
         group = self.axes.rows
         if group.size == 1:
-            return [flat[unit.number][unit.start : unit.stop] for unit in self._held]
+            return [flat[unit.number][unit.start : unit.stop] for unit in self._computed]
         outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
-        for unit in self._held:
+        for unit in self._computed:
             low, high = self._rows(unit, group.rank)
             first = self.shards[unit.number].start
             outgoing[unit.owner[1]].append(flat[unit.number][low - first : high - first])
@@ -152,11 +151,12 @@ class Deal:
         split = [unit for unit in self._owned if self._is_split(unit)]
         sizes = [[unit.stop - unit.start for unit in split] for _ in range(group.size)]
         received = dict(zip(split, zip(*exchange(group, outgoing, sizes, like))))
-        here = dict(zip(self._by_column, local))
+        local_units = dict(zip(self._by_column, local))
         full = []
         for unit in self._owned:
             pieces = [
-                each.view(self._of_unit(unit, self._lengths[unit.number])) for each in received.get(unit, (here[unit],))
+                piece.view(self._unit_shape(unit, self._lengths[unit.number]))
+                for piece in received.get(unit, (local_units[unit],))
             ]
             joined = join_shards(pieces, self._placement(unit)) if unit in received else pieces[0]
             full.append(joined[tuple(slice(length) for length in self.shape(unit))])
@@ -185,14 +185,14 @@ class Deal:
             for rank, pieces in enumerate(outgoing):
                 low, high = self._rows(unit, rank)
                 pieces.append(shard[low - unit.start : high - unit.start])
-        sent_by = [[unit for unit in self._held if unit.owner[1] == rank] for rank in range(group.size)]
+        sent_by = [[unit for unit in self._computed if unit.owner[1] == rank] for rank in range(group.size)]
         sizes = [[self._size(unit, group.rank) for unit in units] for units in sent_by]
-        return _in_order(self._held, sent_by, exchange(group, outgoing, sizes, like))
+        return _in_order(self._computed, sent_by, exchange(group, outgoing, sizes, like))
 
     def _share_copies(self, parts: list[Tensor], tensors: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         """All-gather the ``parts`` of this copy's units over ranks with copies; return the shards of all parameters."""
         group = self.axes.copies
-        found = [*zip(self._held, parts)]
+        dealt = [*zip(self._computed, parts)]
         if group.size > 1:
             computed_by = [[unit for unit in self.units if unit.owner[0] == rank] for rank in range(group.size)]
             sizes = [[self._size(unit, self.axes.rows.rank) for unit in units] for units in computed_by]
@@ -200,10 +200,10 @@ class Deal:
             sent = torch.cat([*parts, like.new_zeros(length - sum(sizes[group.rank]))])
             received = sent.new_empty(group.size * length)
             all_gather(received, sent, group=group.handle)
-            for units, each, block in zip(computed_by, sizes, received.split(length)):
-                found += zip(units, block[: sum(each)].split(each)) if units else ()
+            for units, lengths, block in zip(computed_by, sizes, received.split(length)):
+                dealt += zip(units, block[: sum(lengths)].split(lengths)) if units else ()
         results: dict[int, Tensor] = {}
-        for unit, part in found:
+        for unit, part in dealt:
             shape = tensors[unit.number].shape
             if part.numel() == shape.numel():
                 results[unit.number] = part.view(shape)
@@ -234,8 +234,7 @@ class Deal:
         return self.specs[unit.number].mesh.get(self.axes.mesh.name, Replicate())
 
     def _padded(self, unit: Unit, full: Tensor) -> Tensor:
-        """Return ``full`` with the zero padding of the stored shape."""
-        stored = self._of_unit(unit, self.specs[unit.number].stored)
+        stored = self._unit_shape(unit, self.specs[unit.number].stored)
         if stored == tuple(full.shape):
             return full
         padded = full.new_zeros(stored)
@@ -258,14 +257,13 @@ def exchange(group: Group, outgoing: list[list[Tensor]], sizes: list[list[int]],
     if group.size == 1:
         return outgoing
     sent = torch.cat([like.new_empty(0), *itertools.chain(*outgoing)])
-    totals = [sum(each) for each in sizes]
+    totals = [sum(counts) for counts in sizes]
     received = like.new_empty(sum(totals))
-    lengths = [sum(each.numel() for each in tensors) for tensors in outgoing]
+    lengths = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
     dist.all_to_all_single(received, sent, totals, lengths, group=group.handle)
-    return [[*block.split(each)] if each else [] for block, each in zip(received.split(totals), sizes)]
+    return [[*block.split(counts)] if counts else [] for block, counts in zip(received.split(totals), sizes)]
 
 
 def _in_order(units: list[Unit], received: list[list[Unit]], tensors: list[list[Tensor]]) -> list[Tensor]:
-    """Return ``tensors``, which belong to the units ``received``, in the order of ``units``."""
-    found = dict(zip(itertools.chain(*received), itertools.chain(*tensors)))
-    return [found[unit] for unit in units]
+    by_unit = dict(zip(itertools.chain(*received), itertools.chain(*tensors)))
+    return [by_unit[unit] for unit in units]

@@ -18,7 +18,7 @@ from megatron.core.sharding.rectangles import Rectangle
 
 
 def flat_pieces(
-    spec: ParameterSpec, groups: ProcessGroups, stretch: tuple[int, int], flat: Tensor
+    spec: ParameterSpec, groups: ProcessGroups, span: tuple[int, int], flat: Tensor
 ) -> Iterator[tuple[Rectangle, Tensor]]:
     """Yield (rectangle of the global tensor, its values) for a flat range of this rank's shard, in memory order.
     Padding is omitted. A range of a matrix gives at most three rectangles: the end of a row, full rows, the start of a
@@ -27,25 +27,24 @@ def flat_pieces(
     Args:
         spec: placement of the parameter.
         groups: this rank's process groups.
-        stretch: element range (begin, end) in the local shard.
+        span: element range (begin, end) in the local shard.
         flat: elements of this range in any shape (weights, gradients or moments); the yielded values are views of it
             if it is contiguous.
     """
     shard = stored_rectangle(spec, groups)
     memory, cursor = flat.detach().reshape(-1), 0
-    for at, lengths in _split_flat_range(list(shard.lengths), *stretch):
+    for at, lengths in _split_flat_range(list(shard.lengths), *span):
         stored = Rectangle(tuple(offset + begin for offset, begin in zip(shard.offsets, at)), lengths)
-        held, size = stored.within(spec.shape), stored.numel
+        local, size = stored.within(spec.shape), stored.numel
         # the cursor also moves over padding, whose rectangles are not yielded
-        if held.numel:
-            yield held, held.of(memory[cursor : cursor + size].view(lengths), stored.offsets)
+        if local.numel:
+            yield local, local.of(memory[cursor : cursor + size].view(lengths), stored.offsets)
         cursor += size
 
 
 def _split_flat_range(lengths: list[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, lengths) of rectangles that cover elements ``start`` to ``stop`` of a contiguous tensor with dims
-    ``lengths``, in memory order; nothing for an empty range. A matrix gives at most three rectangles, more dims
-    more."""
+    """Yield (offsets, lengths) of rectangles that cover the range in memory order; a matrix gives at most three, more
+    dims more."""
     if start >= stop:
         return
     if not lengths:

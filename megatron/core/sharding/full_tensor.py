@@ -43,22 +43,22 @@ def take_shard(full: Tensor, shard: ParameterShard, groups: ProcessGroups, keep:
     """Return this rank's elements of the result of :func:`gather_full` with the same ``keep``, in the shape of
     ``shard.values``; padding is zero. No collective."""
     spec = spec_or_replicated(shard.parameter)
-    stored, held = stored_rectangle(spec, groups), local_rectangle(spec, groups)
-    origin = [0] * len(held.offsets) if spec.part is None else list(spec.part.rectangle.offsets)
+    stored, unpadded = stored_rectangle(spec, groups), local_rectangle(spec, groups)
+    origin = [0] * len(unpadded.offsets) if spec.part is None else list(spec.part.rectangle.offsets)
     for axis in keep:
         if isinstance(placement := spec.mesh.get(axis), Shard):
             origin[placement.dim] = stored.offsets[placement.dim]
-    local = held.of(full, origin)
-    if held.lengths != stored.lengths:
+    local = unpadded.of(full, origin)
+    if unpadded.lengths != stored.lengths:
         padded = full.new_zeros(stored.lengths)
-        Rectangle.whole(held.lengths).of(padded).copy_(local)
+        Rectangle.whole(unpadded.lengths).of(padded).copy_(local)
         local = padded
     return local.reshape(-1)[shard.start : shard.stop].view(shard.values.shape)
 
 
 def _gather_rows(flat: Tensor, shard: ParameterShard, group: Group) -> Tensor:
-    """Return all elements of this rank's mesh shard of the parameter, flat, by an all-gather of ``flat`` over
-    ``group``: the rows that ``fully_shard`` has split into equal chunks. The last ranks may have fewer rows or none."""
+    """Return this rank's mesh shard, flat: all-gather of the rows that ``fully_shard`` has split into equal chunks. The
+    last ranks may have fewer rows or none."""
     shape = shard.parameter.shape
     chunk = -(-shape[0] // group.size) * (shape.numel() // shape[0])
     sent = flat.new_zeros(chunk)
@@ -69,13 +69,12 @@ def _gather_rows(flat: Tensor, shard: ParameterShard, group: Group) -> Tensor:
 
 
 def _join(local: Tensor, placement: Placement | Nested, group: Group) -> Tensor:
-    """All-gather ``local`` over ``group`` and join the shards: a new tensor. For one rank or a replicated placement
-    return ``local`` itself, without collective."""
+    """All-gather and join the shards: a new tensor; ``local`` itself for one rank or a replicated placement."""
     if group.size == 1 or not is_split(placement):
         return local
     received = local.new_empty(group.size * local.numel())
     all_gather(received, local.reshape(-1), group=group.handle)
-    return join_shards([each.view(local.shape) for each in received.chunk(group.size)], placement)
+    return join_shards([shard.view(local.shape) for shard in received.chunk(group.size)], placement)
 
 
 def is_split(placement: Placement | Nested) -> bool:

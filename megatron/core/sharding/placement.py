@@ -190,20 +190,20 @@ def parameter(
         stored: logical shape with padding.
         dtype: dtype of the result.
     """
-    part, whole = (shape, shape.shape) if isinstance(shape, SubTensor) else (None, shape)
+    part, full = (shape, shape.shape) if isinstance(shape, SubTensor) else (None, shape)
     if stored is None:
-        stored = whole if part is None else part.rectangle.lengths
-    placed = dict(mesh or {})
-    unknown = placed.keys() - set(DENSE_AXES) - set(EXPERT_AXES)
-    if unknown or (placed.keys() & set(DENSE_AXES) and placed.keys() & set(EXPERT_AXES)):
-        raise ValueError(f"a mesh names axes of {DENSE_AXES} or {EXPERT_AXES}, not {sorted(placed)}")
-    if placed and groups is None:
+        stored = full if part is None else part.rectangle.lengths
+    placements = dict(mesh or {})
+    unknown = placements.keys() - set(DENSE_AXES) - set(EXPERT_AXES)
+    if unknown or (placements.keys() & set(DENSE_AXES) and placements.keys() & set(EXPERT_AXES)):
+        raise ValueError(f"a mesh names axes of {DENSE_AXES} or {EXPERT_AXES}, not {sorted(placements)}")
+    if placements and groups is None:
         raise ValueError("a parameter that is split over ranks is created with their groups")
-    grid = EXPERT_AXES if placed.keys() & set(EXPERT_AXES) else DENSE_AXES
+    grid = EXPERT_AXES if placements.keys() & set(EXPERT_AXES) else DENSE_AXES
     if not set(partial) <= set(grid):  # ranks of other axes may hold different elements; summing them would be wrong
         raise ValueError(f"gradients of a parameter of this grid are partial sums over axes of {grid}, not {partial}")
     grad = dict.fromkeys(partial, Partial())
-    spec = ParameterSpec(whole, init, placed, grad, len(whole) if ndim is None else ndim, stored, part)
+    spec = ParameterSpec(full, init, placements, grad, len(full) if ndim is None else ndim, stored, part)
     lengths = stored_rectangle(spec, groups or SINGLE_PROCESS).lengths
     folded = len(lengths) - spec.ndim + 1
     local = torch.zeros((math.prod(lengths[:folded]), *lengths[folded:]), dtype=dtype)
@@ -234,8 +234,8 @@ def data_parallel_groups(spec: ParameterSpec | None, groups: ProcessGroups) -> D
 
 
 def _terms(placement: Placement | Nested | None, group: Group) -> Iterator[tuple[Placement, int, int]]:
-    """Yield (placement, number of ranks, this rank's index) of ``placement`` on the axis ``group``; for ``Nested`` one
-    triple for the outer and one for the inner grid dim. None is Replicate."""
+    """Yield (placement, number of ranks, index of this rank): for ``Nested`` of the outer, then of the inner grid dim.
+    None is Replicate."""
     if isinstance(placement, Nested):
         outer_rank, inner_rank = divmod(group.rank, placement.inner_size)
         yield placement.outer, group.size // placement.inner_size, outer_rank
@@ -333,9 +333,8 @@ def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
 
 
 def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroups) -> ParameterSpec | None:
-    """Return the spec that Megatron-LM's attributes of ``param`` declare (see :func:`adopt_declarations`), with
-    initialization ``AsBuilt``; None if it has neither ``tensor_model_parallel`` nor ``sequence_parallel``. Raises
-    UserError for ``allreduce = False``, an invalid ``partition_dim``, or a ``partition_stride`` other than 1."""
+    """Return the spec that Megatron-LM's attributes declare (see :func:`adopt_declarations`), or None. Raises UserError
+    for attributes that are not supported."""
     declared = vars(param)
     if declared.get("allreduce") is False:  # Megatron-LM's mark of experts; it does not define the global tensor
         raise UserError(
@@ -354,7 +353,7 @@ def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroup
             f"say which part of a tensor each rank holds; give a dim from 0 to {param.ndim - 1} and the stride 1, or "
             'create it with megatron.core.sharding.placement.parameter(..., mesh={"tp": Shard(dim)})'
         )
-    shape = tuple(size * groups.tp.size if each == dim else size for each, size in enumerate(param.shape))
+    shape = tuple(size * groups.tp.size if number == dim else size for number, size in enumerate(param.shape))
     return ParameterSpec(shape, AsBuilt(), {"tp": Shard(dim)}, partial, param.ndim, shape)
 
 
@@ -393,14 +392,14 @@ def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, gro
     """Write this rank's part of the initial values into the local shard in place, as a function of ``seed``, the global
     ``name`` and the global element index. Keeps the values for ``AsBuilt``, and does not write the padding. Random
     values are drawn in fp32 (fp64 for fp64) and rounded once; drawing waits for the device."""
-    held = local_rectangle(spec, groups)
-    if not held.numel or isinstance(spec.init, AsBuilt):
+    rectangle = local_rectangle(spec, groups)
+    if not rectangle.numel or isinstance(spec.init, AsBuilt):
         return
     target = local_view(param, spec, groups)
     if isinstance(spec.init, Zeros | Ones):
         target.fill_(float(isinstance(spec.init, Ones)))
         return
-    starts, length = _contiguous_runs(spec.shape, held)
+    starts, length = _contiguous_runs(spec.shape, rectangle)
     values = torch.empty((len(starts), length), dtype=_draw_dtype(param), device=param.device)
     distribution = "normal" if isinstance(spec.init, Normal) else "uniform"
     philox.fill_runs_(values, philox.key(seed, "init", name), starts.to(param.device), distribution)
@@ -409,23 +408,23 @@ def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, gro
     else:
         bound = math.sqrt(6.0 / (math.prod(spec.shape[spec.init.stacked : -1]) + spec.shape[-1]))
         values.mul_(2 * bound).sub_(bound)
-    target.copy_(values.view(held.lengths))
+    target.copy_(values.view(rectangle.lengths))
 
 
 def _draw_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype of random draws: fp64 for fp64, else fp32, which 16-bit parameters round once."""
+    """fp32 for 16-bit parameters, which are rounded once."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def _contiguous_runs(shape: tuple[int, ...], held: Rectangle) -> tuple[Tensor, int]:
-    """Split the rectangle ``held`` of a tensor of ``shape`` into runs that are contiguous in the global tensor, in
-    memory order; return (int64 [n] global start indices on the CPU, length of each run)."""
+def _contiguous_runs(shape: tuple[int, ...], rectangle: Rectangle) -> tuple[Tensor, int]:
+    """Split ``rectangle`` of a tensor into runs that are contiguous in the global tensor, in memory order; return
+    (int64 [n] global start indices on the CPU, length of each run)."""
     inner = len(shape) - 1
-    while inner > 0 and held.lengths[inner] == shape[inner]:
+    while inner > 0 and rectangle.lengths[inner] == shape[inner]:
         inner -= 1
-    length = math.prod(held.lengths[inner:])
+    length = math.prod(rectangle.lengths[inner:])
     starts = torch.zeros(1, dtype=torch.int64)
     for dim in range(inner):
-        along = torch.arange(held.offsets[dim], held.offsets[dim] + held.lengths[dim])
+        along = torch.arange(rectangle.offsets[dim], rectangle.offsets[dim] + rectangle.lengths[dim])
         starts = (starts[:, None] + along * math.prod(shape[dim + 1 :])).flatten()
-    return starts + held.offsets[inner] * math.prod(shape[inner + 1 :]), length
+    return starts + rectangle.offsets[inner] * math.prod(shape[inner + 1 :]), length

@@ -48,16 +48,15 @@ class Rectangle(NamedTuple):
 
 def coverage_problem(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str:
     """Return "" if ``rectangles`` cover every element of ``shape`` exactly once, else a verb phrase for an error."""
-    holding = sorted(each for each in rectangles if each.numel)
-    held, size = sum(each.numel for each in holding), math.prod(shape)
-    if held != size:
-        return f"hold {held:,} of its {size:,} elements"
-    return "hold some of its elements twice" if _overlap(holding) else ""
+    nonempty = sorted(rectangle for rectangle in rectangles if rectangle.numel)
+    covered, size = sum(rectangle.numel for rectangle in nonempty), math.prod(shape)
+    if covered != size:
+        return f"hold {covered:,} of its {size:,} elements"
+    return "hold some of its elements twice" if _overlap(nonempty) else ""
 
 
 def _overlap(ordered: Sequence[Rectangle]) -> bool:
-    """Return whether any two rectangles overlap. ``ordered`` must be sorted by offsets and without empty rectangles:
-    the sweep over dim 0 is then close to linear."""
+    """``ordered``: sorted by offsets, without empty rectangles; the sweep over dim 0 is then close to linear."""
     for i, one in enumerate(ordered):
         for other in ordered[i + 1 :]:
             if one.lengths and other.offsets[0] >= one.offsets[0] + one.lengths[0]:

@@ -52,8 +52,8 @@ class ShardedTensor:
         return Rectangle(self.offsets, tuple(self.local.shape))
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless offsets, global shape and ``local`` have equally many dims, the rectangle is inside
-        of the global shape, and the dtype can be stored (``DTYPES``)."""
+        """Raise ValueError unless the rectangle fits ``local`` and the global shape, and the dtype can be stored
+        (``DTYPES``)."""
         inside = len(self.offsets) == len(self.global_shape) == self.local.ndim and all(
             offset >= 0 and offset + length <= total
             for offset, length, total in zip(self.offsets, self.local.shape, self.global_shape)
@@ -88,14 +88,14 @@ def stored_tensors(
     """Return this rank's shard of a parameter or buffer as sharded tensors by key, named ``prefix`` + global name: live
     views, or with ``rounded`` copies in the compute dtype if that differs (FSDP). Usually one rectangle; FSDP shards of
     folded stacked weights can give several, and a shard of padding none."""
-    local, *stretch = flat_range(parameter)
+    local, *span = flat_range(parameter)
     if rounded:
         local = local.to(getattr(parameter, "compute_dtype", local.dtype))
-    return flat_range_tensors(name, local, parameter, (stretch[0], stretch[1]), prefix=prefix, groups=groups)
+    return flat_range_tensors(name, local, parameter, (span[0], span[1]), prefix=prefix, groups=groups)
 
 
 def flat_range_tensors(
-    name: str, flat: Tensor, parameter: Tensor, stretch: tuple[int, int], *, groups: ProcessGroups, prefix: str = ""
+    name: str, flat: Tensor, parameter: Tensor, span: tuple[int, int], *, groups: ProcessGroups, prefix: str = ""
 ) -> dict[str, ShardedTensor]:
     """Convert a flat range of a parameter's local memory to sharded tensors by key; they are views of a contiguous
     ``flat``. Keys are ``prefix`` + global name (for a part of a global tensor: the local name), with ``@index``
@@ -105,21 +105,21 @@ def flat_range_tensors(
         name: parameter name in the module.
         flat: elements of the range in any shape: weights, gradients or moments.
         parameter: parameter with the placement.
-        stretch: element range (begin, end) in the local parameter.
+        span: element range (begin, end) in the local parameter.
         groups: this rank's process groups.
         prefix: prefix of the global name.
     """
     spec = spec_or_replicated(parameter)
-    whole, key, shape = prefix + global_name(name, spec), prefix + _key(name, spec), tuple(spec.shape)
-    is_one = stretch == (0, parameter.numel())
+    full_name, key, shape = prefix + global_name(name, spec), prefix + _key(name, spec), tuple(spec.shape)
+    is_one = span == (0, parameter.numel())
     return {
-        key if is_one else f"{key}@{index}": ShardedTensor(whole, local, shape, rectangle.offsets)
-        for index, (rectangle, local) in enumerate(flat_pieces(spec, groups, stretch, flat))
+        key if is_one else f"{key}@{index}": ShardedTensor(full_name, local, shape, rectangle.offsets)
+        for index, (rectangle, local) in enumerate(flat_pieces(spec, groups, span, flat))
     }
 
 
 def _key(name: str, spec: ParameterSpec) -> str:
-    """Return the dict key: the global name, or for a part of a global tensor the local name, which is unique."""
+    """Return the global name, or for a part of a global tensor the local name, which is unique."""
     return global_name(name, spec) if spec.part is None else name
 
 

@@ -72,8 +72,7 @@ class BackgroundWriter:
         self._staging.stage(tensor.local for tensor in part.tensors)
 
     def _run(self, work: Work, fault: Fault) -> None:
-        """Run ``work`` in the thread; store its result or error, and end the staging so that the training thread never
-        blocks on it."""
+        """Store result or error, and end the staging so that the training thread never blocks on it."""
         assert self._staging is not None
 
         def note(phase: str) -> None:
@@ -96,7 +95,7 @@ class BackgroundWriter:
             yield block
 
     def _mark(self, phase: str) -> None:
-        """Record progress. Phases in which this rank waits for others, whose files may be slow, have no time limit."""
+        """Phases in which this rank waits for others, whose files may be slow, have no time limit."""
         first = ("before_directory", "after_shards", "before_tracker")  # work of the first rank only
         waits = phase == "shards_written" or (phase in first and not self.group.is_first)
         self._phase, self._last = "" if waits else phase, time.monotonic()
@@ -111,7 +110,7 @@ class BackgroundWriter:
             doing = self._phase.replace("_", " ")
             raise CheckpointError(f"{self._name}: no progress for {silence:.0f} s ({doing}): its file system hangs")
 
-    def done(self, wait: bool) -> bool:
+    def has_finished(self, wait: bool) -> bool:
         """Return whether the save has finished on every rank; ``wait`` blocks until this rank's save has. Collective:
         one all-reduce over the host group of ``world``, for which the host waits. Raises as :meth:`check`, before the
         all-reduce: the other ranks then block until the watchdog ends them."""

@@ -118,15 +118,14 @@ class Checkpointer:
         if checkpoint.save is not None:
             from_first_rank(self._take_locks, groups.world)
         if checkpoint.save is not None and checkpoint.async_save:
-            device = next((each.device.type for chunk in self.chunks for each in chunk.parameters()), "cpu")
+            device = next((parameter.device.type for chunk in self.chunks for parameter in chunk.parameters()), "cpu")
             limit = None if checkpoint.async_save_staging_gb is None else 1e9 * checkpoint.async_save_staging_gb
             patience = SHARE_OF_COLLECTIVE_TIMEOUT * 60.0 * cfg.distributed.distributed_timeout_minutes
             self._background = BackgroundWriter(groups.world, device, limit, patience)
 
     def _take_locks(self) -> None:
-        """Lock --save and, if the run uses it, the fast folder, and give --save an identity for fast checkpoints; call
-        on the first rank only. Raises CheckpointError if another job holds a lock, or for a local fast folder with
-        ranks on several hosts."""
+        """Lock --save and, if used, the fast folder; first rank only. Raises CheckpointError if another job holds a
+        lock, or for a local fast folder with ranks on several hosts."""
         assert self.cfg.checkpoint.save is not None
         self._locks.append(SaveLock(self.cfg.checkpoint.save))
         if self.fast is not None:
@@ -225,16 +224,15 @@ class Checkpointer:
         if self._pending is None or self._background is None:
             return None
         began = time.perf_counter()
-        if not self._background.done(wait):
+        if not self._background.has_finished(wait):
             return None
         (report, started), self._pending = self._pending, None
         report = dataclasses.replace(report, stall=report.stall + time.perf_counter() - began)
         return self._end(report, started, self._background.take)
 
     def _end(self, report: SaveReport, began: float, outcome: Callable[[], tuple[int, float]]) -> SaveReport:
-        """Call ``outcome``, which returns (bytes, end time) or raises CheckpointError for a failed save; count and log
-        the outcome; return ``report`` completed. Failures count per folder: success in --save resets all counts,
-        success in the fast folder only that folder's. Other errors are raised."""
+        """Call ``outcome``, which returns (bytes, end time) or raises CheckpointError for a failed save; log and count
+        it. Failures count per folder: success in --save resets all counts, in the fast folder only its own."""
         folder, iteration = report.folder, report.state.iteration
         try:
             num_bytes, ended = outcome()
@@ -260,28 +258,30 @@ class Checkpointer:
         return dataclasses.replace(report, saved=True, seconds=seconds, stall=stall, num_bytes=num_bytes)
 
     def _prepare(self, folder: str) -> None:
-        """Remove leftovers of failed saves and, before the first save, move checkpoints of other histories to
-        ``set-aside-…``. Not collective: runs on the first rank, in the writer thread for background saves."""
+        """Move checkpoints of other histories to ``set-aside-…`` before the first save. First rank, in the writer
+        thread."""
         remove_leftovers(folder)
         if not self._is_clear:
-            for each in filter(None, (self.cfg.checkpoint.save, fast_folder(self.cfg.checkpoint))):
-                set_aside(each, self._continued_from)
+            for root in filter(None, (self.cfg.checkpoint.save, fast_folder(self.cfg.checkpoint))):
+                set_aside(root, self._continued_from)
             self._is_clear = True
 
     def _finish(self, folder: str, iteration: int, fault: Fault) -> None:
-        """Update the tracker, then, if a retention flag is set, delete old checkpoints, oldest first, except the newest
-        --keep-last-checkpoints (default 1; fast folder always 1) and multiples of --save-retain-interval. Deletes only
-        what this run or the run that it continues wrote. Not collective: runs on the first rank, in the writer thread
-        for background saves."""
+        """Update the tracker, then delete old checkpoints, oldest first, as the retention flags say (the fast folder
+        keeps one). Deletes only what this run or the run that it continues wrote. First rank, in the writer thread."""
         fast = folder == self.fast
         keep = 1 if fast else self.cfg.checkpoint.keep_last_checkpoints
         retain = None if fast else self.cfg.checkpoint.save_retain_interval
         previous, written = _previous(folder), self._written.setdefault(folder, set())
         if previous is not None:  # written by an earlier job with the same retention
-            written.update([each for each in saved_iterations(folder) if each <= previous][: keep or 1])
+            written.update([iteration for iteration in saved_iterations(folder) if iteration <= previous][: keep or 1])
         write_tracker(folder, iteration, fault)
         fault("after_tracker")
-        older = [each for each in saved_iterations(folder) if each in written and each < iteration]
+        older = [
+            older_iteration
+            for older_iteration in saved_iterations(folder)
+            if older_iteration in written and older_iteration < iteration
+        ]
         written.add(iteration)
         if keep is not None or retain is not None:
             for old in reversed(older[(keep or 1) - 1 :]):
@@ -298,13 +298,15 @@ class Checkpointer:
         start = find_start(self.cfg, self.groups.world)
         if start is None:
             return None
-        found, self._continued_from = start.found, start.continued_from
-        logger.info(" loading checkpoint from %s at iteration %d", Path(found.directory).parent, found.iteration)
+        checkpoint, self._continued_from = start.found, start.continued_from
+        logger.info(
+            " loading checkpoint from %s at iteration %d", Path(checkpoint.directory).parent, checkpoint.iteration
+        )
         try:
             loading = Loading(self.live, start, self.architecture)
             state, self.left_alone = loading.restore(), loading.left_alone
         except CheckpointDamagedError as error:
-            earlier = "" if found.release else alternative(Path(found.directory).parent, found.iteration)
+            earlier = "" if checkpoint.release else alternative(Path(checkpoint.directory).parent, checkpoint.iteration)
             raise CheckpointDamagedError(f"{error}{earlier}") from None
         return state
 
@@ -314,7 +316,7 @@ def _one_host(world_size: int) -> bool:
 
 
 def _previous(folder: str) -> int | None:
-    """Return the iteration in the tracker, or None if there is no readable tracker."""
+    """None if there is no readable tracker."""
     try:
         latest = read_tracker(folder)
     except (OSError, CheckpointError):
@@ -323,9 +325,8 @@ def _previous(folder: str) -> int | None:
 
 
 def tokenizer_files(cfg: PretrainConfig) -> dict[str, Path]:
-    """Map ``tokenizer/<name>`` to the path of each tokenizer file that is copied into the checkpoint. From a folder,
-    take only tokenizer and sampling files, by name: it may also hold model weights. A tokenizer.json brings the config
-    files next to it, which name its special tokens."""
+    """Map ``tokenizer/<name>`` to each tokenizer file that is copied into the checkpoint. From a folder only tokenizer
+    and sampling files, by name: it may hold weights. A tokenizer.json brings its config files."""
     files: dict[str, Path] = {}
     for value in (cfg.tokenizer.tokenizer_model, cfg.tokenizer.vocab_file, cfg.tokenizer.merge_file):
         # os.path, not Path: Path.is_dir raises if the name is too long

@@ -104,16 +104,15 @@ def find_checkpoint(folder: str | os.PathLike | None, step: int | None = None, *
         problem = str(error)
     if latest is not None:
         if os.path.lexists(checkpoint_directory(folder, latest)):
-            found = _open(folder, latest)
-            _report_newer(folder, found)
-            return found
+            checkpoint = _open(folder, latest)
+            _report_newer(folder, checkpoint)
+            return checkpoint
         problem = f"{Path(folder) / TRACKER} names {checkpoint_directory(folder, latest)}, which is not there"
     return _newest(folder, str(problem))
 
 
 def _open(folder: str | os.PathLike, which: int | str) -> Found:
-    """Return the checkpoint of iteration (or ``release``) ``which`` in ``folder``, after reading its manifest. Raises
-    CheckpointDamagedError, which names an earlier checkpoint if there is one, if the manifest is missing or damaged."""
+    """Raises CheckpointDamagedError, which names an earlier checkpoint if there is one."""
     directory, iteration = checkpoint_directory(folder, which), 0 if which == RELEASE else int(which)
     try:
         manifest = read_manifest(directory)
@@ -123,9 +122,8 @@ def _open(folder: str | os.PathLike, which: int | str) -> Found:
 
 
 def _newest(folder: str | os.PathLike, problem: str) -> Found | None:
-    """Return the newest checkpoint, else a release, if the tracker is unusable for the reason ``problem``; log a
-    warning. None if neither a checkpoint nor a tracker exists. Raises CheckpointError if only the tracker exists,
-    CheckpointDamagedError if the newest is damaged: it tries no older one."""
+    """Return the newest checkpoint, else a release, if the tracker is unusable for the reason ``problem``; None without
+    both. Raises CheckpointError if only the tracker exists, CheckpointDamagedError if the newest is damaged."""
     which: list[int | str] = [*saved_iterations(folder)]
     if Path(get_checkpoint_name(folder, 0, release=True)).is_dir():
         which.append(RELEASE)
@@ -134,22 +132,22 @@ def _newest(folder: str | os.PathLike, problem: str) -> Found | None:
     if not which:
         raise CheckpointError(f"{problem}, and {folder} holds no checkpoint: restore one or choose another --load")
     try:
-        found = _open(folder, which[0])
+        checkpoint = _open(folder, which[0])
     except CheckpointError as error:
         raise CheckpointDamagedError(f"{problem}; {error}") from None
-    logger.warning("WARNING: %s; taking the newest checkpoint, %s", problem, found.directory)
-    return found
+    logger.warning("WARNING: %s; taking the newest checkpoint, %s", problem, checkpoint.directory)
+    return checkpoint
 
 
-def _report_newer(folder: str | os.PathLike, found: Found) -> None:
-    """Warn if a complete checkpoint is newer than the tracker says: it was set back by hand or is corrupted."""
+def _report_newer(folder: str | os.PathLike, checkpoint: Found) -> None:
+    """Warn if a complete checkpoint is newer than the tracker, which was set back by hand or is corrupted."""
     newest = newest_complete(folder)
-    if newest is not None and newest > found.iteration:
+    if newest is not None and newest > checkpoint.iteration:
         logger.warning(
             "WARNING: %s names iteration %s, but the newest complete checkpoint there is of iteration %d. Taking what"
             " the tracker names; --ckpt-step %d takes the newest. The first save of a run moves newer ones aside.",
             Path(folder) / TRACKER,
-            RELEASE if found.release else found.iteration,
+            RELEASE if checkpoint.release else checkpoint.iteration,
             newest,
             newest,
         )
@@ -172,8 +170,8 @@ def alternative(folder: str | os.PathLike, iteration: int) -> str:
 
 
 def delete_checkpoint(folder: str | os.PathLike, iteration: int, fault: Fault = no_fault) -> None:
-    """Delete a checkpoint. Renames it first, durably, to a hidden name, so that a half-deleted directory never looks
-    like a checkpoint. The tracker stays. Raises FileNotFoundError if the checkpoint does not exist."""
+    """Delete a checkpoint, after a durable rename to a hidden name: a half-deleted directory never looks like a
+    checkpoint. The tracker stays. Raises FileNotFoundError."""
     directory = Path(get_checkpoint_name(folder, iteration))
     condemned = directory.with_name(f".{directory.name}{TEMPORARY}deleted")
     remove(condemned)

@@ -41,8 +41,7 @@ def same_folder(one: str | None, other: str | None) -> bool:
 
 
 def fast_folder(cfg: CheckpointConfig) -> str | None:
-    """Return the folder of --non-persistent-save-interval (default: ``non_persistent`` in --save, else in --load), even
-    if that interval is not set; None if undefined."""
+    """Return the folder of fast checkpoints (default: ``non_persistent`` in --save, else in --load), or None."""
     base = cfg.save or cfg.load
     if cfg.non_persistent_ckpt_type == "local":
         return cfg.non_persistent_local_ckpt_dir
@@ -64,20 +63,20 @@ def identity(folder: str, *, make: bool = False) -> str | None:
     return identity(folder)
 
 
-def _belongs(found: files.Found, base: str) -> bool:
+def _belongs(fast: files.Found, base: str) -> bool:
     """Whether a fast checkpoint stores the identity of the --save folder ``base``."""
-    return read_manifest(found.directory)["objects"].get("folder") == identity(base) is not None
+    return read_manifest(fast.directory)["objects"].get("folder") == identity(base) is not None
 
 
 def _newest_fast(cfg: CheckpointConfig, repair: bool) -> files.Found | None:
-    """Return the newest fast checkpoint if it belongs to the run in --load, which must be the --save folder if --save
-    is set; else None. ``repair``: see `find_checkpoint`. Warns about a damaged one and returns None."""
+    """Return the newest fast checkpoint if it belongs to the run in --load, which must be the --save folder if that is
+    set. Warns about a damaged one and returns None."""
     fast, base = fast_folder(cfg), cfg.save or cfg.load
     if fast is None or base is None or not same_folder(cfg.load, base):
         return None
     try:
-        found = files.find_checkpoint(fast, repair=repair)
-        return found if found is not None and _belongs(found, base) else None
+        checkpoint = files.find_checkpoint(fast, repair=repair)
+        return checkpoint if checkpoint is not None and _belongs(checkpoint, base) else None
     except CheckpointError as error:
         logger.warning("WARNING: %s: not loaded: %s", fast, error)
         return None
@@ -108,24 +107,30 @@ def check_save_folder(cfg: PretrainConfig) -> None:
     if checkpoint.save is None or cfg.validation.skip_train or checkpoint.start_over:
         return
     fast = fast_folder(cfg.checkpoint)
-    if fast is not None and (found := _any_complete(fast)) is not None and not _belongs(found, checkpoint.save):
+    if (
+        fast is not None
+        and (newest_fast := _any_complete(fast)) is not None
+        and not _belongs(newest_fast, checkpoint.save)
+    ):
         raise CheckpointError(
             f"{fast}: holds checkpoints that do not belong to --save {checkpoint.save}: choose another folder, or"
             f" delete them, or --start-over, which keeps them in {fast}/{SET_ASIDE}-001"
         )
     folders = [checkpoint.save, fast] if fast else [checkpoint.save]
-    iterations = sorted({each for folder in folders for each in files.saved_iterations(folder)}, reverse=True)
-    others = [name for name in (files.RELEASE, files.TRACKER) if os.path.lexists(os.path.join(checkpoint.save, name))]
+    iterations = sorted({iteration for folder in folders for iteration in files.saved_iterations(folder)}, reverse=True)
+    unnumbered = [
+        name for name in (files.RELEASE, files.TRACKER) if os.path.lexists(os.path.join(checkpoint.save, name))
+    ]
     same = same_folder(checkpoint.load, checkpoint.save)
-    if not iterations and (same or not others):  # a release holds only initial weights: no conflict
+    if not iterations and (same or not unnumbered):  # a release holds only initial weights: no conflict
         return
     if same and not checkpoint.finetune:
         return
     if checkpoint.load is not None and not same and not checkpoint.finetune:
-        found = files.find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
-        if found is not None and continues(checkpoint.save, found):
+        loaded = files.find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+        if loaded is not None and continues(checkpoint.save, loaded):
             return
-    newest = f"checkpoints up to iteration {iterations[0]}" if iterations else " and ".join(others)
+    newest = f"checkpoints up to iteration {iterations[0]}" if iterations else " and ".join(unnumbered)
     base = f" --pretrained-checkpoint {checkpoint.load}" if checkpoint.finetune and not same else ""
     base += " without --finetune" if checkpoint.finetune else ""
     raise CheckpointError(
@@ -142,16 +147,15 @@ def _any_complete(folder: str) -> files.Found | None:
     return None
 
 
-def continues(folder: str, found: files.Found) -> bool:
-    """Whether ``folder`` holds the checkpoint ``found`` or its original: one of the same iteration with the same
-    ``run_id``. False if that one is missing or damaged."""
-    if same_folder(str(Path(found.directory).parent), folder):
+def continues(folder: str, checkpoint: files.Found) -> bool:
+    """Whether ``folder`` holds ``checkpoint`` or its original: one of the same iteration and ``run_id``."""
+    if same_folder(str(Path(checkpoint.directory).parent), folder):
         return True
     try:
-        manifest = read_manifest(files.get_checkpoint_name(folder, found.iteration, found.release))
+        manifest = read_manifest(files.get_checkpoint_name(folder, checkpoint.iteration, checkpoint.release))
     except CheckpointError:
         return False
-    return manifest["run_id"] == found.run_id
+    return manifest["run_id"] == checkpoint.run_id
 
 
 def set_aside(folder: str, newer_than: int | None) -> None:
@@ -186,8 +190,7 @@ def set_aside(folder: str, newer_than: int | None) -> None:
 
 
 def _new_folder(parent: Path) -> Path:
-    """Create and return the first of ``set-aside-001``, ``-002``, … that does not exist in ``parent``; syncs
-    ``parent``."""
+    """Create the first free ``set-aside-001``, ``-002``, …; syncs ``parent``."""
     number = 1
     while True:
         target = parent / f"{SET_ASIDE}-{number:03d}"

@@ -60,11 +60,11 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
             (lambda: find_resumable(cfg.checkpoint, repair=True), checkpoint.finetune),
             (lambda: find_checkpoint(checkpoint.pretrained_checkpoint, repair=True), True),
         ):
-            found = find()
-            if found is not None:
-                weights_only = finetune or _is_upcycled(cfg, found)
-                continued_from = _continuation(cfg, found, weights_only)
-                return [found.directory, found.iteration, found.release, weights_only or found.release, continued_from]
+            match = find()
+            if match is not None:
+                weights_only = finetune or _is_upcycled(cfg, match)
+                continued_from = _continuation(cfg, match, weights_only)
+                return [match.directory, match.iteration, match.release, weights_only or match.release, continued_from]
         if checkpoint.exit_on_missing_checkpoint and checkpoint.load_hf is None:
             raise CheckpointError(f"--exit-on-missing-checkpoint: {checkpoint.load} holds no checkpoint")
         if (base := checkpoint.pretrained_checkpoint) is not None:
@@ -77,25 +77,23 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
     return None if answer is None else Start(Found(*answer[:3]), *answer[3:])
 
 
-def _is_upcycled(cfg: PretrainConfig, found: Found) -> bool:
-    """Whether ``found`` is a dense model to upcycle, not one with experts to resume. Raises CheckpointError if it is in
-    --save, unless --start-over is set."""
-    if not cfg.upcycling.moe_use_upcycling or not is_dense(read_manifest(found.directory)["objects"].get("args")):
+def _is_upcycled(cfg: PretrainConfig, dense: Found) -> bool:
+    """Raises CheckpointError if the dense model to upcycle is in --save, unless --start-over is set."""
+    if not cfg.upcycling.moe_use_upcycling or not is_dense(read_manifest(dense.directory)["objects"].get("args")):
         return False
-    folder = str(Path(found.directory).parent)
+    folder = str(Path(dense.directory).parent)
     if same_folder(folder, cfg.checkpoint.save) and not cfg.checkpoint.start_over:
         raise CheckpointError(f"--save {folder}: holds the dense model to start from; choose another folder")
     return True
 
 
-def _continuation(cfg: PretrainConfig, found: Found, finetune: bool) -> int | None:
-    """Return the iteration of ``found`` if saves to --save continue its history: it is in --save or the fast folder, or
-    --save has its original or copy. None without --save, with --start-over, or for weights only, unless ``found`` is a
-    release."""
-    if cfg.checkpoint.save is None or cfg.checkpoint.start_over or (finetune and not found.release):
+def _continuation(cfg: PretrainConfig, match: Found, finetune: bool) -> int | None:
+    """Return the iteration of ``match`` if saves to --save continue its history: it is in --save or the fast folder, or
+    --save has its original or copy. Weights only: of releases."""
+    if cfg.checkpoint.save is None or cfg.checkpoint.start_over or (finetune and not match.release):
         return None
-    is_fast = same_folder(str(Path(found.directory).parent), fast_folder(cfg.checkpoint))
-    return found.iteration if is_fast or continues(cfg.checkpoint.save, found) else None
+    is_fast = same_folder(str(Path(match.directory).parent), fast_folder(cfg.checkpoint))
+    return match.iteration if is_fast or continues(cfg.checkpoint.save, match) else None
 
 
 class Loading:
@@ -145,8 +143,8 @@ class Loading:
         if cfg.upcycling.moe_use_upcycling and is_dense(reader.objects["args"]):
             source = dense = DenseCheckpoint(reader, live.chunks, cfg)
             tensors = dense.tensors_to_read(tensors)
-        wanted = (("optimizer.", self.wants_optimizer), ("rng.", wants_rng), (PREFIX, wants_scales))
-        ignored = tuple(prefix for prefix, is_wanted in wanted if not is_wanted)
+        parts = (("optimizer.", self.wants_optimizer), ("rng.", wants_rng), (PREFIX, wants_scales))
+        ignored = tuple(prefix for prefix, is_read in parts if not is_read)
         load_from(source, tensors, allow_unused=ignored, group=world)
         self.left_alone = [name for name in reader.names if name.startswith(ignored)]
         if cfg.checkpoint.dist_ckpt_strictness.startswith("log_"):
@@ -181,21 +179,21 @@ class Loading:
         return TrainState() if self.weights_only else TrainState.from_dict(reader.objects["train_state"])
 
     def _check_objects(self) -> list[str]:
-        """Raise CheckpointError if the checkpoint must not be loaded; return allowed changes that affect results. Not
-        collective: runs on the first rank. Reads all assets."""
-        reader, found, cfg, objects = self.reader, self.found, self.cfg, self.reader.objects
+        """Raise CheckpointError if the checkpoint must not be loaded; return allowed changes that affect results. First
+        rank only. Reads all assets."""
+        reader, source, cfg, objects = self.reader, self.found, self.cfg, self.reader.objects
         where = reader.directory / MANIFEST
-        if wrong := malformed(objects, release=found.release):
+        if wrong := malformed(objects, release=source.release):
             raise CheckpointDamagedError(f"{where}: not as training writes it: {'; '.join(wrong)}")
         if damaged := reader.verify_assets():
             raise CheckpointDamagedError("; ".join(damaged))
         problems = []
-        if not found.release and objects["iteration"] != found.iteration:
-            problems.append(f"{found.directory} is of iteration {objects['iteration']}: it was renamed")
+        if not source.release and objects["iteration"] != source.iteration:
+            problems.append(f"{source.directory} is of iteration {objects['iteration']}: it was renamed")
         if not self.weights_only:
-            problems += other_tokenizer(objects["tokenizer"], self.live.tokenizer, found.directory)
+            problems += other_tokenizer(objects["tokenizer"], self.live.tokenizer, source.directory)
         if self.wants_optimizer and "optimizer" not in objects:
-            problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
+            problems.append(f"{source.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
         elif self.wants_optimizer:
             problems += self._other_optimizer() + self._other_precision()
             if (
@@ -204,22 +202,25 @@ class Loading:
                 and objects["optimizer"]["grad_scaler"].keys() == {"scale"}
             ):
                 fix = "give its --loss-scale, or add --no-load-optim"
-                problems.append(f"{found.directory} was trained with a constant loss scale: {fix}")
+                problems.append(f"{source.directory} was trained with a constant loss scale: {fix}")
         problems += self._other_history()
         if self.wants_rng and not any(name.startswith("rng.") for name in reader.names):
-            problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
+            problems.append(f"{source.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
         if problems:
             raise CheckpointError("; ".join(problems))
         architecture = self.architecture
         if cfg.upcycling.moe_use_upcycling and is_dense(objects["args"]):
             architecture = settings_to_compare(architecture)
-            check_width(objects["args"], cfg, found.directory)
+            check_width(objects["args"], cfg, source.directory)
         return self._changed_precision() + check_args(
-            objects, config_to_dict(cfg.flat), found.directory, architecture=architecture, weights_only=not self.goes_on
+            objects,
+            config_to_dict(cfg.flat),
+            source.directory,
+            architecture=architecture,
+            weights_only=not self.goes_on,
         )
 
     def _has_scales(self) -> bool:
-        """Return whether the run continues with, or evaluates with, stored delayed scales."""
         stored = any(name.startswith(PREFIX) for name in self.reader.names)
         return stored and self._wants_scales()
 
@@ -228,64 +229,62 @@ class Loading:
         return not self.weights_only and model.fp8 is not None and model.fp8_recipe == "delayed"
 
     def _other_history(self) -> list[str]:
-        """Return problems if stored delayed scales have another format than this run's, or histories another length."""
-        stored, model, found = self.reader.objects["args"], self.cfg.model, self.found.directory
+        """Compare format and length of the history of delayed scales."""
+        stored, model, folder = self.reader.objects["args"], self.cfg.model, self.found.directory
         pairs = ("format", "fp8", model.fp8), ("amax-history-len", "fp8_amax_history_len", model.fp8_amax_history_len)
         return [
-            f"{found} was trained with --fp8-{flag} {stored.get(field)}, not {own}: give its value"
-            for flag, field, own in pairs
-            if self._has_scales() and stored.get(field) != own
+            f"{folder} was trained with --fp8-{flag} {stored.get(field)}, not {value}: give its value"
+            for flag, field, value in pairs
+            if self._has_scales() and stored.get(field) != value
         ]
 
     def _other_optimizer(self) -> list[str]:
-        """Return a problem if the stored and this run's optimizer differ, and one of them is Muon or Lion: their
-        states have other tensors, or tensors of the same name with another meaning."""
+        """With Muon or Lion the states have other tensors, or tensors of the same name with another meaning."""
         stored, config = self.reader.objects["args"], self.cfg.optimizer
-        theirs, ours = str(stored.get("optimizer")), str(config.optimizer)
-        if theirs == ours and ours in MUON_OPTIMIZERS:
+        trained_with, rule = str(stored.get("optimizer")), str(config.optimizer)
+        if trained_with == rule and rule in MUON_OPTIMIZERS:
             scalars = stored.get("muon_scalar_optimizer", "adam"), config.muon_scalar_optimizer
-            theirs, ours = (f"{ours} --muon-scalar-optimizer {each}" for each in scalars)
-        if theirs == ours or not {*MUON_OPTIMIZERS, "lion"} & {*theirs.split(), *ours.split()}:
+            trained_with, rule = (f"{rule} --muon-scalar-optimizer {scalar}" for scalar in scalars)
+        if trained_with == rule or not {*MUON_OPTIMIZERS, "lion"} & {*trained_with.split(), *rule.split()}:
             return []
         return [
-            f"{self.found.directory} holds optimizer state of --optimizer {theirs}, this run has --optimizer {ours}: "
-            f"use {theirs}, or add --no-load-optim to continue from its weights with fresh optimizer state"
+            f"{self.found.directory} holds optimizer state of --optimizer {trained_with}, this run has --optimizer "
+            f"{rule}: use {trained_with}, or add --no-load-optim to continue from its weights with fresh optimizer state"
         ]
 
     def _other_precision(self) -> list[str]:
-        """Return a problem if main parameters are stored but not used, or reverse: only half precision and some
-        declared storages have them."""
+        """Only half precision and some declared storages have main parameters."""
         stored = any(name.startswith("optimizer.main_param.") for name in self.reader.names)
         if stored == (self.cfg.model.bf16 or self.cfg.model.fp16 or self.saves_masters):
             return []
-        theirs, ours = self._precisions()
+        trained_in, precision = self._precisions()
         return [
-            f"{self.found.directory} holds optimizer state of a run in {theirs}, this run is in {ours}: train in"
-            f" {theirs}, or add --no-load-optim to go on from its weights with fresh optimizer state"
+            f"{self.found.directory} holds optimizer state of a run in {trained_in}, this run is in {precision}: "
+            f"train in {trained_in}, or add --no-load-optim to go on from its weights with fresh optimizer state"
         ]
 
     def _precisions(self) -> tuple[str, str]:
         """Return the precisions of the stored run and this run, by their flags."""
         model = self.cfg.model
         now = {"bf16": model.bf16, "fp16": model.fp16, "fp8": model.fp8}
-        theirs, ours = (
+        trained_in, precision = (
             ("bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32")
             + (f" with fp8 ({args['fp8']})" if args.get("fp8") else "")
             for args in (self.reader.objects["args"], now)
         )
-        return theirs, ours
+        return trained_in, precision
 
     def _changed_precision(self) -> list[str]:
-        """Return the notice for another precision than the checkpoint's."""
-        theirs, ours = self._precisions()
-        if theirs == ours or not {"bf16", "fp16"} <= self.reader.objects["args"].keys():  # other programs name none
+        trained_in, precision = self._precisions()
+        has_flags = {"bf16", "fp16"} <= self.reader.objects["args"].keys()  # other programs name none
+        if trained_in == precision or not has_flags:
             return []
         masters = "are loaded unchanged" if self.wants_optimizer else "start from the loaded weights"
-        notice = f"the checkpoint's run was in {theirs}, this run is in {ours}: weights are converted, main parameters"
-        return [f"{notice} {masters}"]
+        notice = f"the checkpoint's run was in {trained_in}, this run is in {precision}: weights are converted"
+        return [f"{notice}, main parameters {masters}"]
 
     def _same_world(self) -> bool:
-        """Whether the number of ranks and kinds of generators match; else logs that random states are not restored."""
+        """Also logs that random states are not restored."""
         mine = rng_tensors(self.world.rank, self.world.size)
         stored = {name: self.reader.shape(name) for name in self.reader.names if name.startswith("rng.")}
         if stored == {name: tuple(tensor.global_shape) for name, tensor in mine.items()}:

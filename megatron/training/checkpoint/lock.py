@@ -31,7 +31,7 @@ class SaveLock:
     def __init__(self, folder: str | os.PathLike, flag: str = "--save") -> None:
         self.flag = flag
         self.path = Path(folder) / LOCK
-        self._made = [each for each in (Path(folder), *Path(folder).parents) if not os.path.lexists(each)]
+        self._made = [path for path in (Path(folder), *Path(folder).parents) if not os.path.lexists(path)]
         self._taken = False
         self._open(folder)
         assert self._descriptor is not None
@@ -40,9 +40,8 @@ class SaveLock:
             self._open(folder)
 
     def _open(self, folder: str | os.PathLike) -> None:
-        """Create ``folder`` if missing, open the lock file and take the lock without waiting. Raises CheckpointError if
-        the file is a symbolic link, cannot be written, is not a lock file, or another job holds it; then nothing stays
-        open."""
+        """Raises CheckpointError if the file is a symbolic link, cannot be written, or :meth:`_take` fails; then
+        nothing stays open."""
         try:
             make_durable_folder(Path(folder))
             # O_NOFOLLOW: a planted link would make this job write into the file that it points to
@@ -60,9 +59,8 @@ class SaveLock:
             raise
 
     def _take(self, descriptor: int, folder: str | os.PathLike) -> None:
-        """Take the lock without waiting, and write host and process ID into the file. Raises CheckpointError if the
-        file is not a lock file of training or another job holds it. On file systems without locks logs a warning and
-        continues without a lock."""
+        """Take the lock without waiting, and write host and process ID. Raises CheckpointError if the file is no lock
+        file or another job holds it. Continues without lock on file systems without locks, with a warning."""
         status = os.fstat(descriptor)
         text = os.pread(descriptor, RECORD_BYTES, 0) if stat.S_ISREG(status.st_mode) else b""
         # a hard link to a foreign file passes O_NOFOLLOW: never write into a file that is not a training lock

@@ -99,8 +99,8 @@ def with_settings(cfg: FlatConfig, settings: Mapping[str, object], where: str | 
     values, problems = cli.read_mapping(specs, plain)
     if problems:
         raise CheckpointDamagedError(f"{where}: settings that cannot be read: {'; '.join(map(str, problems))}")
-    given = [name for name in sorted(values.keys() & cfg.explicit) if getattr(cfg, name) != values[name]]
-    if wrong := [name for name in given if name in FIXED]:
+    contradicted = [name for name in sorted(values.keys() & cfg.explicit) if getattr(cfg, name) != values[name]]
+    if wrong := [name for name in contradicted if name in FIXED]:
         both = "; ".join(f"{flags[name]} is {getattr(cfg, name)!r}, there it is {values[name]!r}" for name in wrong)
         raise CheckpointError(f"{where} is another model than these flags describe: {both}; remove these flags")
     cfg = dataclasses.replace(cfg, **{name: value for name, value in values.items() if name not in cfg.explicit})
@@ -146,8 +146,7 @@ def check_tensors(
 
 
 def _hint(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the most likely fix as the end of a message: tied or untied output layer, or another vocabulary; else an
-    empty string."""
+    """Return the most likely fix: tied or untied output layer, or another vocabulary; or an empty string."""
     if OUTPUT in expected and OUTPUT not in tensors and WORDS in tensors:
         return ". Its output layer is tied to the embedding: leave out --untie-embeddings-and-output-weights"
     if OUTPUT in tensors and OUTPUT not in expected:
@@ -183,8 +182,8 @@ def apply_hf_settings(cfg: FlatConfig) -> FlatConfig:
 
 
 def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return settings for a folder's tokenizer.json (``tokenizer_model`` is the folder), else for the vocab.txt of
-    older BERT folders, lower-case unless tokenizer_config.json has do_lower_case false; empty for neither."""
+    """Return settings for tokenizer.json, else for the vocab.txt of older BERT folders, which is lower-case by
+    default."""
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     vocabulary, config = folder / "vocab.txt", folder / "tokenizer_config.json"
@@ -203,10 +202,10 @@ def load_hf_weights(
     random."""
     interchange: Interchange = load_hf(folder)
     logger.info(" loading weights from the Hugging Face folder %s", folder)
-    wanted: dict[str, ShardedTensor] = {}
+    tensors: dict[str, ShardedTensor] = {}
     for chunk in chunks:
-        wanted |= module_tensors(unwrapped(chunk), prefix="model.", groups=groups)
-    load_from(InterchangeReader(interchange, folder), wanted, group=groups.world)
+        tensors |= module_tensors(unwrapped(chunk), prefix="model.", groups=groups)
+    load_from(InterchangeReader(interchange, folder), tensors, group=groups.world)
     if optimizer is not None:
         optimizer.reload_model_params()
     for note in interchange.notes if groups.world.is_first else ():

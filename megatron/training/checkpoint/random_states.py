@@ -51,8 +51,6 @@ def set_rng_state(states: dict[str, Tensor]) -> None:
 
 
 def _set_rng_state(states: dict[str, Tensor]) -> None:
-    """Set the global generators of python, numpy and torch's CPU to ``states``, and the current GPU's generator if it
-    is stored and CUDA is initialized."""
     *words, is_set, bits = states["python"].tolist()
     random.setstate((3, tuple(words), _double(is_set, bits)))
     *keys, position, is_set, bits = states["numpy"].tolist()

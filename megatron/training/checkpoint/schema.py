@@ -65,7 +65,6 @@ _SCALER: dict[str, Check] = {
 
 
 def _is_scaler(value: object) -> bool:
-    """Whether ``value`` is the state of no, a constant or a dynamic loss scaler."""
     return (
         isinstance(value, dict)
         and value.keys() in (set(), {"scale"}, _SCALER.keys())
@@ -99,7 +98,7 @@ def malformed(objects: dict[str, Any], *, release: bool = False) -> list[str]:
 
 
 def _impossible_schedule(scheduler: dict[str, Any] | None) -> list[str]:
-    """Return problems of numbers with valid types that do not form a schedule."""
+    """Valid types, but no schedule."""
     if scheduler is None:
         return []
     try:
@@ -110,8 +109,7 @@ def _impossible_schedule(scheduler: dict[str, Any] | None) -> list[str]:
 
 
 def _table(objects: dict[str, object], name: str, checks: dict[str, Check], exact: bool = True) -> list[str]:
-    """Return problems of the dictionary ``name``; none if it is missing. ``exact``: it must have just the keys of
-    ``checks``, else others and missing ones are allowed."""
+    """``exact``: the dictionary must have just the keys of ``checks``."""
     if name not in objects:
         return []
     table = objects[name]

@@ -90,23 +90,23 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     """Return all settings of the checkpoint selected by ``--load load_dir --ckpt-step step``: names in ``TAKEN`` and
     the family's weight settings as command-line types, others as stored. Raises CheckpointError if there is no valid
     checkpoint or a setting cannot be converted."""
-    found = find_checkpoint(load_dir, step)
-    if found is None:
+    selected = find_checkpoint(load_dir, step)
+    if selected is None:
         raise CheckpointError(f"{load_dir} holds no checkpoint to take the model's settings from; check --load")
-    path = os.path.join(found.directory, MANIFEST)
-    args = read_manifest(found.directory)["objects"].get("args")
+    path = os.path.join(selected.directory, MANIFEST)
+    args = read_manifest(selected.directory)["objects"].get("args")
     if not isinstance(args, dict):
         raise CheckpointDamagedError(f"{path}: args is not a table")
     family = known_family(args.get("model_family")) or get_family(default_family())
-    kinds, taken, wrong = {spec.field: spec for spec in flags_of(flat_class(family.name))}, {}, []
+    kinds, converted, wrong = {spec.field: spec for spec in flags_of(flat_class(family.name))}, {}, []
     for name in args.keys() & {*TAKEN, *family.weight_settings}:
         try:
-            taken[name] = from_object(kinds[name], args[name])
+            converted[name] = from_object(kinds[name], args[name])
         except ValueError as error:
             wrong.append(f"{name} is {args[name]!r:.60}: {error}")
     if wrong:
         raise CheckpointDamagedError(f"{path}: not as training writes it: {'; '.join(sorted(wrong))}")
-    return {**args, **taken}
+    return {**args, **converted}
 
 
 def apply_checkpoint_args(cfg: FlatConfig) -> FlatConfig:
@@ -119,29 +119,29 @@ def apply_checkpoint_args(cfg: FlatConfig) -> FlatConfig:
     folder = cfg.load or cfg.pretrained_checkpoint
     if folder is None:
         raise CheckpointError("--use-checkpoint-args: needs --load or --pretrained-checkpoint")
-    found = find_resumable(cfg) if cfg.load else None
-    if found is None and cfg.load and cfg.pretrained_checkpoint:
+    resumable = find_resumable(cfg) if cfg.load else None
+    if resumable is None and cfg.load and cfg.pretrained_checkpoint:
         folder = cfg.pretrained_checkpoint
-    if found is not None and same_folder(os.path.dirname(found.directory), fast_folder(cfg)):
-        folder = found.directory
+    if resumable is not None and same_folder(os.path.dirname(resumable.directory), fast_folder(cfg)):
+        folder = resumable.directory
     described = None not in (cfg.num_layers or cfg.encoder_num_layers, cfg.hidden_size, cfg.num_attention_heads)
-    if found is None and described and folder == cfg.load and not cfg.exit_on_missing_checkpoint:
+    if resumable is None and described and folder == cfg.load and not cfg.exit_on_missing_checkpoint:
         logger.warning("--use-checkpoint-args: %s holds no checkpoint yet: this command line's settings apply", folder)
         return cfg
     stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
     refuse_other_family(stored, cfg.model_family, folder)
-    known = {*cfg.values()}
+    fields = {*cfg.values()}
     if cfg.moe_use_upcycling and stored.get("num_moe_experts") is None:  # expert settings come from the command line
-        known = {name for name in known if "moe_" not in name}
-    names = [name for name in SIZES if name in known and getattr(cfg, name) is None]
+        fields = {name for name in fields if "moe_" not in name}
+    names = [name for name in SIZES if name in fields and getattr(cfg, name) is None]
     names += [name for name in (*ARCHITECTURE, *cfg.family.weight_settings, *ALSO_TAKEN) if name not in SIZES]
     names += [name for name in COMPUTED_WITH if name not in cfg.explicit]
     names += LAYOUT if cfg.use_mp_args_from_checkpoint_args else ()
     if cfg.use_tokenizer_model_from_checkpoint_args:
         named = bool({"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit)
-        given = {*TOKENIZER} if named and stored.get("tokenizer_type") != cfg.tokenizer_type else cfg.explicit
-        names += [name for name in TOKENIZER if not (named and name in given)]
-    changes = {n: stored[n] for n in names if n in known and n in stored and stored[n] != getattr(cfg, n)}
+        explicit = {*TOKENIZER} if named and stored.get("tokenizer_type") != cfg.tokenizer_type else cfg.explicit
+        names += [name for name in TOKENIZER if not (named and name in explicit)]
+    changes = {n: stored[n] for n in names if n in fields and n in stored and stored[n] != getattr(cfg, n)}
     for name, value in changes.items():
         logger.info("%s: %s (from the checkpoint, was %s)", name, value, getattr(cfg, name))
     return dataclasses.replace(cfg, **changes)
@@ -178,14 +178,14 @@ def check_args(
         logger.info("changed since the checkpoint: %s was %s, is %s", name, stored[name], current[name])
     if weights_only:
         return []
-    versions, ours = objects.get("versions", {}), software_versions()
+    versions, current_versions = objects.get("versions", {}), software_versions()
     return [
         *(f"data: {name} was {stored[name]}, is {current[name]}" for name in DATA_STREAM if name in differing),
         *(f"numbers: {name} was {stored[name]}, is {current[name]}" for name in NUMBERS if name in differing),
         *(
-            f"software: {name} was {versions[name]}, is {ours[name]}"
-            for name in ours
-            if name in versions and versions[name] != ours[name]
+            f"software: {name} was {versions[name]}, is {current_versions[name]}"
+            for name in current_versions
+            if name in versions and versions[name] != current_versions[name]
         ),
     ]
 
@@ -194,8 +194,10 @@ def _refuse_forgotten(stored: dict[str, object], current: dict[str, Any], differ
     """Raise CheckpointError for ``FORGOTTEN`` settings that the checkpoint's run set explicitly and this run does
     not."""
     explicit = stored.get("explicit")
-    given = set(explicit) if isinstance(explicit, list) and all(isinstance(name, str) for name in explicit) else set()
-    forgotten = [name for name in FORGOTTEN if name in differing & given and name not in current["explicit"]]
+    stored_explicit = (
+        set(explicit) if isinstance(explicit, list) and all(isinstance(name, str) for name in explicit) else set()
+    )
+    forgotten = [name for name in FORGOTTEN if name in differing & stored_explicit and name not in current["explicit"]]
     if forgotten:
         flags = {spec.field: spec.names[0] for spec in flags_of(FlatConfig)}
         listed = "; ".join(

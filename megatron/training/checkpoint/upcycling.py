@@ -40,13 +40,13 @@ class DenseCheckpoint:
     def __init__(self, reader: CheckpointReader, chunks: Iterable[nn.Module], cfg: PretrainConfig) -> None:
         self.directory, self._reader, self._cfg = reader.directory, reader, cfg
         self._slices = cfg.upcycling.moe_upcycling_granularity
-        modules = (each for chunk in chunks for each in chunk.named_modules(prefix="model"))
+        modules = (module for chunk in chunks for module in chunk.named_modules(prefix="model"))
         self._routers = {name: module for name, module in modules if isinstance(module, TopKRouter)}
 
     def tensors_to_read(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
         """Return ``tensors`` without those that keep their initial values: router buffers and shared experts."""
         fresh = (".mlp.router.expert_bias", ".mlp.router.last_choices", ".mlp.router.bias", ".mlp.shared_experts.")
-        return {key: each for key, each in tensors.items() if not any(name in each.name for name in fresh)}
+        return {key: tensor for key, tensor in tensors.items() if not any(name in tensor.name for name in fresh)}
 
     @property
     def names(self) -> list[str]:
@@ -54,19 +54,18 @@ class DenseCheckpoint:
         return [self._name_in_the_model(name) for name in self._reader.names]
 
     def _name_in_the_model(self, name: str) -> str:
-        """Return the name that the stored tensor ``name`` has in the model: ``mlp.experts.linear_fc…`` for the dense
-        MLP of a layer with experts, else unchanged."""
-        found = _DENSE.fullmatch(name)
-        if found is None:
+        """Return ``mlp.experts.linear_fc…`` for the dense MLP of a layer with experts, else ``name``."""
+        match = _DENSE.fullmatch(name)
+        if match is None:
             return name
-        layer = self._cfg.model.num_layers if ".mtp." in name else int(found[2]) + 1
-        return f"{found[1]}experts.{found[3]}" if has_experts(self._cfg.model, layer or 1) else name
+        layer = self._cfg.model.num_layers if ".mtp." in name else int(match[2]) + 1
+        return f"{match[1]}experts.{match[3]}" if has_experts(self._cfg.model, layer or 1) else name
 
     def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
         """Describe tensors that are not stored or have another shape, experts by their dense MLP. Skips router weights,
         which are not read."""
-        read = (each for each in tensors if not each.name.endswith(".mlp.router.weight"))
-        return self._reader.misfits(next(self._dense_slices(each), each) for each in read)
+        read = (tensor for tensor in tensors if not tensor.name.endswith(".mlp.router.weight"))
+        return self._reader.misfits(next(self._dense_slices(tensor), tensor) for tensor in read)
 
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
@@ -85,9 +84,8 @@ class DenseCheckpoint:
                 part.local.mul_(scale)
 
     def _dense_slices(self, tensor: ShardedTensor) -> Iterator[ShardedTensor]:
-        """Yield, per local expert of ``tensor`` [e, …], the dense slice to read: dense name, shape and offsets, and as
-        ``local`` a view of the expert's memory. A bias of the second layer is not sliced. Nothing for non-expert
-        tensors."""
+        """Yield, per local expert of ``tensor`` [e, …], the dense slice to read, with a view of the expert's memory as
+        ``local``. A bias of the second layer is not sliced."""
         if ".mlp.experts." not in tensor.name:
             return
         name, shape = tensor.name.replace(".experts.", "."), list(tensor.global_shape[1:])
@@ -103,8 +101,8 @@ class DenseCheckpoint:
             yield ShardedTensor(name, local, tuple(shape), tuple(offsets))
 
     def _scale(self, name: str) -> float:
-        """Return the factor of an expert tensor: 1 for the first layer; for the second G / w (bias: 1 / w), where w is
-        the sum of the top-k router weights at logits of 0, which a new router's are near."""
+        """Return 1 for the first layer; for the second G / w (bias: 1 / w), where w is the sum of the top-k router
+        weights at logits of 0, which a new router's are near."""
         if ".linear_fc2." not in name:
             return 1.0
         router = self._routers[name.partition(".experts.")[0] + ".router"]
@@ -113,10 +111,10 @@ class DenseCheckpoint:
         return (self._slices if name.endswith("weight") else 1) / weights
 
     def _router_rows(self, tensor: ShardedTensor) -> Tensor:
-        """Return a full router weight [e, h] on the CPU, drawn from --seed and the name, thus equal on all ranks; all
-        experts of one copy get the row of its first expert."""
+        """Return a full router weight [e, h], drawn from --seed and the name: equal on all ranks; all experts of one
+        copy get the row of its first expert."""
         spec = spec_or_replicated(self._routers[tensor.name.removesuffix(".weight")].weight)
-        whole = torch.zeros(spec.shape, dtype=tensor.local.dtype)
+        weight = torch.zeros(spec.shape, dtype=tensor.local.dtype)
         name = tensor.name.removeprefix("model.")
-        fill_parameter(whole, spec, name, self._cfg.model.seed, SINGLE_PROCESS)
-        return whole[torch.arange(len(whole)) // self._slices * self._slices]
+        fill_parameter(weight, spec, name, self._cfg.model.seed, SINGLE_PROCESS)
+        return weight[torch.arange(len(weight)) // self._slices * self._slices]

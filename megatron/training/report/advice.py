@@ -45,15 +45,15 @@ def memory_advice(cfg: PretrainConfig, vocab_size: int) -> list[Advice]:
         changed = _changed(cfg, values)
         if changed is None:
             continue
-        found = Advice(flags, peak_memory(changed, vocab_size))
-        if found.bytes < 0.99 * now and (topic not in best or found.bytes < best[topic].bytes):
-            best[topic] = found
-    return sorted(best.values(), key=lambda each: (each is not best.get("dropout"), each.bytes))[:MOST]
+        advice = Advice(flags, peak_memory(changed, vocab_size))
+        if advice.bytes < 0.99 * now and (topic not in best or advice.bytes < best[topic].bytes):
+            best[topic] = advice
+    return sorted(best.values(), key=lambda advice: (advice is not best.get("dropout"), advice.bytes))[:MOST]
 
 
 def _changed(cfg: PretrainConfig, values: dict[str, object]) -> PretrainConfig | None:
-    """Return a copy of ``cfg`` with other values, resolved again for the same world size; None if a rule rejects them.
-    Checks as in a dry run, so that this machine's packages and GPUs do not matter."""
+    """Return ``cfg`` with other values, resolved again; None if a rule rejects them. Checks as in a dry run: this
+    machine's packages and GPUs do not matter."""
     flat = copy.copy(cfg.flat)
     vars(flat).update({"dry_run": True, **values})
     try:
@@ -64,9 +64,7 @@ def _changed(cfg: PretrainConfig, values: dict[str, object]) -> PretrainConfig |
 
 
 def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, object], str]]:
-    """Yield candidate changes as (topic, changed fields, flags to type): no attention dropout, recomputation, sharding,
-    half the micro-batch, sequence parallelism, bf16 moments, and twice the size of each parallel axis. Checks neither
-    rules nor memory."""
+    """Yield (topic, changed fields, flags to type) without checks of rules or memory."""
     model = cfg.model
     if model.attention_dropout:
         yield "dropout", {"attention_dropout": 0.0}, "--attention-dropout 0"
@@ -106,8 +104,8 @@ def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, object], str]
 
 
 def fit_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """Yield rows of the dry run: whether the fullest rank fits --gpu-memory less ``LIBRARIES_GIB``, and, if not, the
-    changes that save the most with their GiB. Yields nothing without --gpu-memory."""
+    """Yield rows of the dry run: whether the fullest rank fits --gpu-memory less ``LIBRARIES_GIB``, else the changes
+    that save the most. Yields nothing without --gpu-memory."""
     if cfg.program.gpu_memory is None:
         return
     need = peak_memory(cfg, vocab_size) / 2**30
@@ -119,8 +117,8 @@ def fit_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
         return
     yield "fits the GPU", f"NO, {sizes}"
     advice = memory_advice(cfg, vocab_size)
-    for each in advice:
-        fits = ", fits" if each.bytes / 2**30 <= room else ""
-        yield "  add", f"{each.flags}: {each.bytes / 2**30:.1f} GiB{fits}"
-    if advice and all(each.bytes / 2**30 > room for each in advice):
+    for change in advice:
+        fits = ", fits" if change.bytes / 2**30 <= room else ""
+        yield "  add", f"{change.flags}: {change.bytes / 2**30:.1f} GiB{fits}"
+    if advice and all(change.bytes / 2**30 > room for change in advice):
         yield "", NONE_FITS

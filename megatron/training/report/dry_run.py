@@ -39,8 +39,8 @@ Rows = Iterator[tuple[str, object]]
 
 
 def known_vocab_size(cfg: TokenizerConfig) -> tuple[int | None, str]:
-    """Return (unpadded vocabulary size, its source): --vocab-size, the byte-level size, or the entries of --vocab-file
-    (JSON or one per line). Returns (None, "unknown") if the tokenizer must be built or the file is unreadable."""
+    """Return (unpadded vocabulary size, its source), (None, "unknown") if the tokenizer must be built or the file is
+    unreadable."""
     if cfg.vocab_size is not None:
         return cfg.vocab_size, "--vocab-size"
     if cfg.tokenizer_type == "ByteLevelTokenizer":
@@ -86,8 +86,8 @@ def preflight(cfg: FlatConfig) -> bool:
 
 
 def dry_run_report(cfg: PretrainConfig) -> str:
-    """Return the full text of ``--dry-run`` for a resolved and checked configuration: layout, pipeline, model, memory,
-    batches, schedule, and what is missing on this machine. Omits empty sections. Prints nothing."""
+    """Return the text of ``--dry-run`` for a resolved and checked configuration. Omits empty sections. Prints
+    nothing."""
     vocab_size, source = known_vocab_size(cfg.tokenizer)
     model = cfg.describe(vocab_size or 0)
     sections: dict[str, Iterable[tuple[str, object]]] = {
@@ -116,9 +116,8 @@ def dry_run_report(cfg: PretrainConfig) -> str:
 
 
 def _missing_here(cfg: PretrainConfig) -> Rows:
-    """Yield packages, GPUs and files whose absence would make a run on this machine fail."""
-    for each in check(cfg.with_settings(dry_run=False)):
-        flag, _, reason = str(each).partition(": ")
+    for problem in check(cfg.with_settings(dry_run=False)):
+        flag, _, reason = str(problem).partition(": ")
         yield flag, reason
     save = cfg.checkpoint.save
     if save is not None:
@@ -133,8 +132,6 @@ _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "p
 
 
 def _layout(cfg: PretrainConfig) -> Rows:
-    """Yield rows: ranks as the product of the parallel sizes, the same for experts if there are any, the rank order,
-    and the backends of communication, layers and attention."""
     model = cfg.model
     tp, pp, cp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
     dp = cfg.data_parallel_size
@@ -150,9 +147,7 @@ def _layout(cfg: PretrainConfig) -> Rows:
 
 
 def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None, source: str) -> Rows:
-    """Yield rows: layer and head sizes, T5's decoder, the vocabulary and its padding, parameters in total and per
-    layer, and, if present, multi-token prediction, experts and active parameters. Without ``vocab_size`` counts exclude
-    the embedding."""
+    """Without ``vocab_size`` counts exclude the embedding."""
     config = cfg.model
     heads = f"{config.num_attention_heads} heads of {config.kv_channels}, {config.num_query_groups} key-value groups"
     if config.multi_latent_attention:
@@ -176,8 +171,8 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
     stored = f"; {model.padding:,} more of padding" if model.padding else ""
     yield "parameters", f"{model.num_parameters:,}{without}, of which {per_layer} per layer{stored}"
     if config.mtp_num_layers is not None:
-        own = sum(piece.num_parameters for piece in model.predictions)
-        yield "multi-token prediction", f"{config.mtp_num_layers} further, with {own:,} of these parameters"
+        num_parameters = sum(piece.num_parameters for piece in model.predictions)
+        yield "multi-token prediction", f"{config.mtp_num_layers} further, with {num_parameters:,} of these parameters"
     if config.num_moe_experts is not None:
         widths = f"{config.num_moe_experts} of width {config.moe_ffn_hidden_size}, {config.moe_router_topk} per token"
         shared = config.moe_shared_expert_intermediate_size
@@ -186,8 +181,7 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
 
 
 def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:
-    """Yield rows: each batch-size plateau with its micro-batches, FLOPs per token and per rank, predicted time,
-    training length, and evaluation. ``flops`` is per sample; None omits the rows that need it."""
+    """``flops``: per sample; None omits the rows that need it."""
     training, validation = cfg.training, cfg.validation
     dp, micro, length = cfg.data_parallel_size, training.micro_batch_size, cfg.data.seq_length
     for plateau in batch_sizes.batch_size_plateaus(cfg.flat):
@@ -211,8 +205,6 @@ def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:
 
 
 def _schedule(cfg: PretrainConfig) -> Rows:
-    """Yield rows: learning-rate range, warm-up and decay lengths in samples, the rate at 0, 25, 50, 75 and 100 % of the
-    decay, and weight decay. Yields a single row if nothing is trained."""
     if cfg.validation.skip_train or cfg.schedule.lr is None:
         yield "learning rate", "none: nothing is trained"
         return

@@ -26,17 +26,17 @@ def expert_hints(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, st
     if etp > 1 and experts % (ep * etp) == 0:
         width = cfg.model.moe_ffn_hidden_size
         memory = f"{_gib(cfg, vocab_size, ep * etp, 1):.0f} GiB per rank, now {now:.0f}"
-        whole = f"whole experts, of width {width} and not {(width or 0) // etp}, make larger GEMMs"
-        yield "hint", f"{_flags(ep * etp, 1)}: {whole}; {memory}"
+        reason = f"whole experts, of width {width} and not {(width or 0) // etp}, make larger GEMMs"
+        yield "hint", f"{_flags(ep * etp, 1)}: {reason}; {memory}"
         return
     fitting = ((size, _gib(cfg, vocab_size, size, etp)) for size in _sizes(cfg, etp))  # lazy: estimated on demand
     if now > DEVICE_GIB:
-        found = next(((size, gib) for size, gib in fitting if size > ep and gib <= DEVICE_GIB), None)
-        if found:
+        match = next(((size, gib) for size, gib in fitting if size > ep and gib <= DEVICE_GIB), None)
+        if match:
             reason = f"{now:.0f} GiB per rank are more than the {DEVICE_GIB:.0f} of a GPU of 80 GB, and these take"
-            yield "hint", f"{_flags(found[0], etp)}: {reason} {found[1]:.0f}"
+            yield "hint", f"{_flags(match[0], etp)}: {reason} {match[1]:.0f}"
     elif ep * etp > GPUS_PER_HOST:
-        inside = [each for each in fitting if each[0] * etp <= GPUS_PER_HOST and each[1] <= DEVICE_GIB]
+        inside = [option for option in fitting if option[0] * etp <= GPUS_PER_HOST and option[1] <= DEVICE_GIB]
         if inside:
             size, gib = inside[-1]
             reason = f"tokens stay within a host of {GPUS_PER_HOST} GPUs; {gib:.0f} GiB per rank, now {now:.0f}"
@@ -54,6 +54,5 @@ def _flags(ep: int, etp: int) -> str:
 
 
 def _gib(cfg: PretrainConfig, vocab_size: int, ep: int, etp: int) -> float:
-    """Return the memory of the pipeline rank that needs the most, in GiB."""
     changed = cfg.with_settings(expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     return max(rank.total for rank in estimate_memory(changed, vocab_size)) / 2**30

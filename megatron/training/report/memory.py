@@ -69,20 +69,19 @@ def estimate_memory(cfg: PretrainConfig, vocab_size: int, model: ModelDescriptio
     stages = run_stages(cfg, vocab_size or None, model)
     schedule = run_schedule(cfg, enough_microbatches(cfg))
     # once per stage: a schedule has thousands of actions
-    kept, host = (
+    saved, host = (
         peak_activations(schedule, weight=[float(size(cfg, model, stage)) for stage in stages].__getitem__)
         for size in (stage_activations, offloaded_activations)
     )
-    found = (_rank_memory(cfg, model, stages[rank::ranks], int(kept[rank])) for rank in range(ranks))
-    return [replace(each, host_activations=int(size)) for each, size in zip(found, host)]
+    memories = (_rank_memory(cfg, model, stages[rank::ranks], int(saved[rank])) for rank in range(ranks))
+    return [replace(memory, host_activations=int(size)) for memory, size in zip(memories, host)]
 
 
 def _rank_memory(
-    cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], kept: int
+    cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], saved: int
 ) -> RankMemory:
-    """Return the memory of a pipeline rank that holds ``chunks``. ``kept``: its peak of saved activations in bytes,
-    which is divided among kinds in proportion to one micro-batch of each chunk. Working memory is summed over chunks,
-    plus the largest backward pass."""
+    """``saved``: peak of saved activations in bytes, divided among kinds in proportion to one micro-batch of each
+    chunk. Working memory is summed over chunks, plus the largest backward pass."""
     states = [_chunk_state(cfg, model, chunk) for chunk in chunks]
     weights, gradients, optimizer, working = (sum(column) for column in zip(*states))
     working += max(_backward_bytes(cfg, layers_held(model, chunk)) for chunk in chunks)
@@ -91,11 +90,11 @@ def _rank_memory(
     for chunk in chunks:
         for name, size in activations_by_kind(cfg, model, chunk).items():
             by_kind[name] += size
-    share = kept / (sum(by_kind.values()) or 1.0)  # micro-batches in flight, averaged over the chunks
+    share = saved / (sum(by_kind.values()) or 1.0)  # micro-batches in flight, averaged over the chunks
     kinds = {name: round(by_kind[name] * share) for name in sorted(by_kind, key=by_kind.__getitem__, reverse=True)}
     host, slots = _offloaded_state(cfg, model, chunks, optimizer)
     optimizer += slots - host
-    return RankMemory("; ".join(map(str, chunks)), weights, gradients, optimizer, kept, working, kinds, host)
+    return RankMemory("; ".join(map(str, chunks)), weights, gradients, optimizer, saved, working, kinds, host)
 
 
 # ---- parameters
@@ -113,22 +112,22 @@ class Stored(NamedTuple):
 
 
 def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stored]:
-    """Return the parameters of ``pieces`` with their shapes on a tensor- and expert-parallel rank, in build order.
-    Omits parameters tied to another one in ``pieces``; a parameter of several components gives one entry each."""
-    params = [each for piece in pieces for each in piece.params]
+    """Return the parameters of ``pieces`` with their shapes on a tensor- and expert-parallel rank, in build order,
+    without tied copies; a parameter of several components gives one entry each."""
+    params = [param for piece in pieces for param in piece.params]
     tp, ep = cfg.model.tensor_model_parallel_size, cfg.model.expert_model_parallel_size
     sizes = {"tp": tp, "ep": ep, "etp": expert_tensor_ranks(cfg.model)}
-    names = {each.name for each in params}
-    own = [each for each in params if each.tied_to == each.name or each.tied_to not in names]
-    return [Stored(each, shape) for each in own for shape in each.local_shapes(sizes)]
+    names = {param.name for param in params}
+    untied = [param for param in params if param.tied_to == param.name or param.tied_to not in names]
+    return [Stored(param, shape) for param in untied for shape in param.local_shapes(sizes)]
 
 
 # ---- weights, gradients, optimizer state
 
 
 def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:
-    """Return bytes of (weights, gradients, optimizer state, working memory) of one stage. Weights include their fp8
-    copies. Working memory, gathered weights plus unreduced gradients of one unit, is nonzero only under FSDP."""
+    """Return bytes of (weights with their fp8 copies, gradients, optimizer state, working memory) of one stage. Working
+    memory: gathered weights plus unreduced gradients of one unit of FSDP."""
     weights, gradients, optimizer, working = _sharded_state(cfg, model, stage)
     if cfg.model.fp8 is not None and not cfg.distributed.use_torch_fsdp2:
         dense, of_experts = _fp8_copies(cfg, model, stage)
@@ -139,8 +138,7 @@ def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageConte
 
 
 def _fp8_copies(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int]:
-    """Return the bytes of the two fp8 copies of every weight of a stage's layers, dense layers and experts; in branches
-    with experts, of these if they compute in fp8."""
+    """Return the bytes of the two fp8 copies of every weight of a stage's dense layers and experts."""
     branches = [branch for layer in layers_held(model, stage) for branch in layer]
     experts = [branch for branch in branches if any(param.is_expert for param in branch.params)]
     dense = [branch for branch in branches if branch not in experts]
@@ -148,7 +146,9 @@ def _fp8_copies(cfg: PretrainConfig, model: ModelDescription, stage: StageConten
     if not experts_in_fp8(cfg.model):
         return copies, 0
     stored = stored_parameters(cfg, experts)
-    return copies, 2 * sum(each.elements for each in stored if each.param.is_expert and each.param.ndim == 2)
+    return copies, 2 * sum(
+        parameter.elements for parameter in stored if parameter.param.is_expert and parameter.param.ndim == 2
+    )
 
 
 def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:
@@ -163,7 +163,7 @@ def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageCon
     if ranks[0] == ranks[1] and cfg.model.expert_model_parallel_size == 1:
         weights, gradients, shards = _buffer_state(cfg, model, parameters, ranks[0])
         return weights, gradients, max(shards), 0
-    kinds = ([each for each in parameters if each.param.is_expert is expert] for expert in (False, True))
+    kinds = ([parameter for parameter in parameters if parameter.param.is_expert is expert] for expert in (False, True))
     dense, experts = (_buffer_state(cfg, model, kind, size) for kind, size in zip(kinds, ranks))
     tp, of_experts = cfg.model.tensor_model_parallel_size, expert_tensor_ranks(cfg.model)
     of_experts *= cfg.model.expert_model_parallel_size
@@ -177,11 +177,11 @@ def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageCon
 def _buffer_state(
     cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
 ) -> tuple[int, int, list[int]]:
-    """Return bytes of weights, gradients and optimizer state per shard of parameters that ``num_ranks`` ranks reduce.
-    Matrices that Muon updates have a separate gradient buffer."""
+    """Return bytes of weights, gradients and optimizer state per shard. Matrices that Muon updates have a separate
+    buffer."""
     if not parameters:
         return 0, 0, [0]
-    kinds = ([each for each in parameters if _is_matrix(cfg, each) is kind] for kind in (False, True))
+    kinds = ([parameter for parameter in parameters if _is_matrix(cfg, parameter) is kind] for kind in (False, True))
     states = [_one_buffer_state(cfg, model, kind, num_ranks) for kind in kinds if kind]
     weights, gradients, optimizer = zip(*states)
     return sum(weights), sum(gradients), [*map(sum, zip(*optimizer))]
@@ -194,20 +194,21 @@ def _is_matrix(cfg: PretrainConfig, stored: Stored) -> bool:
 def _one_buffer_state(
     cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
 ) -> tuple[int, int, list[int]]:
-    """Return bytes of weights, gradients (with bucket padding) and optimizer state of each shard, for parameters in one
-    gradient buffer that ``num_ranks`` ranks reduce: one shard, or with --use-distributed-optimizer ``num_ranks`` by the
-    number of instances. Reverses the list ``parameters`` in place."""
+    """Return bytes of weights, gradients (with bucket padding) and optimizer state of each shard. Reverses the list
+    ``parameters`` in place."""
     distributed = cfg.distributed
     full = _is_matrix(cfg, parameters[0])
     parameters.reverse()
-    sizes = [each.elements for each in parameters]
+    sizes = [parameter.elements for parameter in parameters]
     shards = (
         num_ranks // distributed.num_distributed_optimizer_instances if distributed.use_distributed_optimizer else 1
     )
     # parameters tied between first and last stage get separate buckets, so that both stages cut equal shards
     tied = cfg.model.pipeline_model_parallel_size > 1 and distributed.use_distributed_optimizer
     held_twice = model.embedding.params if model.predictions else model.embedding.params[:1]
-    alone = [tied and (each.param.tied_to is not None or each.param in held_twice) for each in parameters]
+    separate = [
+        tied and (parameter.param.tied_to is not None or parameter.param in held_twice) for parameter in parameters
+    ]
     bucket_size = chosen_bucket_size(
         sum(sizes),
         bucket_size=distributed.ddp_bucket_size,
@@ -216,7 +217,7 @@ def _one_buffer_state(
         num_ranks=num_ranks,
     )
     rule = CutRule(shards, distributed.ddp_pad_buckets_for_high_nccl_busbw, full=full)
-    cut = cut_buffer(sizes, alone, bucket_size, rule)
+    cut = cut_buffer(sizes, separate, bucket_size, rule)
     elements = cut.total if distributed.use_distributed_optimizer else sum(sizes)
     updated = owned_elements(sizes, cut, shards) if distributed.use_distributed_optimizer else [sum(sizes)]
     width = moment_bytes(cfg, full) + master_bytes(cfg)
@@ -227,15 +228,15 @@ def _one_buffer_state(
 def _fully_sharded_state(
     cfg: PretrainConfig, parameters: Sequence[Stored], layers: Sequence[Sequence[Piece]]
 ) -> tuple[int, int, int, int]:
-    """Return :func:`_chunk_state` with FSDP: full-precision row shards of weights, gradients and moments (padded to
-    equal rows), plus, as working memory, gathered layers, non-layer parameters and the largest unreduced gradients."""
+    """Working memory: gathered layers, parameters outside of layers and the largest unreduced gradients. Shards have
+    equal rows."""
     shards = _sum_ranks(cfg) // cfg.distributed.num_distributed_optimizer_instances
-    sizes = [-(-each.shape[0] // shards) * math.prod(each.shape[1:]) for each in parameters]
+    sizes = [-(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:]) for parameter in parameters]
     rows, moments = sum(sizes), sum(
-        size * moment_bytes(cfg, _is_matrix(cfg, each)) for size, each in zip(sizes, parameters)
+        size * moment_bytes(cfg, _is_matrix(cfg, parameter)) for size, parameter in zip(sizes, parameters)
     )  # fmt: skip
-    units = [sum(each.elements for each in stored_parameters(cfg, layer)) for layer in layers]
-    outside = sum(each.elements for each in parameters) - sum(units)
+    units = [sum(parameter.elements for parameter in stored_parameters(cfg, layer)) for layer in layers]
+    outside = sum(parameter.elements for parameter in parameters) - sum(units)
     # the next layer is gathered while the current one computes
     together = 2 if cfg.distributed.torch_fsdp2_reshard_after_forward else len(units)
     gathered = outside + sum(sorted(units)[-together:])
@@ -251,24 +252,23 @@ def _sum_ranks(cfg: PretrainConfig) -> int:
 
 
 def _expert_sum_ranks(cfg: PretrainConfig) -> int:
-    """Return the number of ranks that reduce gradients of experts."""
-    held = (
+    copy_ranks = (
         cfg.model.expert_model_parallel_size * expert_tensor_ranks(cfg.model) * cfg.model.pipeline_model_parallel_size
     )
-    return max(cfg.world_size // held, 1)
+    return max(cfg.world_size // copy_ranks, 1)
 
 
 def _offloaded_state(
     cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], optimizer: int
 ) -> tuple[int, int]:
-    """Return (bytes of ``optimizer`` state in host memory, bytes of the device buffers for transfers). The first is
-    exact for a fraction of 1; the program offloads full tensors."""
+    """Return (bytes of state in host memory, bytes of the device buffers); the first is exact for a fraction of 1: the
+    program offloads full tensors."""
     if not cfg.optimizer.optimizer_cpu_offload:
         return 0, 0
     host = int(optimizer * cfg.optimizer.optimizer_offload_fraction)
-    stored = [each for chunk in chunks for each in stored_parameters(cfg, stage_pieces(model, chunk))]
+    stored = [parameter for chunk in chunks for parameter in stored_parameters(cfg, stage_pieces(model, chunk))]
     width = moment_bytes(cfg, is_matrix=True) + master_bytes(cfg)
-    largest = max((each.elements * width for each in stored if _is_matrix(cfg, each)), default=0)
+    largest = max((parameter.elements * width for parameter in stored if _is_matrix(cfg, parameter)), default=0)
     return host, NUM_SLOTS * slot_bytes(host, min(largest, host))
 
 
@@ -319,7 +319,6 @@ def _tokens(cfg: PretrainConfig) -> int:
 
 
 def _recomputed(cfg: PretrainConfig) -> frozenset[str]:
-    """Return the modules that selective recomputation recomputes."""
     selective = cfg.model.recompute_granularity == "selective"
     return frozenset(cfg.model.recompute_modules or ("core_attn",)) if selective else frozenset()
 
@@ -333,39 +332,44 @@ LAYER_INPUTS = "inputs of recomputed layers"
 
 
 def activations_by_kind(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> dict[str, float]:
-    """Return the bytes of :func:`stage_activations` by the name of the piece that saves them (``attention``,
-    ``feed-forward`` …) for one micro-batch. With full recomputation, recomputed layers count by their inputs only, as
-    :data:`LAYER_INPUTS`. Omits zero entries."""
+    """Return the bytes of :func:`stage_activations` for one micro-batch by the name of the piece that saves them. Fully
+    recomputed layers count by their inputs, as :data:`LAYER_INPUTS`. Omits zero entries."""
     layers, recomputed = layers_held(model, stage), _recomputed(cfg)
     full = cfg.model.recompute_granularity == "full"
-    found: dict[str, float] = defaultdict(float)
+    by_kind: dict[str, float] = defaultdict(float)
     for end in [model.embedding] * stage.embedding + [model.head] * stage.loss:
-        found[end.name] += kept_bytes([end])
-    for each in model.predictions:
-        if stage.num_mtp and not (full and each.is_branch):
-            found[each.name] += kept_bytes([each], recomputed)
+        by_kind[end.name] += kept_bytes([end])
+    for piece in model.predictions:
+        if stage.num_mtp and not (full and piece.is_branch):
+            by_kind[piece.name] += kept_bytes([piece], recomputed)
     if full:
         assert cfg.model.recompute_num_layers is not None
-        given = min(cfg.model.recompute_num_layers, len(layers))
-        inputs = -(-len(layers) // given) if layers and cfg.model.recompute_method == "uniform" else given
+        recomputed_layers = min(cfg.model.recompute_num_layers, len(layers))
+        inputs = (
+            -(-len(layers) // recomputed_layers)
+            if layers and cfg.model.recompute_method == "uniform"
+            else recomputed_layers
+        )
         share = cfg.model.tensor_model_parallel_size if cfg.model.distribute_saved_activations else 1
-        found[LAYER_INPUTS] += inputs * stream_elements(cfg.model) * activation_bytes(cfg.model) / share
-        layers = [] if cfg.model.recompute_method == "uniform" else layers[given:]
+        by_kind[LAYER_INPUTS] += inputs * stream_elements(cfg.model) * activation_bytes(cfg.model) / share
+        layers = [] if cfg.model.recompute_method == "uniform" else layers[recomputed_layers:]
     for layer in layers:
         for branch in layer:
-            found[branch.name] += kept_bytes([branch], recomputed) - _offloaded_bytes(cfg, branch)
-    return {name: size * _tokens(cfg) for name, size in found.items() if size}
+            by_kind[branch.name] += kept_bytes([branch], recomputed) - _offloaded_bytes(cfg, branch)
+    return {name: size * _tokens(cfg) for name, size in by_kind.items() if size}
 
 
 def _offloaded_bytes(cfg: PretrainConfig, branch: Piece) -> float:
-    """Return the bytes per token that a branch of a layer saves in host memory."""
+    """Return bytes per token."""
     model, recomputed = cfg.model, _recomputed(cfg)
     if not model.fine_grained_activation_offloading:
         return 0.0
     least = model.min_offloaded_tensor_size * activation_bytes(model) / _tokens(cfg)
-    saved = [each for op in branch.ops for each in op.saved if set(each.offload) & set(model.offload_modules or ())]
+    saved = [
+        tensor for op in branch.ops for tensor in op.saved if set(tensor.offload) & set(model.offload_modules or ())
+    ]
     return model.activation_offload_fraction * sum(
-        each.bytes for each in saved if each.bytes >= least and not recomputed.intersection(each.modules)
+        tensor.bytes for tensor in saved if tensor.bytes >= least and not recomputed.intersection(tensor.modules)
     )
 
 
@@ -376,7 +380,7 @@ def offloaded_activations(cfg: PretrainConfig, model: ModelDescription, stage: S
 
 
 def _moving_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> int:
-    """Return the bytes of offloaded activations that are on the device because their copies are in flight."""
+    """Return the bytes of offloaded activations on the device whose copies are in flight."""
     modules = len(cfg.model.offload_modules or ()) or 1
     largest = max((sum(_offloaded_bytes(cfg, branch) for branch in layer) for layer in layers), default=0.0)
     return int(largest * min((IN_FLIGHT + LOADED_AHEAD) / modules, len(layers)) * _tokens(cfg))
@@ -384,11 +388,11 @@ def _moving_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> int
 
 def _backward_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> int:
     """Return the temporary bytes of one layer's backward pass on one micro-batch: gradients of the largest branch, two
-    residual streams, and with full recomputation the activations of a recomputed group of layers. 0 without layers."""
+    residual streams, and activations of a fully recomputed group."""
     if not layers:
         return 0
-    again = _recomputed(cfg)
-    total = max(_branch_gradients(branch, again) for layer in layers for branch in layer)
+    recomputed = _recomputed(cfg)
+    total = max(_branch_gradients(branch, recomputed) for layer in layers for branch in layer)
     total += 2 * stream_elements(cfg.model) * activation_bytes(cfg.model)
     if cfg.model.recompute_granularity == "full":
         together = cfg.model.recompute_num_layers if cfg.model.recompute_method == "uniform" else 1
@@ -399,21 +403,21 @@ def _backward_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> i
     return int(total * _tokens(cfg))
 
 
-def _branch_gradients(branch: Piece, again: frozenset[str]) -> float:
-    """Return bytes per token in backward: sum over ops of max(output gradient, recomputed activations)."""
-    found = 0.0
+def _branch_gradients(branch: Piece, recomputed: frozenset[str]) -> float:
+    """Return bytes per token: sum over ops of max(output gradient, recomputed activations)."""
+    total = 0.0
     for op in branch.ops:
-        back = sum(saved.bytes for saved in op.saved if again.intersection(saved.modules))
-        found += max(op.gradients, back)
-    return found
+        back = sum(saved.bytes for saved in op.saved if recomputed.intersection(saved.modules))
+        total += max(op.gradients, back)
+    return total
 
 
 # ---- the table
 
 
 def memory_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the memory table: a header, GiB per pipeline rank by kind with a mark at the maximum, and the
-    micro-batches in flight. ``vocab_size`` 0 means unknown and adds no bytes."""
+    """Yield a header, GiB per pipeline rank by kind with a mark at the maximum, and the micro-batches in flight.
+    ``vocab_size`` 0 means unknown and adds no bytes."""
     ranks = estimate_memory(cfg, vocab_size)
     precision = "fp16" if cfg.model.fp16 else "bf16" if cfg.model.bf16 else "fp32"
     columns = ("weights", "gradients", "optimizer", "activations", "working", "total")
@@ -433,8 +437,7 @@ HOST_GB_PER_SECOND = 55.0
 
 
 def _host_rows(ranks: Sequence[RankMemory]) -> Iterator[tuple[str, str]]:
-    """Yield the row of offloaded state and activations, for the pipeline ranks with the most of them. Copies of
-    activations at the peak, once per micro-batch in flight."""
+    """Copies of activations at the peak, once per micro-batch in flight."""
     sizes = {
         "optimizer state, copied in {} per step": max(rank.host_optimizer for rank in ranks),
         "activations, copied in {}": max(rank.host_activations for rank in ranks),

@@ -55,17 +55,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def measure(model: Iterable[nn.Module], optimizer: MegatronOptimizer) -> HeldMemory:
-    """Return the bytes in use on this rank's device by kind: weights, gradients (``main_grad`` and ``grad``), optimizer
-    state, and the device's total. Counts each storage once. Reads sizes only: no allocation, no wait for the device."""
+    """Return the bytes in use on this rank's device by kind, each storage once. No allocation, no wait for the
+    device."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     masters, moments = optimizer.storage.values(), optimizer.moments.values()
-    seen: set[int] = set()
-    weights = _bytes(parameters, seen)
-    gradients = _bytes((getattr(each, name, None) for each in parameters for name in ("main_grad", "grad")), seen)
-    kept = [tensor for each in masters for tensor in (each.weight, each.kept)]
-    kept += [tensor for moment in moments for tensor in moment.values()]
-    on_device = (tensor for tensor in kept if tensor is not None and tensor.device == optimizer.device)
-    state = _bytes(on_device, seen) + optimizer.host_state.device_bytes
+    counted: set[int] = set()
+    weights = _bytes(parameters, counted)
+    gradients = _bytes(
+        (getattr(parameter, name, None) for parameter in parameters for name in ("main_grad", "grad")), counted
+    )
+    tensors = [tensor for master in masters for tensor in (master.weight, master.kept)]
+    tensors += [tensor for moment in moments for tensor in moment.values()]
+    on_device = (tensor for tensor in tensors if tensor is not None and tensor.device == optimizer.device)
+    state = _bytes(on_device, counted) + optimizer.host_state.device_bytes
     return replace(measure_device(), weights=weights, gradients=gradients, optimizer=state)
 
 
@@ -77,16 +79,16 @@ def measure_device() -> HeldMemory:
     return HeldMemory(None, None, None, torch.cuda.memory_allocated(), properties.total_memory, properties.name)
 
 
-def _bytes(tensors: Iterable[Tensor | None], seen: set[int]) -> int:
-    """Return the storage bytes of ``tensors`` (local shard of a DTensor; None is skipped) not yet in ``seen``, a set of
-    storage addresses that this call extends in place. A view counts with its full storage."""
+def _bytes(tensors: Iterable[Tensor | None], counted: set[int]) -> int:
+    """Return the storage bytes of ``tensors`` (local shard of a DTensor); a view counts with its full storage.
+    ``counted``: addresses of storages, extended in place."""
     total = 0
     for tensor in tensors:
         if tensor is None:
             continue
         storage = flat_range(tensor)[0].untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
             total += storage.nbytes()
     return total
 
@@ -94,7 +96,7 @@ def _bytes(tensors: Iterable[Tensor | None], seen: set[int]) -> int:
 def out_of_memory(
     error: BaseException,
     cfg: PretrainConfig,
-    held: HeldMemory,
+    in_use: HeldMemory,
     *,
     vocab_size: int = 0,
     pipeline_rank: int = 0,
@@ -107,37 +109,36 @@ def out_of_memory(
         vocab_size: unpadded; 0 means unknown.
         where: current phase of the rank, for the first line.
     """
-    found = _REQUEST.search(str(error))
-    request = f" for {_size(found)}" if found else ""
+    match = _REQUEST.search(str(error))
+    request = f" for {_size(match)}" if match else ""
     total = (
         ""
-        if held.total is None or held.capacity is None
-        else f" ({held.device}: {held.total / 2**30:.1f} GiB in tensors of {held.capacity / 2**30:.1f})"
+        if in_use.total is None or in_use.capacity is None
+        else f" ({in_use.device}: {in_use.total / 2**30:.1f} GiB in tensors of {in_use.capacity / 2**30:.1f})"
     )
     try:
         estimate = estimate_memory(cfg, vocab_size)[pipeline_rank]
         advice = memory_advice(cfg, vocab_size)
     except (UserError, AttributeError, TypeError, IndexError):  # custom model without a description
         estimate, advice = None, []
-    lines = [f"out of memory{request} {where}{total}", *_table(held, estimate)]
+    lines = [f"out of memory{request} {where}{total}", *_table(in_use, estimate)]
     if advice and estimate is not None:
-        room = math.inf if held.capacity is None else held.capacity - LIBRARIES_GIB * 2**30
+        room = math.inf if in_use.capacity is None else in_use.capacity - LIBRARIES_GIB * 2**30
         lines.append(f"these flags help most (estimate now {estimate.total / 2**30:.1f} GiB):")
-        lines += [f"  {each.flags}: estimate {each.bytes / 2**30:.1f} GiB" for each in advice]
-        if all(each.bytes > room for each in advice):
+        lines += [f"  {change.flags}: estimate {change.bytes / 2**30:.1f} GiB" for change in advice]
+        if all(change.bytes > room for change in advice):
             lines.append(NONE_FITS)
     else:
         lines.append("use a smaller --micro-batch-size, --recompute-granularity full, or more GPUs")
     return OutOfMemory("\n".join(lines))
 
 
-def _size(found: re.Match[str]) -> str:
-    return found[1] or f"{int(found[2]) / 2**30:.2f} GiB"
+def _size(match: re.Match[str]) -> str:
+    return match[1] or f"{int(match[2]) / 2**30:.2f} GiB"
 
 
-def _table(held: HeldMemory, estimate: RankMemory | None) -> Iterator[str]:
-    """Yield the lines of the table in GiB: weights, gradients, optimizer state and the rest, in use and estimated ("-"
-    if unknown), then the estimated activations by kind."""
+def _table(in_use: HeldMemory, estimate: RankMemory | None) -> Iterator[str]:
+    """Yield the lines in GiB, in use and estimated ("-" if unknown), then the estimated activations by kind."""
 
     def cell(size: int | None) -> str:
         return f"{'-':>11}" if size is None else f"{size / 2**30:11.2f}"
@@ -148,7 +149,7 @@ def _table(held: HeldMemory, estimate: RankMemory | None) -> Iterator[str]:
         rest = estimate.activations + estimate.working
         planned = [estimate.weights, estimate.gradients, estimate.optimizer, rest]
     yield f"  {'GiB':<24}{'held':>11}{'estimate':>11}"
-    for name, now, expected in zip(names, (held.weights, held.gradients, held.optimizer, held.rest), planned):
-        yield f"  {name:<24}{cell(now)}{cell(expected)}"
+    for name, used, expected in zip(names, (in_use.weights, in_use.gradients, in_use.optimizer, in_use.rest), planned):
+        yield f"  {name:<24}{cell(used)}{cell(expected)}"
     for kind, size in ({} if estimate is None else estimate.kinds).items():
         yield f"    {kind:<22}{'':>11}{cell(size)}"

@@ -34,7 +34,7 @@ def stage_pieces(model: ModelDescription, stage: StageContents) -> list[Piece]:
     branches = [branch for layer in layers_held(model, stage) for branch in layer]
     first = [model.embedding] * stage.embedding
     if stage.num_mtp and not stage.embedding:
-        copies = tuple(replace(each, tied_to=each.name) for each in model.embedding.params)
+        copies = tuple(replace(param, tied_to=param.name) for param in model.embedding.params)
         first = [Piece("copy of the embedding", copies)]
     return first + branches + [model.head] * stage.loss + [*model.predictions] * bool(stage.num_mtp)
 
@@ -54,10 +54,10 @@ def action_costs(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None
     stages = run_stages(cfg, vocab_size)
     forward = [before[stage.branches.stop] - before[stage.branches.start] for stage in stages]
     forward[-1] += costs.head
-    whole = 1 if schedule.splits_backward else 2  # evaluated once: the property scans all actions
+    backward = 1 if schedule.splits_backward else 2  # evaluated once: the property scans all actions
 
     def cost(stage: int, action: Action) -> float:
-        return forward[stage] * (whole if action.kind == "B" else 1)
+        return forward[stage] * (backward if action.kind == "B" else 1)
 
     return cost
 
@@ -88,8 +88,8 @@ def enough_microbatches(cfg: PretrainConfig) -> int:
     number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
     if ranks == 1:
         return 1
-    whole = -(-3 * max(steady_round(cfg), ranks) // steady_round(cfg)) * steady_round(cfg)
-    return number if number < 2 * whole else whole + number % steady_round(cfg)
+    rounds = -(-3 * max(steady_round(cfg), ranks) // steady_round(cfg)) * steady_round(cfg)
+    return number if number < 2 * rounds else rounds + number % steady_round(cfg)
 
 
 def bubble_fraction(cfg: PretrainConfig, vocab_size: int | None) -> float:
@@ -113,8 +113,7 @@ def peak_layers(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None)
 
 
 def pipeline_rows(cfg: PretrainConfig, vocab_size: int | None) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) rows of the report: contents of each pipeline rank, schedule, bubble fraction, and layers x
-    micro-batches in flight per rank. Yields nothing with one pipeline rank."""
+    """Yield rows of the report per pipeline rank; nothing with one pipeline rank."""
     ranks = cfg.model.pipeline_model_parallel_size
     if ranks == 1:
         return

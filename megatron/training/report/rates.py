@@ -82,17 +82,17 @@ def nearest_rate(cfg: PretrainConfig) -> MeasuredRate | None:
     same = [rate for rate in rates if rate.kind == _kind_in_bf16(cfg)]
     if not same:
         return None
-    alone = max((rate for rate in same if not rate.axes), key=lambda rate: rate.tflops)
+    without_axes = max((rate for rate in same if not rate.axes), key=lambda rate: rate.tflops)
     per_axis = [
-        max(found, key=lambda rate: rate.axes[axis])
+        max(rates, key=lambda rate: rate.axes[axis])
         for axis, size in used.items()
-        if (found := [rate for rate in same if set(rate.axes) == {axis} and rate.axes[axis] <= size])
+        if (rates := [rate for rate in same if set(rate.axes) == {axis} and rate.axes[axis] <= size])
     ]
-    slowest = min([alone, *per_axis], key=lambda rate: rate.tflops)
+    slowest = min([without_axes, *per_axis], key=lambda rate: rate.tflops)
     in_fp8 = [rate for rate in rates if cfg.model.fp8 and rate.kind == model_kind(cfg) and not rate.axes]
     if not in_fp8:
         return slowest
-    tflops = slowest.tflops * in_fp8[0].tflops / alone.tflops
+    tflops = slowest.tflops * in_fp8[0].tflops / without_axes.tflops
     return replace(slowest, row=f"{slowest.row}, {in_fp8[0].row}", tflops=tflops)
 
 
@@ -107,10 +107,10 @@ def cost_rows(cfg: PretrainConfig, flops_per_iteration: float, samples: int) -> 
     if rate is None:
         yield "time", "not predicted: speed was measured only with --bf16, for model families of this package"
         return
-    again = 4 / 3 if cfg.model.recompute_granularity == "full" else 1.0  # includes a second forward pass
-    seconds = flops_per_iteration * again / cfg.world_size / (rate.tflops * 1e12)
+    factor = 4 / 3 if cfg.model.recompute_granularity == "full" else 1.0  # includes a second forward pass
+    seconds = flops_per_iteration * factor / cfg.world_size / (rate.tflops * 1e12)
     where = f"at {rate.tflops:.0f} TFLOP/s per GPU, measured on {rate.device} ({rate.row})"
-    yield "time per iteration", f"{seconds:.3g} s {where}" + (", x 4/3 for full recomputation" if again > 1 else "")
+    yield "time per iteration", f"{seconds:.3g} s {where}" + (", x 4/3 for full recomputation" if factor > 1 else "")
     total = seconds * samples / (cfg.training.global_batch_size or 1)
     hours = total / 3600
     yield "full run", f"{_duration(hours)}, {hours * cfg.world_size:,.3g} GPU-hours, without evaluation and saves"

@@ -28,7 +28,7 @@ def example_lengths(cfg: PretrainConfig, count: int) -> np.ndarray | None:
     if cfg.data.mock_data:
         return None
     blend, per_split = get_blend_and_blend_per_split(cfg.data)
-    first = blend or next((each for each in per_split or () if each is not None), None)
+    first = blend or next((prefix for prefix in per_split or () if prefix is not None), None)
     if first is None:
         return None
     try:
@@ -43,7 +43,7 @@ def variable_length_rows(cfg: PretrainConfig, description: ModelDescription) -> 
     plans. Yields nothing without --use-varlen-dataset."""
     if not cfg.variable_lengths.use_varlen_dataset:
         return
-    settings, longest, size = plan_settings(cfg, description), cfg.data.seq_length, cfg.training.global_batch_size
+    settings, max_length, size = plan_settings(cfg, description), cfg.data.seq_length, cfg.training.global_batch_size
     ranks = settings.ranks
     shared = f"{ranks.smallest} rank(s)"
     if ranks.largest_block > ranks.smallest:
@@ -55,7 +55,9 @@ def variable_length_rows(cfg: PretrainConfig, description: ModelDescription) -> 
         return
     yield "documents", str(LengthStatistics(documents))
     pieces = [
-        min(longest, length - 1 - start) for length in documents.tolist() for start in range(0, length - 1, longest)
+        min(max_length, length - 1 - start)
+        for length in documents.tolist()
+        for start in range(0, length - 1, max_length)
     ]
     plans = [
         plan_batch(pieces[at : at + size], ranks, settings.cost, settings.stages)
@@ -70,5 +72,5 @@ def variable_length_rows(cfg: PretrainConfig, description: ModelDescription) -> 
     mean = sum(imbalances) / len(plans)
     yield "imbalance", f"{mean:.1%} in modeled time, at most {max(imbalances):.1%}, of {len(plans)} example batches"
     yield "micro-batches per rank", f"{min(steps)} to {max(steps)}"
-    shown = ", ".join(f"{count / len(plans):g} on {ranks}" for ranks, count in sorted(sizes.items()))
-    yield "micro-batches by CP size", f"{shown} (mean per batch)"
+    counts = ", ".join(f"{count / len(plans):g} on {ranks}" for ranks, count in sorted(sizes.items()))
+    yield "micro-batches by CP size", f"{counts} (mean per batch)"

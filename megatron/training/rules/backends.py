@@ -19,8 +19,7 @@ _LOCAL = "--transformer-impl local"
 
 
 def transformer_engine_available(cfg: PretrainConfig) -> Problems:
-    """Reject --transformer-impl transformer_engine if the package is not installed, or else if this machine has no GPU.
-    Checks nothing in a dry run, which does not depend on the machine."""
+    """Reject Transformer Engine if the package or a GPU is missing. Checks nothing in a dry run."""
     if cfg.model.transformer_impl != ENGINE or cfg.program.dry_run:
         return
     if not is_installed(ENGINE):
@@ -54,9 +53,8 @@ def nccl_requires_gpus(cfg: PretrainConfig) -> Problems:
 
 
 def flash_attention_version(cfg: PretrainConfig) -> Problems:
-    """Reject --flash-attention-version together with an --attention-backend other than auto or flash,
-    --transformer-impl transformer_engine, context parallelism (except version 4) or attention dropout, without --bf16
-    or --fp16, and, except in a dry run, if that version is not installed. One problem per violated condition."""
+    """Reject --flash-attention-version with other backends, context parallelism (except version 4), attention dropout
+    or full precision, and, except in a dry run, if that version is not installed."""
     model = cfg.model
     version, field = model.flash_attention_version, "flash_attention_version"
     if version is None:
@@ -80,9 +78,7 @@ def flash_attention_version(cfg: PretrainConfig) -> Problems:
 
 
 def logit_softcapping_backend(cfg: PretrainConfig) -> Problems:
-    """Reject --attn-logit-softcapping together with --attention-backend flash or fused, and together with
-    --flash-attention-version. Only the plain torch backend caps logits, also with --transformer-impl
-    transformer_engine."""
+    """Reject --attn-logit-softcapping with flash or fused kernels: only the plain torch backend caps logits."""
     model = cfg.model
     if not model.attn_logit_softcapping:
         return
@@ -94,9 +90,8 @@ def logit_softcapping_backend(cfg: PretrainConfig) -> Problems:
 
 
 def cudnn_sequence_length(cfg: PretrainConfig) -> Problems:
-    """Reject --attention-backend fused if it means cuDNN and cuDNN does not support --seq-length. Checks nothing for
-    Transformer Engine, for context parallelism in blocks (no a2a), or where cuDNN is not used (no GPU, fp32, dropout,
-    --flash-attention-version). A dry run assumes a GPU."""
+    """Reject --attention-backend fused if cuDNN computes attention and does not support --seq-length. A dry run assumes
+    a GPU."""
     model = cfg.model
     in_blocks = model.context_parallel_size > 1 and "a2a" not in model.cp_comm_type  # odd blocks go to the flash kernel
     if model.attention_backend != "fused" or model.transformer_impl == ENGINE or in_blocks:
@@ -111,8 +106,7 @@ def cudnn_sequence_length(cfg: PretrainConfig) -> Problems:
 
 
 def norm_bias_backend(cfg: PretrainConfig) -> Problems:
-    """Reject --disable-norm-bias with LayerNorm if --transformer-impl transformer_engine or --apex-parts norm computes
-    the norms: their LayerNorm kernels always have a bias. RMSNorm is not checked."""
+    """Reject --disable-norm-bias with LayerNorm of Transformer Engine or Apex, whose kernels always have a bias."""
     model = cfg.model
     if model.norm_bias or model.normalization != "LayerNorm":
         return
@@ -123,9 +117,8 @@ def norm_bias_backend(cfg: PretrainConfig) -> Problems:
 
 
 def apex_parts(cfg: PretrainConfig) -> Problems:
-    """Reject --apex-parts that contradict other flags: wgrad without fused gradient accumulation or with
-    --use-torch-fsdp2, norm with Transformer Engine, adam with another optimizer, any part with fp64. Except in a dry
-    run, also reject parts whose packages are missing, and a machine without a GPU."""
+    """Reject --apex-parts that contradict other flags and, except in a dry run, parts whose packages or GPU are
+    missing."""
     model = cfg.model
     parts = list(dict.fromkeys(model.apex_parts))
     clashes = [
@@ -160,10 +153,7 @@ def apex_parts(cfg: PretrainConfig) -> Problems:
 
 
 def cuda_graphs(cfg: PretrainConfig) -> Problems:
-    """Reject --cuda-graph-impl local, one problem per cause: TP, CP or PP > 1, --reset-attention-mask,
-    --use-packed-sequence, recomputation, activation offloading, --use-torch-fsdp2, --overlap-grad-reduce or
-    --overlap-param-gather with several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm,
-    --fp8-param-gather, experts in fp8, and (not in a dry run) no GPU."""
+    """Reject --cuda-graph-impl local, one problem per cause, and (not in a dry run) without a GPU."""
     model = cfg.model
     field = "cuda_graph_impl"
     if cfg.training.cuda_graph_impl != "local":

@@ -40,9 +40,7 @@ def load_hf_fix(name: str) -> str:
 
 
 def load_folders_exist(cfg: PretrainConfig) -> Problems:
-    """Reject folders that do not exist: --load-hf, --pretrained-checkpoint (unless --load exists, which is then used),
-    and --load with --exit-on-missing-checkpoint, also without the name of a checkpoint inside. Does not open files.
-    Checks nothing in a dry run."""
+    """Reject folders to load that do not exist. Does not open files. Checks nothing in a dry run."""
     checkpoint = cfg.checkpoint
     if cfg.program.dry_run:
         return
@@ -69,9 +67,8 @@ def load_folders_exist(cfg: PretrainConfig) -> Problems:
 
 
 def save_folder_unused(cfg: PretrainConfig) -> Problems:
-    """Reject a --save folder that already holds ``iter_NNNNNNN`` checkpoints if --load is not set; the message names
-    the newest iteration. Checks nothing with --skip-train, --start-over or a dry run. ``checkpoint/history.py`` checks
-    the other cases, such as another --load folder."""
+    """Reject a --save folder with checkpoints if --load is not set. ``checkpoint/history.py`` checks the other
+    cases."""
     checkpoint = cfg.checkpoint
     if (
         checkpoint.save is None
@@ -81,9 +78,9 @@ def save_folder_unused(cfg: PretrainConfig) -> Problems:
         or cfg.program.dry_run
     ):
         return
-    found = glob.glob(os.path.join(glob.escape(checkpoint.save), "iter_" + "[0-9]" * 7))
-    if found:
-        newest = max(int(path[-7:]) for path in found)
+    existing = glob.glob(os.path.join(glob.escape(checkpoint.save), "iter_" + "[0-9]" * 7))
+    if existing:
+        newest = max(int(path[-7:]) for path in existing)
         reason = f"holds checkpoints up to iteration {newest}, from which this run would not continue"
         fix = f"to continue: --load {checkpoint.save}; to start again and keep them in a subfolder: --start-over"
         yield problem(cfg, "save", reason, fix)
@@ -101,9 +98,8 @@ def save_folder_writable(cfg: PretrainConfig) -> Problems:
 
 
 def non_persistent_folder(cfg: PretrainConfig) -> Problems:
-    """Reject --non-persistent-ckpt-type local without --non-persistent-local-ckpt-dir, and a
-    --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir equal to --save (absolute paths, links not
-    followed): non-persistent checkpoints replace one another and would delete persistent ones."""
+    """Require the folder of local non-persistent checkpoints, and reject one equal to --save: non-persistent
+    checkpoints replace one another and would delete persistent ones."""
     checkpoint = cfg.checkpoint
     if checkpoint.non_persistent_ckpt_type == "local" and checkpoint.non_persistent_local_ckpt_dir is None:
         yield problem(cfg, "non_persistent_ckpt_type", "needs --non-persistent-local-ckpt-dir DIRECTORY")
@@ -124,8 +120,7 @@ def start_over_without_load(cfg: PretrainConfig) -> Problems:
 
 
 def one_source_of_weights(cfg: PretrainConfig) -> Problems:
-    """Reject --load-hf together with --pretrained-checkpoint, --use-checkpoint-args, --spec or --moe-use-upcycling, one
-    problem each. Checks nothing without --load-hf; --load together with --load-hf is allowed."""
+    """Reject --load-hf with other sources of weights, except --load."""
     if cfg.checkpoint.load_hf is None:
         return
     if cfg.checkpoint.pretrained_checkpoint:
@@ -148,9 +143,7 @@ def hf_export_interval(cfg: PretrainConfig) -> Problems:
 
 
 def hf_export_family(cfg: PretrainConfig) -> Problems:
-    """Reject --save-hf-interval if no Hugging Face family can represent the model: custom --spec layers whose weights
-    differ from the standard ones, or a setting that the family rejects. Needs --save, else checks nothing. Imports
-    torch. Errors in sizes or --spec are left to other rules."""
+    """Reject --save-hf-interval if no Hugging Face family can represent the model. Imports torch."""
     if cfg.checkpoint.save_hf_interval is None or not cfg.checkpoint.save:
         return
     from megatron.core.description.model import weight_shapes

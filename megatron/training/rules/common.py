@@ -8,10 +8,9 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 
 def impossible_values(cfg: FlatConfig) -> list[Problem]:
-    """Return one problem per field whose value is outside its flag's range or form. Text from the command line was
-    checked when it was parsed, so this finds values that a program set. Checks single fields only, not combinations."""
-    given = ((spec, getattr(cfg, spec.field)) for spec in flags_of(type(cfg)))
-    return [spec.problem(value, reason) for spec, value in given if (reason := spec.refusal(value))]
+    """Return one problem per field whose value is outside its flag's range or form; finds values that a program set."""
+    values = ((spec, getattr(cfg, spec.field)) for spec in flags_of(type(cfg)))
+    return [spec.problem(value, reason) for spec, value in values if (reason := spec.refusal(value))]
 
 
 def sequence_lengths(cfg: PretrainConfig) -> list[tuple[str, int]]:

@@ -25,9 +25,7 @@ def cp_comm_type_count(cfg: PretrainConfig) -> Problems:
 
 
 def all_to_all_heads(cfg: PretrainConfig) -> Problems:
-    """Reject --num-attention-heads and --num-query-groups that are no multiple of TP times the all-to-all ranks: CP for
-    ``--cp-comm-type a2a``, the first of --hierarchical-context-parallel-sizes for ``a2a+p2p``. Checks nothing without
-    context parallelism."""
+    """Reject heads and query groups that are no multiple of TP times the ranks of the head all-to-all."""
     model = cfg.model
     tp, cp, levels = (
         model.tensor_model_parallel_size,
@@ -39,25 +37,24 @@ def all_to_all_heads(cfg: PretrainConfig) -> Problems:
         ranks = tp * sizes[kind]
         if cp == 1 or ranks < 1:
             continue
-        shown = f"{ranks} (--tensor-model-parallel-size {tp} x {sizes[kind]} ranks of --cp-comm-type {kind})"
+        product = f"{ranks} (--tensor-model-parallel-size {tp} x {sizes[kind]} ranks of --cp-comm-type {kind})"
         for field in ("num_attention_heads", "num_query_groups"):
             value = getattr(cfg.flat, field)
             if value and value > 0 and value % ranks:
                 fix = f"{nearest_multiples(value, ranks)}; or --cp-comm-type p2p or allgather, which split no heads"
-                yield problem(cfg, field, f"is not a multiple of {shown}", fix)
+                yield problem(cfg, field, f"is not a multiple of {product}", fix)
 
 
 def hierarchical_context_parallel_sizes(cfg: PretrainConfig) -> Problems:
-    """Require --hierarchical-context-parallel-sizes with --cp-comm-type a2a+p2p if CP > 1, reject it without that type,
-    and reject all but two positive sizes whose product is the context-parallel size."""
+    """Require two positive sizes with product CP for --cp-comm-type a2a+p2p; reject them for other types."""
     cp, levels = cfg.model.context_parallel_size, cfg.model.hierarchical_context_parallel_sizes
-    field, wanted = "hierarchical_context_parallel_sizes", "a2a+p2p" in cfg.model.cp_comm_type
+    field, required = "hierarchical_context_parallel_sizes", "a2a+p2p" in cfg.model.cp_comm_type
     pairs = ", ".join(f"{size} {cp // size}" for size in range(2, cp) if cp % size == 0) or f"{cp} 1"
-    if wanted and cp > 1 and levels is None:
+    if required and cp > 1 and levels is None:
         yield missing(cfg, field, "is required by --cp-comm-type a2a+p2p", f"ranks inside and outside: {pairs}")
     if levels is None:
         return
-    if not wanted:
+    if not required:
         yield problem(cfg, field, "requires --cp-comm-type a2a+p2p", "add that, or remove it")
     if len(levels) != 2 or min(levels) < 1 or math.prod(levels) != cp:
         reason = f"must be two sizes whose product is --context-parallel-size {cp}"

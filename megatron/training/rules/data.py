@@ -16,9 +16,8 @@ PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 def one_data_source(cfg: PretrainConfig) -> Problems:
-    """Require exactly one data source: --data-path, --data-args-path, --per-split-data-args-path, the
-    --train/valid/test-data-path flags (together one source) or --mock-data. Each further source is a problem. None is
-    needed with --dataloader-type external."""
+    """Require exactly one data source; the flags per split together are one. None is needed with --dataloader-type
+    external."""
     single = [
         field for field in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(cfg.flat, field)
     ]
@@ -33,20 +32,19 @@ def one_data_source(cfg: PretrainConfig) -> Problems:
 
 
 def split_with_separate_paths(cfg: PretrainConfig) -> Problems:
-    given = [field for field in (*PER_SPLIT, "per_split_data_args_path") if getattr(cfg.flat, field)]
-    if given and "split" in cfg.explicit:
-        yield problem(cfg, "split", f"contradicts {flag_names(cfg, given[0])}", "remove one")
+    sources = [field for field in (*PER_SPLIT, "per_split_data_args_path") if getattr(cfg.flat, field)]
+    if sources and "split" in cfg.explicit:
+        yield problem(cfg, "split", f"contradicts {flag_names(cfg, sources[0])}", "remove one")
     if (
         any(getattr(cfg.flat, field) for field in PER_SPLIT)
         and not cfg.data.train_data_path
         and not cfg.validation.skip_train
     ):
-        yield missing(cfg, "train_data_path", f"is required with {flag_names(cfg, given[0])}")
+        yield missing(cfg, "train_data_path", f"is required with {flag_names(cfg, sources[0])}")
 
 
 def split_parts_used(cfg: PretrainConfig) -> Problems:
-    """Reject a --split that gives no training data unless --skip-train is set, and one that gives no validation data
-    although --eval-interval and --eval-iters are nonzero. Checks nothing without a split."""
+    """Reject a --split without the training or validation data that the run uses."""
     if cfg.data.split is None:
         return
     train, valid, _ = parse_split(cfg.data.split)
@@ -92,9 +90,7 @@ def validation_data_path(cfg: PretrainConfig) -> Problems:
 
 
 def tokenizer_files_given(cfg: PretrainConfig) -> Problems:
-    """Require --tokenizer-type, also with --mock-data, and then each flag that this type needs
-    (``TOKENIZER_FILES``), such as --vocab-file and --merge-file; --tokenizer-model for types without an entry. Does
-    not look at the files."""
+    """Require --tokenizer-type, also with --mock-data, and the flags that the type needs (``TOKENIZER_FILES``)."""
     if cfg.tokenizer.tokenizer_type is None:
         yield missing(cfg, "tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")
         return
@@ -105,9 +101,8 @@ def tokenizer_files_given(cfg: PretrainConfig) -> Problems:
 
 
 def tokenizer_files_exist(cfg: PretrainConfig) -> Problems:
-    """Reject --vocab-file, --merge-file and data argument files that are no regular files, and --load, --save,
-    --pretrained-checkpoint or non-persistent folders whose path cannot be accessed. Folders that do not exist pass.
-    Checks nothing in a dry run."""
+    """Reject files that are no regular files, and folders whose path cannot be accessed; folders that do not exist
+    pass. Checks nothing in a dry run."""
     if cfg.program.dry_run:
         return
     for field in ("vocab_file", "merge_file", "data_args_path", "per_split_data_args_path"):

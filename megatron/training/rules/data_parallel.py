@@ -12,8 +12,7 @@ def bucket_size_given_once(cfg: PretrainConfig) -> Problems:
 
 
 def optimizer_instances(cfg: PretrainConfig) -> Problems:
-    """Reject --num-distributed-optimizer-instances > 1 without --use-distributed-optimizer or --use-torch-fsdp2, and a
-    number that does not divide DP x CP."""
+    """Reject several instances of an optimizer that is not sharded, and a number that does not divide DP x CP."""
     instances, ranks = (
         cfg.distributed.num_distributed_optimizer_instances,
         cfg.data_parallel_size * cfg.model.context_parallel_size,
@@ -40,9 +39,7 @@ def fp32_reduce_scatter(cfg: PretrainConfig) -> Problems:
 
 
 def torch_fsdp2_settings(cfg: PretrainConfig) -> Problems:
-    """Reject --use-torch-fsdp2 with pipeline parallelism, --ddp-bucket-size, --ddp-num-buckets, or as many optimizer
-    instances as DP x CP ranks (if more than one). Without --use-torch-fsdp2 reject
-    --torch-fsdp2-no-reshard-after-forward."""
+    """Reject what FSDP2 does not support: pipeline parallelism, bucket sizes, as many instances as DP x CP ranks."""
     if not cfg.distributed.use_torch_fsdp2:
         if not cfg.distributed.torch_fsdp2_reshard_after_forward:
             yield problem(cfg, "torch_fsdp2_reshard_after_forward", "requires --use-torch-fsdp2")

@@ -17,8 +17,7 @@ def expert_settings_need_experts(cfg: PretrainConfig) -> Problems:
 
 
 def expert_grid_fits_world_size(cfg: PretrainConfig) -> Problems:
-    """Require EP x expert-TP x PP to divide the world size; if it does, require --num-distributed-optimizer-instances
-    to divide the remaining expert data-parallel ranks. Checks nothing without experts."""
+    """Require EP x expert-TP x PP to divide the world size, and optimizer instances to divide the remaining ranks."""
     model = cfg.model
     ep, etp, pp = model.expert_model_parallel_size, expert_tensor_ranks(cfg.model), model.pipeline_model_parallel_size
     if model.num_moe_experts is None:
@@ -51,9 +50,8 @@ def experts_require_sequence_parallel(cfg: PretrainConfig) -> Problems:
 
 
 def quantile_balancing_settings(cfg: PretrainConfig) -> Problems:
-    """For quantile_balancing, reject expert bias, router groups and a capacity factor, a top-k equal to --num-experts,
-    and a number of experts that does not divide micro-batch size x --seq-length x top-k. Checks nothing for other
-    balancing types."""
+    """Reject what quantile_balancing cannot balance: expert bias, router groups, a capacity factor, top-k equal to
+    --num-experts, and a number of experts that does not divide the selected tokens."""
     model = cfg.model
     experts, top = model.num_moe_experts, model.moe_router_topk
     if experts is None or "quantile_balancing" not in model.moe_router_load_balancing_type:
@@ -75,8 +73,7 @@ def quantile_balancing_settings(cfg: PretrainConfig) -> Problems:
 
 
 def upcycling_settings(cfg: PretrainConfig) -> Problems:
-    """For --moe-use-upcycling, require --num-experts, a checkpoint (--load or --pretrained-checkpoint), and a
-    --moe-upcycling-granularity that divides --num-experts. Does not look at the checkpoint."""
+    """Require experts, a checkpoint and a granularity that divides --num-experts for --moe-use-upcycling."""
     slices, experts = cfg.upcycling.moe_upcycling_granularity, cfg.model.num_moe_experts
     if not cfg.upcycling.moe_use_upcycling:
         return
@@ -91,12 +88,11 @@ def upcycling_settings(cfg: PretrainConfig) -> Problems:
 
 
 def experts_in_cuda_graphs(cfg: PretrainConfig) -> Problems:
-    """With --cuda-graph-impl local, require that all experts are on every rank and are computed by grouped GEMMs:
-    others read the numbers of rows on the host."""
+    """Require local experts and grouped GEMMs in CUDA graphs: others read the numbers of rows on the host."""
     model = cfg.model
     if model.num_moe_experts is None or cfg.training.cuda_graph_impl != "local":
         return
-    widths = [each for each in (model.hidden_size, model.moe_ffn_hidden_size) if each]
+    widths = [width for width in (model.hidden_size, model.moe_ffn_hidden_size) if width]
     reasons = {
         "contains collectives (--expert-model-parallel-size)": model.expert_model_parallel_size > 1,
         "contains collectives (--expert-tensor-parallel-size)": (model.expert_tensor_parallel_size or 1) > 1,

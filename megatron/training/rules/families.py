@@ -9,8 +9,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 
 def family_has_groups(cfg: PretrainConfig) -> Problems:
-    """Reject each used field of a group that the model family does not list, except harmless fields, which only give a
-    notice."""
+    """Reject used fields of groups that the model family does not list, except harmless fields."""
     for group in cfg.flat.foreign_groups:
         used = [field for field in used_fields(group, cfg.flat) if field not in group.HARMLESS]
         for field in [field for field in used if field in cfg.explicit] or used:  # others may derive from these

@@ -40,31 +40,32 @@ class Line(Problem):
         return self.reason
 
 
-def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Problem]:
-    """Build the tokenizer, look into the data files and compare the stored settings of checkpoints; return one problem
-    per line of their errors. Skips the tokenizer or the data files, and drops results, if ``known`` has a problem with
-    one of their flags. Returns nothing in a dry run. Assumes 8 for missing sequence lengths."""
+def input_problems(cfg: PretrainConfig, problems: Sequence[Problem]) -> list[Problem]:
+    """Build the tokenizer, look into the data files and compare stored settings; return one problem per line of their
+    errors, without those whose flags are in ``problems``. Returns nothing in a dry run."""
     if cfg.program.dry_run:  # asks about flags, not about the machine that it runs on
         return []
-    flags = {problem.flag for problem in known}
+    flags = {problem.flag for problem in problems}
     tokenizer_flags = {name for spec in flags_of(TokenizerConfig) for name in spec.names}
     # no length is better than a guess, but every sample has one: the shortest has the fewest spans
     guess = cfg.with_settings(
         seq_length=cfg.data.seq_length or 8, decoder_seq_length=cfg.flat.decoder_seq_length or cfg.data.seq_length or 8
     )
-    wanted = (
+    num_samples = (
         0 if cfg.validation.skip_train else 1,
         None if cfg.validation.full_validation else int(cfg.validation.eval_iters > 0),
         0,
     )
     tokenizer, lines = None, []
     try:
-        tokenizer = check_inputs(guess, wanted, tokenizer=not flags & tokenizer_flags, files=not flags & DATA_FLAGS)
+        tokenizer = check_inputs(
+            guess, num_samples, tokenizer=not flags & tokenizer_flags, files=not flags & DATA_FLAGS
+        )
     except UserError as error:
         lines = str(error).splitlines()
-    lines += misfits(cfg, tokenizer, consistent=not known)
-    found = [Line(line.split()[0].rstrip(":,"), line) for line in lines]
-    return [line for line in found if line.flag not in flags]
+    lines += misfits(cfg, tokenizer, consistent=not problems)
+    matches = [Line(line.split()[0].rstrip(":,"), line) for line in lines]
+    return [line for line in matches if line.flag not in flags]
 
 
 def check_inputs(
@@ -74,7 +75,7 @@ def check_inputs(
     or None if it was not built. Runs all checks before it raises. Builds no index and no data set.
 
     Args:
-        num_samples: wanted of train, valid and test.
+        num_samples: of train, valid and test.
         tokenizer: build it, and ask what its samples need.
         files: look into the data files.
 
@@ -88,8 +89,8 @@ def check_inputs(
     from megatron.training.data.datasets import select_data_set, sources_without_record
 
     built: list[Tokenizer] = []
-    own_data = cfg.needs_data and not cfg.data.mock_data and cfg.data.dataloader_type != "external"
-    own_data = own_data and cfg.family.data_set is not None
+    reads_files = cfg.needs_data and not cfg.data.mock_data and cfg.data.dataloader_type != "external"
+    reads_files = reads_files and cfg.family.data_set is not None
 
     def build() -> None:
         built.append(build_tokenizer(cfg.tokenizer))
@@ -99,7 +100,7 @@ def check_inputs(
             side_files(Path(cfg.tokenizer.tokenizer_model), TOKENIZER)
 
     def check_samples() -> None:
-        if built and own_data:
+        if built and reads_files:
             select_data_set(cfg, built[0])
 
     def check_prompts() -> None:
@@ -111,10 +112,10 @@ def check_inputs(
         calls: list[Callable[[], object]] = [
             BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).check
         ]
-        call_all(calls + [partial(sources_without_record, config, each) for each in built])
+        call_all(calls + [partial(sources_without_record, config, source) for source in built])
 
     calls = [build, check_samples, check_prompts] if tokenizer and cfg.tokenizer.tokenizer_type is not None else []
-    call_all([*calls, check_files] if files and own_data else calls)
+    call_all([*calls, check_files] if files and reads_files else calls)
     return built[0] if built else None
 
 
@@ -145,15 +146,15 @@ def read_sample_prompts(values: Sequence[str], tokenizer: Tokenizer, length: int
 
 
 def _prompt_ids(prompt: str, tokenizer: Tokenizer, length: int) -> list[int]:
-    shown = repr(prompt if len(prompt) <= 40 else f"{prompt[:40]}…")
+    quoted = repr(prompt if len(prompt) <= 40 else f"{prompt[:40]}…")
     try:
         ids = tokenizer.tokenize(prompt) or [tokenizer.eod]
         tokenizer.detokenize(ids)
     except (UserError, NotImplementedError) as error:
-        raise UserError(f"--sample-prompts {shown}: {error or 'the tokenizer has no detokenize'}") from error
+        raise UserError(f"--sample-prompts {quoted}: {error or 'the tokenizer has no detokenize'}") from error
     if len(ids) >= length:
         raise UserError(
-            f"--sample-prompts {shown}: has {counted(len(ids), 'token')} and leaves no room for text in --seq-length "
+            f"--sample-prompts {quoted}: has {counted(len(ids), 'token')} and leaves no room for text in --seq-length "
             f"{length}; give a shorter one"
         )
     return ids

@@ -37,8 +37,7 @@ def how_to_start(cfg: PretrainConfig) -> str:
 
 
 def sequence_parallel_length(cfg: PretrainConfig) -> Problems:
-    """With --sequence-parallel, require each sequence length to be a multiple of TP x CP. With one tensor-parallel rank
-    ``resolve`` has already turned --sequence-parallel off."""
+    """With --sequence-parallel, require each sequence length to be a multiple of TP x CP."""
     tp, cp = cfg.model.tensor_model_parallel_size, cfg.model.context_parallel_size
     for field, length in sequence_lengths(cfg):
         if cfg.model.sequence_parallel and min(tp, cp) >= 1 and length % (tp * cp):
@@ -59,8 +58,7 @@ def nccl_config_file_exists(cfg: PretrainConfig) -> Problems:
 
 
 def full_recomputation_settings(cfg: PretrainConfig) -> Problems:
-    """With --recompute-granularity full, require --recompute-method and --recompute-num-layers, and reject
-    --recompute-activations. Checks nothing for selective recomputation."""
+    """Require method and number of layers for --recompute-granularity full, and reject --recompute-activations."""
     granularity = cfg.model.recompute_granularity
     for field in ("recompute_method", "recompute_num_layers"):
         if granularity == "full" and getattr(cfg.flat, field) is None:
@@ -77,8 +75,8 @@ def recompute_modules_are_selective(cfg: PretrainConfig) -> Problems:
 
 
 def distributed_saved_activations(cfg: PretrainConfig) -> Problems:
-    """Reject --distribute-saved-activations without --recompute-granularity full, and together with
-    --sequence-parallel, which already splits the saved activations by position."""
+    """Reject --distribute-saved-activations without full recomputation, or with sequence parallelism, which splits the
+    saved activations already."""
     if not cfg.model.distribute_saved_activations:
         return
     if cfg.model.recompute_granularity != "full":

@@ -22,8 +22,8 @@ def rules_of_the_library(cfg: PretrainConfig) -> Problems:
 
 
 def query_groups_need_their_flag(cfg: PretrainConfig) -> Problems:
-    given = "num_query_groups" in cfg.explicit and cfg.model.num_query_groups != cfg.model.num_attention_heads
-    if given and not cfg.embeddings.group_query_attention:
+    is_explicit = "num_query_groups" in cfg.explicit and cfg.model.num_query_groups != cfg.model.num_attention_heads
+    if is_explicit and not cfg.embeddings.group_query_attention:
         yield problem(cfg, "num_query_groups", "requires --group-query-attention", "add that flag")
 
 
@@ -45,8 +45,7 @@ def position_offset_needs_learned_positions(cfg: PretrainConfig) -> Problems:
 
 
 def rotary_settings_need_rotary(cfg: PretrainConfig) -> Problems:
-    """Reject --use-rope-scaling, --rotary-seq-len-interpolation-factor and --rotary-interleaved unless
-    --position-embedding-type is rope or yarn. Checks nothing for multi-latent attention."""
+    """Reject rotary settings with other position embeddings. Checks nothing for multi-latent attention."""
     if cfg.model.multi_latent_attention:
         return
     rotary = cfg.embeddings.position_embedding_type in ("rope", "yarn")
@@ -74,23 +73,22 @@ def yarn_original_length_given(cfg: PretrainConfig) -> Problems:
 
 
 def latent_attention_sizes(cfg: PretrainConfig) -> Problems:
-    """For --multi-latent-attention, require an explicit --kv-lora-rank (unless --use-checkpoint-args), and an even,
-    nonzero number of rotated channels, which --rotary-percent reduces only for ``--rope-type rope``."""
+    """Require an explicit --kv-lora-rank (unless --use-checkpoint-args) and an even, nonzero number of rotated
+    channels."""
     if not cfg.model.multi_latent_attention:
         return
     if "kv_lora_rank" not in cfg.explicit and not cfg.checkpoint.use_checkpoint_args:
         fix = "for example --kv-lora-rank 512 (Megatron-LM's default is 32)"
         yield missing(cfg, "kv_lora_rank", "is required by --multi-latent-attention", fix)
-    turned = cfg.model.qk_pos_emb_head_dim
-    width = int(turned * cfg.embeddings.rotary_percent) if cfg.model.rope_type == "rope" else turned
-    if turned % 2 == 0 and (width % 2 or not width):
-        reason = f"rotates {width} of {turned} channels; the number must be even and not 0"
+    rotated = cfg.model.qk_pos_emb_head_dim
+    width = int(rotated * cfg.embeddings.rotary_percent) if cfg.model.rope_type == "rope" else rotated
+    if rotated % 2 == 0 and (width % 2 or not width):
+        reason = f"rotates {width} of {rotated} channels; the number must be even and not 0"
         yield problem(cfg, "rotary_percent", reason)
 
 
 def latent_attention_positions(cfg: PretrainConfig) -> Problems:
-    """With --multi-latent-attention, reject settings of ordinary attention outside of layers, one problem each: grouped
-    queries, RoPE scaling and interpolation, and --position-embedding-type yarn."""
+    """Reject grouped queries, RoPE scaling and interpolation, and yarn positions with --multi-latent-attention."""
     if not cfg.model.multi_latent_attention:
         return
     scaled = "contradicts --multi-latent-attention, which scales positions by --rotary-scaling-factor"
@@ -125,8 +123,7 @@ def one_query_key_norm(cfg: PretrainConfig) -> Problems:
 
 
 def local_rotary_base(cfg: PretrainConfig) -> Problems:
-    """For --rotary-base-local without latent attention, require --window-size and --position-embedding-type rope or
-    yarn. Another rule rejects it with latent attention."""
+    """Require --window-size and rope or yarn for --rotary-base-local without latent attention."""
     if cfg.model.rotary_base_local is None or cfg.model.multi_latent_attention:
         return
     if cfg.model.window_size is None:
@@ -136,8 +133,7 @@ def local_rotary_base(cfg: PretrainConfig) -> Problems:
 
 
 def no_rope_pattern(cfg: PretrainConfig) -> Problems:
-    """For --no-rope-freq without latent attention, require --position-embedding-type rope or yarn and, if it is a list,
-    one entry per layer. Does not require that any layer rotates."""
+    """Require rope or yarn for --no-rope-freq without latent attention, and one entry per layer of a list."""
     model = cfg.model
     pattern = model.no_rope_freq
     if pattern is None or model.multi_latent_attention:

@@ -32,8 +32,8 @@ def cubic_coefficients_have_five_steps(cfg: PretrainConfig) -> Problems:
 
 
 def fused_qkv_is_one_parameter(cfg: PretrainConfig) -> Problems:
-    """Reject --muon-no-split-qkv together with --muon-split-qkv-per-head, and with fewer query groups than
-    tensor-parallel ranks, which store queries apart from keys and values."""
+    """Reject --muon-no-split-qkv with heads split, or with fewer query groups than tensor-parallel ranks, which store
+    queries apart from keys and values."""
     if cfg.optimizer.optimizer not in MUON_OPTIMIZERS or cfg.optimizer.muon_split_qkv:
         return
     if cfg.optimizer.muon_split_qkv_per_head:

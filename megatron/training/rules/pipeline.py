@@ -39,19 +39,18 @@ _CHUNKS = (
 
 def one_pipeline_split(cfg: PretrainConfig) -> Problems:
     for families in (_FAMILIES, [(field,) for field in _CHUNKS]):
-        given = [next((name for name in family if getattr(cfg.flat, name)), None) for family in families]
-        names = [name for name in given if name is not None]
+        used = [next((name for name in family if getattr(cfg.flat, name)), None) for family in families]
+        names = [name for name in used if name is not None]
         if len(names) > 1:
             yield problem(cfg, names[1], f"contradicts {flag_names(cfg, names[0])}", "choose one of them")
 
 
 def pipeline_settings_need_pipeline(cfg: PretrainConfig) -> Problems:
-    """With one pipeline rank, reject each flag about stages, virtual stages, pipeline layouts, embedding and loss
-    accounting, and --pipeline-schedule that is set."""
+    """Reject flags about stages and schedules with one pipeline rank."""
     if cfg.model.pipeline_model_parallel_size != 1:
         return
-    whole = "whole_layers_in_pipeline_split"
-    fields = (*_SIZES, *_FAMILIES[0], *_FAMILIES[2], whole, "pipeline_schedule")
+    whole_layers = "whole_layers_in_pipeline_split"
+    fields = (*_SIZES, *_FAMILIES[0], *_FAMILIES[2], whole_layers, "pipeline_schedule")
     for field in fields:
         if getattr(cfg.flat, field):
             fix = "remove it, or give more ranks than one"
@@ -59,9 +58,7 @@ def pipeline_settings_need_pipeline(cfg: PretrainConfig) -> Problems:
 
 
 def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
-    """Check --pipeline-model-parallel-layout: syntax (the only problem reported if it fails), number of layers, no
-    split layers with --whole-layers-in-pipeline-split, stages a multiple of the pipeline ranks, all MTP layers in the
-    last stage, and no pipeline rank without any module."""
+    """Check --pipeline-model-parallel-layout: syntax first, then layers, stages per rank and MTP layers."""
     model = cfg.model
     text, ranks = model.pipeline_model_parallel_layout, model.pipeline_model_parallel_size
     if text is None:
@@ -71,11 +68,11 @@ def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
     except LayoutError as error:
         yield problem(cfg, "pipeline_model_parallel_layout", str(error), "such as Et*3|(tt|)*29,t|L")
         return
-    layers, wanted = len(stages[0].names), f"--num-layers {model.num_layers}"
+    layers, requirement = len(stages[0].names), f"--num-layers {model.num_layers}"
     if model.num_layers and cfg.flat.decoder_num_layers is not None:
-        wanted += f" and {flag_names(cfg, 'decoder_num_layers')} {cfg.flat.decoder_num_layers}"
+        requirement += f" and {flag_names(cfg, 'decoder_num_layers')} {cfg.flat.decoder_num_layers}"
     if model.num_layers and layers != model.num_layers + (cfg.flat.decoder_num_layers or 0):
-        yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for {wanted}")
+        yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for {requirement}")
     if model.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
         reason = f"contradicts the half layers (a, f) in {text!r}"
         yield problem(cfg, "whole_layers_in_pipeline_split", reason, "remove it")
@@ -85,20 +82,19 @@ def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "pipeline_model_parallel_layout", reason, fix)
     yield from _predictions_are_with_the_loss(cfg, stages)
     for rank in range(ranks if ranks > 0 else 0):
-        own = stages[rank::ranks]
-        if own and not any(stage.branches or stage.embedding or stage.loss for stage in own):
+        local = stages[rank::ranks]
+        if local and not any(stage.branches or stage.embedding or stage.loss for stage in local):
             reason = f"leaves pipeline rank {rank} without layers, embedding or loss"
             yield problem(cfg, "pipeline_model_parallel_layout", reason)
 
 
 def _predictions_are_with_the_loss(cfg: PretrainConfig, stages: Sequence[StageContents]) -> Problems:
-    """Reject a layout whose number of ``m`` differs from --mtp-num-layers, or else one with an ``m`` outside the last
-    stage: MTP needs the output layer's stage, which then also holds a copy of the embedding."""
-    wanted, found = cfg.model.mtp_num_layers or 0, sum(stage.num_mtp for stage in stages)
-    if found != wanted:
-        reason = f"has {found} m for --mtp-num-layers {wanted}"
-        yield problem(cfg, "pipeline_model_parallel_layout", reason, f"give {wanted} m before the L")
-    elif stages[-1].num_mtp != wanted:
+    """MTP needs the output layer's stage, which then also holds a copy of the embedding."""
+    expected, num_predictions = cfg.model.mtp_num_layers or 0, sum(stage.num_mtp for stage in stages)
+    if num_predictions != expected:
+        reason = f"has {num_predictions} m for --mtp-num-layers {expected}"
+        yield problem(cfg, "pipeline_model_parallel_layout", reason, f"give {expected} m before the L")
+    elif stages[-1].num_mtp != expected:
         reason = "has an m in a stage without the loss; m layers need the output layer, which is in the stage of L"
         yield problem(cfg, "pipeline_model_parallel_layout", reason, "write all m in the last stage, before the L")
 
@@ -112,8 +108,7 @@ def _branches(cfg: PretrainConfig) -> BranchNames | None:
 
 
 def layers_fill_stages(cfg: PretrainConfig) -> Problems:
-    """Reject --num-layers if the automatic split cannot fill all pipeline stages, including virtual ones. Checks
-    nothing with one pipeline rank or with a layout string, which another rule checks."""
+    """Reject --num-layers if the automatic split cannot fill all stages, including virtual ones."""
     ranks = cfg.model.pipeline_model_parallel_size
     if not cfg.model.num_layers or ranks < 2 or cfg.model.pipeline_model_parallel_layout is not None:
         return
@@ -128,9 +123,8 @@ def layers_fill_stages(cfg: PretrainConfig) -> Problems:
 
 
 def schedule_fits_stages(cfg: PretrainConfig) -> Problems:
-    """Reject 1f1b and zero-bubble-h2 with several chunks per rank, interleaved with one, and --delay-wgrad-compute with
-    a schedule other than zero-bubble. Then check the micro-batch group size. Checks nothing with one pipeline rank or
-    an invalid layout."""
+    """Reject schedules that do not fit the chunks per rank, --delay-wgrad-compute without zero-bubble, and a wrong
+    micro-batch group size. Checks nothing with one pipeline rank or an invalid layout."""
     model = cfg.model
     if model.pipeline_model_parallel_size < 2 or not model.num_layers:
         return
@@ -150,9 +144,8 @@ def schedule_fits_stages(cfg: PretrainConfig) -> Problems:
 
 
 def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
-    """Reject --microbatch-group-size-per-virtual-pipeline-stage with one chunk per rank; otherwise require it to be at
-    least the pipeline-parallel size, and at most the larger of that and the micro-batches of the largest global
-    batch."""
+    """Require a group of at least the pipeline size, and at most the larger of that and the micro-batches of the
+    largest global batch; reject it with one chunk per rank."""
     field, ranks = "microbatch_group_size_per_virtual_pipeline_stage", cfg.model.pipeline_model_parallel_size
     size = getattr(cfg.flat, field)
     if size is None:
@@ -169,8 +162,8 @@ def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
 
 
 def _most_microbatches(cfg: PretrainConfig) -> int | None:
-    """Return the number of micro-batches of the largest global batch, also of a batch-size ramp or step schedule.
-    Returns None if batch sizes or the sequence length are missing or unreadable, which other rules report."""
+    """Return the micro-batches of the largest global batch of a ramp or schedule; None if other rules report the
+    inputs."""
     if not cfg.training.micro_batch_size or not cfg.data.seq_length:
         return None
     try:

@@ -34,8 +34,7 @@ def maximum_logits_are_available(cfg: PretrainConfig) -> Problems:
 
 
 def clipped_logits_depend_on_weights(cfg: PretrainConfig) -> Problems:
-    """Reject --qk-clip where scaling the weights does not scale the logits, and with shared keys over tensor-parallel
-    ranks."""
+    """Reject --qk-clip where scaling the weights does not scale the logits, and with shared keys over TP ranks."""
     model = cfg.model
     if not model.qk_clip:
         return

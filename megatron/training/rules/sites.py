@@ -7,8 +7,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 
 def sites_exist(cfg: PretrainConfig) -> Problems:
-    """Reject names that no layer of the model has. Needs valid sizes. Layers without a description are skipped: their
-    sites are checked when the model is built."""
+    """Reject names that no layer has. Layers without a description are checked when the model is built."""
     requested = {
         "recompute_modules": cfg.model.recompute_modules or (),
         "offload_modules": cfg.model.offload_modules or (),
@@ -18,11 +17,11 @@ def sites_exist(cfg: PretrainConfig) -> Problems:
     model = cfg.describe(0)
     if model.unknown:
         return
-    known = {
+    sites = {
         "recompute_modules": {name for saved in model.saved() for name in saved.modules},
         "offload_modules": {name for saved in model.saved() for name in saved.offload},
     }
     for field, names in requested.items():
-        if unknown := [name for name in names if name not in known[field]]:
+        if unknown := [name for name in names if name not in sites[field]]:
             reason = f"{', '.join(unknown)} not available in this model"
-            yield problem(cfg, field, reason, f"choose from {', '.join(sorted(known[field]))}")
+            yield problem(cfg, field, reason, f"choose from {', '.join(sorted(sites[field]))}")

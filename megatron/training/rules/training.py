@@ -15,9 +15,8 @@ def micro_batch_size_given(cfg: PretrainConfig) -> Problems:
 
 
 def global_batch_size_divides(cfg: PretrainConfig) -> Problems:
-    """Reject --step-batch-size-schedule together with --global-batch-size or --rampup-batch-size, unreadable schedules,
-    and each global batch size, also of a ramp or step schedule, that is no multiple of micro-batch size x DP or is
-    smaller than that. --decrease-batch-size-if-needed permits larger non-multiples."""
+    """Reject several sources of the global batch size, and batch sizes that are no multiple of micro-batch size x DP;
+    --decrease-batch-size-if-needed permits larger non-multiples."""
     training = cfg.training
     clash = training.step_batch_size_schedule and ({"global_batch_size", "rampup_batch_size"} & cfg.explicit)
     if clash:
@@ -43,8 +42,7 @@ def global_batch_size_divides(cfg: PretrainConfig) -> Problems:
 
 
 def eval_tasks(cfg: PretrainConfig) -> Problems:
-    """Require --eval-tasks and --eval-tasks-interval together, for the other --eval-tasks flags too, and a layout in
-    which the model can generate."""
+    """Require --eval-tasks and its interval together, and a layout in which the model can generate."""
     values, field = cfg.validation, "eval_tasks"
     if values.eval_tasks is None:
         for other in ("eval_tasks_interval", "eval_tasks_limit", "eval_tasks_path"):
@@ -82,8 +80,7 @@ def _cannot_generate(cfg: PretrainConfig) -> list[str]:
 
 
 def evaluation_batch_size_divides(cfg: PretrainConfig) -> Problems:
-    """If an evaluation batch size is explicit, require --eval-global-batch-size to be a multiple of
-    --eval-micro-batch-size x DP. Checks nothing otherwise."""
+    """Require an explicit --eval-global-batch-size to be a multiple of --eval-micro-batch-size x DP."""
     size, micro = cfg.validation.eval_global_batch_size, cfg.validation.eval_micro_batch_size
     if not {"eval_global_batch_size", "eval_micro_batch_size"} & cfg.explicit or not size or not micro:
         return
@@ -103,8 +100,7 @@ def _near(size: int, unit: int) -> str:
 
 
 def training_length_given_once(cfg: PretrainConfig) -> Problems:
-    """Reject --train-samples with an explicit --train-iters. Unless --skip-train is set, require one of them, at least
-    one global batch of --train-samples, and --train-iters of at least 1."""
+    """Require --train-samples (at least one global batch) or --train-iters, not both, unless --skip-train is set."""
     training = cfg.training
     if training.train_iters is not None and training.train_samples is not None and "train_iters" in cfg.explicit:
         yield problem(cfg, "train_samples", "contradicts --train-iters", "give one of the two")
@@ -117,9 +113,7 @@ def training_length_given_once(cfg: PretrainConfig) -> Problems:
 
 
 def schedule_units_match(cfg: PretrainConfig) -> Problems:
-    """Reject --lr-decay, --lr-warmup and --lr-wsd-decay lengths in iterations if training counts samples, and lengths
-    in samples if it counts iterations. Only explicit, nonzero values count. Checks nothing if both durations are
-    given."""
+    """Reject explicit schedule lengths in iterations if training counts samples, and reverse."""
     iters = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
     samples = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
     by_samples = cfg.training.train_samples is not None
@@ -127,14 +121,13 @@ def schedule_units_match(cfg: PretrainConfig) -> Problems:
         return
     for field in iters if by_samples else samples:
         if field in cfg.explicit and getattr(cfg.flat, field):
-            ours, other = ("--train-samples", "-samples") if by_samples else ("--train-iters", "-iters")
+            duration, other = ("--train-samples", "-samples") if by_samples else ("--train-iters", "-iters")
             right = flag_names(cfg, field).removesuffix("-iters").removesuffix("-samples") + other
-            yield problem(cfg, field, f"does not go with {ours}", f"use {right}")
+            yield problem(cfg, field, f"does not go with {duration}", f"use {right}")
 
 
 def learning_rate_settings(cfg: PretrainConfig) -> Problems:
-    """Require --lr unless --skip-train is set. With it, reject a --min-lr or --lr-warmup-init above --lr,
-    --decoupled-min-lr without --decoupled-lr, and a --decoupled-min-lr above --decoupled-lr."""
+    """Require --lr unless --skip-train is set, and minimum and initial rates that do not exceed it."""
     schedule = cfg.schedule
     if schedule.lr is None:
         if not cfg.validation.skip_train:
@@ -153,8 +146,7 @@ def learning_rate_settings(cfg: PretrainConfig) -> Problems:
 
 
 def warmup_shorter_than_decay(cfg: PretrainConfig) -> Problems:
-    """With --lr-warmup-fraction, reject --lr-warmup-iters and --lr-warmup-samples; without it, require the warmup to be
-    shorter than the decay, in the unit (iterations or samples) of the training duration."""
+    """Require a warmup shorter than the decay, given once: as a fraction or as a length."""
     unit = "samples" if cfg.training.train_samples is not None else "iters"
     warmup, decay = getattr(cfg.flat, f"lr_warmup_{unit}"), getattr(cfg.flat, f"lr_decay_{unit}")
     if cfg.schedule.lr_warmup_fraction is not None:
@@ -167,8 +159,7 @@ def warmup_shorter_than_decay(cfg: PretrainConfig) -> Problems:
 
 
 def wsd_decay_length(cfg: PretrainConfig) -> Problems:
-    """For --lr-decay-style WSD, require --lr-wsd-decay-iters, or -samples if training counts samples, between 1 and the
-    total decay length. Checks nothing for other styles."""
+    """Require a WSD decay between 1 and the total decay length, in the unit of the training duration."""
     unit = "samples" if cfg.training.train_samples is not None else "iters"
     length, decay = getattr(cfg.flat, f"lr_wsd_decay_{unit}"), getattr(cfg.flat, f"lr_decay_{unit}")
     if cfg.schedule.lr_decay_style != "WSD":
@@ -180,13 +171,12 @@ def wsd_decay_length(cfg: PretrainConfig) -> Problems:
 
 
 def weight_decay_schedule(cfg: PretrainConfig) -> Problems:
-    """With a constant weight decay, reject an explicit start or end value that differs from --weight-decay. With other
-    --weight-decay-incr-style values, require --start-weight-decay and --end-weight-decay, with 0 <= start <= end."""
+    """Require 0 <= start <= end for a weight decay that changes, and no other start or end of a constant one."""
     schedule = cfg.schedule
     start, end = schedule.start_weight_decay, schedule.end_weight_decay
-    given = {"start_weight_decay", "end_weight_decay"} & cfg.explicit
+    explicit = {"start_weight_decay", "end_weight_decay"} & cfg.explicit
     if schedule.weight_decay_incr_style == "constant":
-        for field in sorted(given):
+        for field in sorted(explicit):
             if getattr(cfg.flat, field) != cfg.optimizer.weight_decay:
                 fix = "--weight-decay-incr-style linear or cosine"
                 yield problem(cfg, field, f"contradicts a constant --weight-decay {cfg.optimizer.weight_decay}", fix)
@@ -212,9 +202,9 @@ def param_gather_overlap(cfg: PretrainConfig) -> Problems:
 
 
 def precision_aware_optimizer(cfg: PretrainConfig) -> Problems:
-    """Without --use-precision-aware-optimizer, reject non-fp32 optimizer dtypes. With it, require Adam, and reject fp16
-    or fp8 moments, bf16 moments whose beta is too close to 1 (1 - beta < 2**-7), fp16 master weights, and bf16 main
-    gradients without --grad-reduce-in-bf16."""
+    """Without --use-precision-aware-optimizer, reject non-fp32 state. With it, require Adam, and reject fp16 or fp8
+    moments, bf16 moments whose beta is too close to 1 (1 - beta < 2**-7), fp16 masters, and bf16 main gradients without
+    --grad-reduce-in-bf16."""
     if not cfg.optimizer.use_precision_aware_optimizer:
         for field in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(cfg.flat, field) != "fp32":
@@ -248,8 +238,7 @@ def optimizer_offload(cfg: PretrainConfig) -> Problems:
 
 
 def save_settings(cfg: PretrainConfig) -> Problems:
-    """Reject --log-progress without --save, and a --save-retain-interval that is no multiple of --save-interval. Does
-    not require --save-interval with --save."""
+    """Reject --log-progress without --save, and a --save-retain-interval that is no multiple of --save-interval."""
     if cfg.logging.log_progress and not cfg.checkpoint.save:
         yield problem(cfg, "log_progress", "needs --save DIRECTORY")
     keep, every = cfg.checkpoint.save_retain_interval, cfg.checkpoint.save_interval
@@ -259,8 +248,7 @@ def save_settings(cfg: PretrainConfig) -> Problems:
 
 
 def load_settings(cfg: PretrainConfig) -> Problems:
-    """Without --load, reject --ckpt-step and --exit-on-missing-checkpoint, and, unless --pretrained-checkpoint is set,
-    --finetune and --use-checkpoint-args."""
+    """Reject flags of loading without a checkpoint to load."""
     if cfg.checkpoint.load:
         return
     for field in ("ckpt_step", "exit_on_missing_checkpoint"):
@@ -272,8 +260,7 @@ def load_settings(cfg: PretrainConfig) -> Problems:
 
 
 def validation_sets(cfg: PretrainConfig) -> Problems:
-    """Reject --multiple-validation-sets without --full-validation, --validation-set-names without
-    --multiple-validation-sets, and a number of names that differs from the number of --valid-data-path values."""
+    """Reject --multiple-validation-sets without --full-validation, and names that do not match the sets."""
     validation = cfg.validation
     if validation.multiple_validation_sets and not validation.full_validation:
         yield problem(cfg, "multiple_validation_sets", "needs --full-validation", "add it")
@@ -287,8 +274,7 @@ def validation_sets(cfg: PretrainConfig) -> Problems:
 
 
 def log_sinks(cfg: PretrainConfig) -> Problems:
-    """With --wandb-project, require --wandb-exp-name, the wandb package (not in a dry run), and --wandb-save-dir or
-    --save. TensorBoard flags are not checked here."""
+    """Require a name, the wandb package (not in a dry run) and a folder for --wandb-project."""
     if cfg.logging.wandb_project and not cfg.logging.wandb_exp_name:
         yield missing(cfg, "wandb_exp_name", "is required with --wandb-project")
     if cfg.logging.wandb_project and not cfg.program.dry_run and not is_installed("wandb"):

@@ -36,7 +36,7 @@ def varlen_conflicts(cfg: PretrainConfig) -> Problems:
 
 
 def _conflicts(cfg: PretrainConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (field, reason, fix) of each setting that contradicts --use-varlen-dataset."""
+    """Yield (field, reason, fix)."""
     model, rows = cfg.model, f"is not supported with {FLAG}"
     for field in ("reset_position_ids", "reset_attention_mask"):
         if getattr(cfg.documents, field):
@@ -76,8 +76,7 @@ def _expert_conflicts(cfg: PretrainConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def samples_fit_ranks(cfg: PretrainConfig) -> Problems:
-    """Reject a sample of --seq-length tokens that all ranks together do not hold, and limits that are no multiple of
-    what ranks split."""
+    """Reject samples that all ranks together do not hold, and limits that are no multiple of what ranks split."""
     if not cfg.variable_lengths.use_varlen_dataset or not cfg.data.seq_length:
         return
     ranks, limit, multiple = plan_ranks(cfg), token_limit(cfg), local_multiple(cfg)
@@ -103,8 +102,7 @@ def samples_fit_ranks(cfg: PretrainConfig) -> Problems:
 
 
 def all_to_all_heads_of_blocks(cfg: PretrainConfig) -> Problems:
-    """Require --num-attention-heads and --num-query-groups to be multiples of TP times the largest context-parallel
-    size for --cp-comm-type a2a."""
+    """Require heads and query groups to be multiples of TP times the largest context-parallel size for a2a."""
     model = cfg.model
     if not (model.hybrid_context_parallel and "a2a" in model.cp_comm_type):
         return

@@ -52,12 +52,12 @@ def start_copy_engines(name: str, handle: dist.ProcessGroup, ranks: Sequence[int
 
 
 def _trial(open_window: OpenWindow, rank: int) -> str:
-    """Open a small window and test a signal to this rank itself in it; return the first line of the error message, or
-    "" on success. Collective over the group; waits for the device."""
+    """Signal this rank in a small window; return the first line of the error, or "". Collective; waits for the
+    device."""
     try:
         window = open_window(16, 1)
-        window.here().write([window.word(rank, 0)], 1)
-        window.here().wait([window.word(rank, 0)], 1)
+        window.current_queue().write([window.word(rank, 0)], 1)
+        window.current_queue().wait([window.word(rank, 0)], 1)
         torch.cuda.synchronize()
     except (RuntimeError, OSError, AttributeError, ImportError) as error:
         return str(error).splitlines()[0]
@@ -65,16 +65,14 @@ def _trial(open_window: OpenWindow, rank: int) -> str:
 
 
 def _all_agree(handle: dist.ProcessGroup, agrees: bool) -> bool:
-    """Return whether ``agrees`` is true on all ranks of the group. Collective (one all-reduce); waits for the
-    device."""
+    """Collective (one all-reduce); waits for the device."""
     votes = torch.tensor([int(agrees)], device=DEVICE)
     dist.all_reduce(votes, dist.ReduceOp.MIN, group=handle)
     return bool(votes.item())
 
 
 def _on_one_host(handle: dist.ProcessGroup) -> bool:
-    """Return whether all ranks of the group run on one host, by host name and boot id: the same answer on all ranks.
-    Collective (one all-reduce); waits for the device."""
+    """By host name and boot id; the same answer on all ranks. Collective (one all-reduce); waits for the device."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = socket.gethostname() + (boot.read_text() if boot.exists() else "")
     number = zlib.crc32(host.encode())

@@ -39,7 +39,7 @@ class Transfer:
 
 
 class _Slots:
-    """Windows of one kind of transfer; opens a larger window when a larger message occurs."""
+    """Windows of one kind of transfer; a larger message opens a larger window."""
 
     def __init__(self, rank: int, size: int, open_window: OpenWindow) -> None:
         self._rank, self._size, self._open = rank, size, open_window
@@ -49,8 +49,8 @@ class _Slots:
         self._number = 0
 
     def begin(self, num_bytes: int) -> _Slot:
-        """Return the slot of the next transfer, with at least ``num_bytes`` on each rank. Collective if ``num_bytes``
-        exceeds the size of all earlier transfers, as it then opens a larger window."""
+        """Return the slot of the next transfer. Collective if ``num_bytes`` exceeds all earlier transfers: opens a
+        larger window."""
         # all ranks see the same sizes in the same order, so they open windows together; words of a new window are 0
         if num_bytes > self._slot_bytes:
             self._windows.append(self._open(SLOTS * num_bytes, 2 * self._size))
@@ -70,7 +70,6 @@ class _Slot:
         return self.window.address(rank) + self._start + offset
 
     def memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return this rank's slot memory as a tensor view."""
         num_bytes = dtype.itemsize * torch.Size(shape).numel()
         return self.window.memory()[self._start : self._start + num_bytes].view(dtype).view(tuple(shape))
 
@@ -94,7 +93,7 @@ class CopyEngines:
 
     def __init__(self, rank: int, size: int, open_window: OpenWindow, least_bytes: int = LEAST_BYTES) -> None:
         self.rank, self.size, self._open_window, self._least_bytes = rank, size, open_window, least_bytes
-        self._others = [(rank + step) % size for step in range(1, size)]
+        self._peers = [(rank + step) % size for step in range(1, size)]
         """Other ranks, starting with the next one, so that no two ranks access the same peer at the same time."""
         self._gathers, self._exchanges = (_Slots(rank, size, open_window) for _ in range(2))
         self._mailboxes: dict[int, Mailbox] = {}
@@ -115,26 +114,26 @@ class CopyEngines:
         shards on a side stream. Keeps a reference to ``x``. A message larger than all before opens a larger window,
         which waits for the device."""
         x = x.contiguous()
-        whole = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        num_bytes, source, target = x.nbytes, x.data_ptr(), whole.data_ptr()
+        gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        num_bytes, source, target = x.nbytes, x.data_ptr(), gathered.data_ptr()
         slot = self._gathers.begin(num_bytes)
         # copies within a GPU use SMs: queue them on the current stream, as on a side stream they would wait for a GEMM
-        here = slot.window.here()
-        slot.wait_until_free(here, self._others)
-        here.copy(slot.address(self.rank), source, num_bytes)
-        here.copy(target + self.rank * num_bytes, source, num_bytes)
+        current = slot.window.current_queue()
+        slot.wait_until_free(current, self._peers)
+        current.copy(slot.address(self.rank), source, num_bytes)
+        current.copy(target + self.rank * num_bytes, source, num_bytes)
         # the side stream waits for both copies, so that a peer that sees the word reads a complete shard
-        queue = slot.window.beside()
-        slot.announce(queue, self._others)
-        for peer in self._others:
+        queue = slot.window.side_queue()
+        slot.announce(queue, self._peers)
+        for peer in self._peers:
             slot.wait_for_arrival(queue, [peer])
             queue.copy(target + peer * num_bytes, slot.address(peer), num_bytes)
             slot.set_free(queue, [peer])  # ordered after the copy: afterwards the peer may overwrite its shard
-        done = slot.window.mark()
+        copied = slot.window.mark()
 
         def finish() -> Tensor:
-            slot.window.after(done)
-            return whole
+            slot.window.after(copied)
+            return gathered
 
         return Transfer(x, finish)
 
@@ -143,11 +142,11 @@ class CopyEngines:
         side stream. Collective. ``wait()`` calls ``consume`` on the current stream with the parts received from ranks 0
         to n-1 (the local part itself) and returns its result. ``consume`` must not keep references to the parts, whose
         memory is reused, and ``parts`` must not change until ``wait()``."""
-        own = parts[self.rank]
-        num_bytes, shape, dtype = own.nbytes, (self.size, *own.shape), own.dtype
+        local = parts[self.rank]
+        num_bytes, shape, dtype = local.nbytes, (self.size, *local.shape), local.dtype
         slot = self._exchanges.begin(self.size * num_bytes)
-        queue = slot.window.beside()
-        for peer in self._others:
+        queue = slot.window.side_queue()
+        for peer in self._peers:
             slot.wait_until_free(queue, [peer])
             queue.copy(slot.address(peer, self.rank * num_bytes), parts[peer].data_ptr(), num_bytes)
             slot.announce(queue, [peer])
@@ -155,12 +154,12 @@ class CopyEngines:
 
         def finish() -> Tensor:
             slot.window.after(sent)  # afterwards the memory of ``parts`` may be reused
-            here = slot.window.here()
-            slot.wait_for_arrival(here, self._others)
+            current = slot.window.current_queue()
+            slot.wait_for_arrival(current, self._peers)
             received = list(slot.memory(shape, dtype).unbind())
-            received[self.rank] = own
+            received[self.rank] = local
             result = consume(received)
-            slot.set_free(here, self._others)  # ordered after ``consume``: peers may overwrite the received parts now
+            slot.set_free(current, self._peers)  # ordered after ``consume``: peers may overwrite the received parts now
             return result
 
         return Transfer(parts, finish)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.groups.copy_engines.window import SLOTS, OpenWindow
 
 _FROM_PREVIOUS, _FROM_NEXT = 0, 1
-_ARRIVED, _TAKEN = 0, 1
+_ARRIVED, _RECEIVED = 0, 1
 
 
 class Mailbox:
@@ -35,9 +35,9 @@ class Mailbox:
         lane = self._lane(self._rank, target)
         window = self._lanes[lane]
         self._sent[lane] = number = self._sent[lane] + 1
-        queue = window.beside()
+        queue = window.side_queue()
         if number > SLOTS:  # the slot held message number - SLOTS, which the receiver must have copied out
-            queue.wait([window.word(self._rank, _TAKEN)], number - SLOTS)
+            queue.wait([window.word(self._rank, _RECEIVED)], number - SLOTS)
         queue.copy(self._slot(target, lane, number, x), x.data_ptr(), x.nbytes)
         queue.write([window.word(target, _ARRIVED)], number)
         window.keep(x)  # the caller's stream does not wait for the copy: without this the allocator could reuse x early
@@ -49,10 +49,10 @@ class Mailbox:
         lane = self._lane(source, self._rank)
         window = self._lanes[lane]
         self._received[lane] = number = self._received[lane] + 1
-        queue = window.here()
+        queue = window.current_queue()
         queue.wait([window.word(self._rank, _ARRIVED)], number)
         queue.copy(out.data_ptr(), self._slot(self._rank, lane, number, out), out.nbytes)
-        queue.write([window.word(source, _TAKEN)], number)
+        queue.write([window.word(source, _RECEIVED)], number)
 
     def _lane(self, source: int, target: int) -> int:
         """Return the receiver's lane. In a ring of two each rank is both previous and next; only one lane is used."""

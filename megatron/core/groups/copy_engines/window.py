@@ -43,10 +43,10 @@ class Window(Protocol):
     def memory(self) -> Tensor:
         """Return this rank's memory, uint8 [num_bytes]."""
 
-    def here(self) -> Queue:
+    def current_queue(self) -> Queue:
         """Return a queue on the current stream."""
 
-    def beside(self) -> Queue:
+    def side_queue(self) -> Queue:
         """Return a queue on the side stream, after the current stream's work so far."""
 
     def mark(self) -> object:
@@ -72,14 +72,14 @@ class SymmetricWindow:
 
         device = torch.device("cuda", torch.cuda.current_device())
         start = -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
-        own = symmetric.empty(start + num_words * _WORD_BYTES, dtype=torch.uint8, device=device)
-        self._shared = symmetric.rendezvous(own, handle)
+        memory = symmetric.empty(start + num_words * _WORD_BYTES, dtype=torch.uint8, device=device)
+        self._shared = symmetric.rendezvous(memory, handle)
         # barrier after zeroing: otherwise a peer could signal before this rank resets its words to 0
-        own.zero_()
+        memory.zero_()
         torch.cuda.synchronize()
         dist.barrier(handle, device_ids=[device.index])
         self._addresses: list[int] = self._shared.buffer_ptrs
-        self._words_start, self._memory = start, own[:num_bytes]
+        self._words_start, self._memory = start, memory[:num_bytes]
         self._stream, self._arrived_here = torch.cuda.Stream(), torch.cuda.Event()
         self._queue = StreamQueue(self._stream.cuda_stream)
 
@@ -92,10 +92,10 @@ class SymmetricWindow:
     def memory(self) -> Tensor:
         return self._memory
 
-    def here(self) -> StreamQueue:
+    def current_queue(self) -> StreamQueue:
         return StreamQueue(torch.cuda.current_stream().cuda_stream)
 
-    def beside(self) -> StreamQueue:
+    def side_queue(self) -> StreamQueue:
         self._arrived_here.record()
         self._stream.wait_event(self._arrived_here)
         return self._queue

@@ -51,7 +51,7 @@ class Bounds:
             base.flat.explicit & {SCHEDULE, "delay_wgrad_compute"}
         )
         described = base.describe(vocab_size)
-        self._base, self._params = base, [each for piece in _pieces(described) for each in piece.params]
+        self._base, self._params = base, [param for piece in _pieces(described) for param in piece.params]
         self._descriptions: dict[object, ModelDescription] = {}
         self._common: dict[object, _Common] = {}
         self._elements: dict[tuple[int, int, int], int] = {}
@@ -90,7 +90,7 @@ class Bounds:
         etp = int(str(values.get("expert_tensor_parallel_size", expert_tensor_ranks(self._base.model))))
         if (tp, ep, etp) not in self._elements:
             axes = {"tp": tp, "ep": ep, "etp": etp}
-            shapes = [shape for each in self._params if not each.tied_to for shape in each.local_shapes(axes)]
+            shapes = [shape for param in self._params if not param.tied_to for shape in param.local_shapes(axes)]
             self._elements[tp, ep, etp] = sum(map(math.prod, shapes))
         width = activation_bytes(self._base.model) + gradient_bytes(self._base)
         return self._elements[tp, ep, etp] * width // int(str(values["pipeline_model_parallel_size"]))
@@ -101,4 +101,4 @@ def _key(values: Values) -> object:
 
 
 def _pieces(model: ModelDescription) -> list[Piece]:
-    return [model.embedding, *(each for layer in model.layers for each in layer), model.head, *model.predictions]
+    return [model.embedding, *(branch for layer in model.layers for branch in layer), model.head, *model.predictions]

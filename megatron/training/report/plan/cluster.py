@@ -54,7 +54,7 @@ def find_gpu(name: str) -> Gpu:
         return kinds[name]
     if not name.endswith(".json"):
         raise UserError(f"--gpu {name}: unknown GPU; use one of {', '.join(kinds)}, or a .json file of rates")
-    names = {each.name for each in fields(Gpu)} - {"name"}
+    names = {field.name for field in fields(Gpu)} - {"name"}
     try:
         values = json.loads(Path(name).read_text(encoding="utf-8"))
         gpu = Gpu(Path(name).stem, **{key: float(value) for key, value in values.items() if key in names})
@@ -92,18 +92,18 @@ class Cluster:
         of this rank to other nodes, while NVLink carries the rest."""
         if ranks == 1 or not size:
             return 0.0
-        here = max(1, min(ranks, self.gpus_per_node // stride))
+        on_node = max(1, min(ranks, self.gpus_per_node // stride))
         speed = _bus_bandwidth("nvlink", "all_reduce" if kind == "all_reduce" else "shard", size) * self.gpu.nvlink
-        latency = 10e-6 + 1e-6 * here
-        if kind == "all_to_all" and here < ranks:
-            outside = size * (ranks - here) / ranks
+        latency = 10e-6 + 1e-6 * on_node
+        if kind == "all_to_all" and on_node < ranks:
+            outside = size * (ranks - on_node) / ranks
             card = _bus_bandwidth("nic", "shard", outside) * self.nic_scale
-            inside = size * (here - 1) / ranks / (speed * 1e9)
-            return latency + 15e-6 * math.log2(ranks / here) + max(outside / (card * 1e9), inside)
-        if here < ranks:
-            cards = _bus_bandwidth("nic", kind, size) * self.nic_scale * here
-            speed = min(speed, cards) if here > 1 else cards
-            latency += 15e-6 * math.log2(ranks / here)
+            inside = size * (on_node - 1) / ranks / (speed * 1e9)
+            return latency + 15e-6 * math.log2(ranks / on_node) + max(outside / (card * 1e9), inside)
+        if on_node < ranks:
+            cards = _bus_bandwidth("nic", kind, size) * self.nic_scale * on_node
+            speed = min(speed, cards) if on_node > 1 else cards
+            latency += 15e-6 * math.log2(ranks / on_node)
         moved = size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
         return latency + moved / (speed * 1e9)
 
@@ -124,8 +124,8 @@ def _points(link: str, kind: str) -> tuple[tuple[float, float], ...]:
 
 
 def _bus_bandwidth(link: str, kind: str, size: float) -> float:
-    """Return GB/s for a message of ``size`` bytes, interpolated in the logarithm of the size; below the table in
-    proportion to the size, above it constant."""
+    """Return GB/s, interpolated in the logarithm of the size; below the table in proportion to the size, above it
+    constant."""
     points = _points(link, kind)
     if size <= points[0][0]:
         return points[0][1] * size / points[0][0]

@@ -73,7 +73,9 @@ def simulate_ranks(
     for rank, factor in (slow or {}).items():
         factors[rank // ranks_per_stage, rank % ranks_per_stage] *= factor
     factors = factors.reshape(stages, -1, tp).max(axis=2)
-    events = sorted((event for rank in simulate(schedule, cost).events for event in rank), key=lambda each: each.start)
+    events = sorted(
+        (event for rank in simulate(schedule, cost).events for event in rank), key=lambda event: event.start
+    )
     clock = np.zeros_like(factors)
     ends: dict[tuple[int, object], np.ndarray] = {}
     for event in events:  # in an order in which every input is computed before its use

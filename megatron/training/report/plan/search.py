@@ -94,32 +94,30 @@ class Search:
             return []
         experts = self.layouts[0].cfg.model.num_moe_experts is not None
         limit = self.layouts[0].time.seconds * (1 + (TIE_OF_EXPERTS if experts else TIE))
-        return [each for each in self.layouts if each.time.seconds <= limit]
+        return [layout for layout in self.layouts if layout.time.seconds <= limit]
 
 
 def divisors(number: int, most: int) -> list[int]:
     """Return the divisors of ``number`` up to ``most``, ascending."""
-    return [each for each in range(1, min(number, most) + 1) if number % each == 0]
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
 def _free(cfg: FlatConfig, field: str, values: list[int]) -> list[int]:
-    """Return ``values``, or the value of a flag that the command line fixes."""
     return [getattr(cfg, field)] if field in cfg.explicit else values
 
 
 def _powers(most: int) -> list[int]:
-    return [2**each for each in range(most.bit_length()) if 2**each <= most]
+    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
 
 
 def layout_sizes(cfg: FlatConfig, resolved: PretrainConfig, cluster: Cluster) -> Iterator[Values]:
-    """Yield sizes of parallel axes that divide the model and the cluster. Tensor parallelism stays inside a node. Flags
-    of the command line stay fixed."""
+    """Yield sizes of parallel axes that divide the model and the cluster; TP stays inside a node."""
     model, world = resolved.model, cluster.world_size
     experts, layers = model.num_moe_experts, model.num_layers
-    tps = [each for each in divisors(model.num_attention_heads, cluster.gpus_per_node) if world % each == 0]
+    tps = [size for size in divisors(model.num_attention_heads, cluster.gpus_per_node) if world % size == 0]
     cps = _powers(min(world, resolved.data.seq_length // 4096 or 1))
-    pps = [each for each in divisors(layers, world) if world % each == 0]
-    pps += [each for each in (2, 4, 8, 16) if each not in pps and each * 2 <= layers and world % each == 0]
+    pps = [size for size in divisors(layers, world) if world % size == 0]
+    pps += [size for size in (2, 4, 8, 16) if size not in pps and size * 2 <= layers and world % size == 0]
     for tp, cp, pp in itertools.product(
         _free(cfg, "tensor_model_parallel_size", tps),
         _free(cfg, "context_parallel_size", cps),
@@ -131,7 +129,7 @@ def layout_sizes(cfg: FlatConfig, resolved: PretrainConfig, cluster: Cluster) ->
         if resolved.training.global_batch_size % dp:
             continue
         eps = (
-            [1] if experts is None else [each for each in divisors(experts, tp * cp * dp) if (tp * cp * dp) % each == 0]
+            [1] if experts is None else [size for size in divisors(experts, tp * cp * dp) if (tp * cp * dp) % size == 0]
         )
         for ep in _free(cfg, "expert_model_parallel_size", eps):
             yield {
@@ -150,8 +148,8 @@ def layout_variants(cfg: FlatConfig, resolved: PretrainConfig, sizes: Values, dp
     fixed = {"pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"}
     schedules: list[Values] = [{}]
     if pp > 1 and not fixed & cfg.explicit:
-        chunks = [each for each in divisors(-(-resolved.model.num_layers // pp), 8) if each > 1]
-        schedules += [{"num_virtual_stages_per_pipeline_rank": each} for each in chunks]
+        chunks = [size for size in divisors(-(-resolved.model.num_layers // pp), 8) if size > 1]
+        schedules += [{"num_virtual_stages_per_pipeline_rank": size} for size in chunks]
         schedules += [{"pipeline_schedule": "zero-bubble"}, {"pipeline_schedule": "zero-bubble-h2"}]
     shared = dp * cp > 1
     shardings: list[Values] = [{}]
@@ -170,11 +168,11 @@ def apply(cfg: FlatConfig, values: Mapping[str, object], world_size: int) -> Pre
     flat = copy.copy(cfg)
     vars(flat).update({"dry_run": True, **values, "explicit": cfg.explicit | values.keys()})
     try:
-        found = resolve(flat, world_size, gpus=True)
-        problems = check(found)
+        candidate = resolve(flat, world_size, gpus=True)
+        problems = check(candidate)
     except UserError as error:
         return str(error)
-    return str(problems[0]) if problems else found
+    return str(problems[0]) if problems else candidate
 
 
 class _Best:
@@ -189,7 +187,7 @@ class _Best:
         return self.items[-1][0] if len(self.items) == REFINED else float("inf")
 
     def add(self, index: int, layout: Layout) -> None:
-        bisect.insort(self.items, (layout.time.seconds, index, layout), key=lambda each: each[:2])
+        bisect.insort(self.items, (layout.time.seconds, index, layout), key=lambda item: item[:2])
         del self.items[REFINED:]
 
 
@@ -202,42 +200,40 @@ def search(
     base = resolve(cfg, cluster.world_size, gpus=True)
     levels: Sequence[Values] = [{}] if "recompute_granularity" in cfg.explicit else RECOMPUTATION
     bounds = Bounds(base, cluster, vocab_size, lambda values: apply(cfg, {**values, **levels[0]}, cluster.world_size))
-    found, best = Search([]), _Best()
+    result, best = Search([]), _Best()
     candidates = list(itertools.islice(_candidates(cfg, base, cluster), MOST_LAYOUTS + 1))
     if len(candidates) > MOST_LAYOUTS:
         notify(f"only the first {MOST_LAYOUTS:,} candidates are searched: fix some sizes on the command line")
         del candidates[MOST_LAYOUTS:]
-    found.tried = len(candidates)
+    result.tried = len(candidates)
     room = _room(cluster)
     pruned = [index for index, values in enumerate(candidates) if bounds.bytes(values) > room]
-    order = sorted((bounds.seconds(candidates[index]), index) for index in {*range(found.tried)} - {*pruned})
+    order = sorted((bounds.seconds(candidates[index]), index) for index in {*range(result.tried)} - {*pruned})
     smallest_too_large: dict[object, int] = {}
     for number, (seconds, index) in enumerate(order):
         if seconds > best.limit:
-            found.slower += len(order) - number
+            result.slower += len(order) - number
             break
         values = candidates[index]
         # a micro-batch that does not fit excludes larger ones of the same layout
         kind = tuple((name, str(value)) for name, value in values.items() if "micro_batch_size" not in name)
         size = int(str(values["micro_batch_size"]))
         if size > smallest_too_large.get(kind, size):
-            found.too_large += 1
-        elif not _add_fitting(found, best, index, _Trial(cfg, values, levels, bounds)):
+            result.too_large += 1
+        elif not _add_fitting(result, best, index, _Trial(cfg, values, levels, bounds)):
             smallest_too_large[kind] = size
-    found.too_large += len(pruned)
+    result.too_large += len(pruned)
     if not best.items:
-        _find_smallest(found, [_Trial(cfg, candidates[index], levels, bounds) for index in pruned])
-    found.layouts = [layout for _, _, layout in best.items]
-    return _ranked(found, cluster, vocab_size)
+        _find_smallest(result, [_Trial(cfg, candidates[index], levels, bounds) for index in pruned])
+    result.layouts = [layout for _, _, layout in best.items]
+    return _ranked(result, cluster, vocab_size)
 
 
 def _room(cluster: Cluster) -> float:
-    """Return the bytes of a GPU that a plan fills."""
     return HEADROOM * (cluster.gpu.memory_gib - LIBRARIES_GIB) * 2**30
 
 
 def _candidates(cfg: FlatConfig, base: PretrainConfig, cluster: Cluster) -> Iterator[Values]:
-    """Yield the values of every layout that divides the model and the cluster."""
     for sizes in layout_sizes(cfg, base, cluster):
         dp = cluster.world_size
         for axis in ("tensor_model", "context", "pipeline_model"):
@@ -259,71 +255,71 @@ class _Trial:
         return apply(self.cfg, {**self.values, **self.levels[index]}, self.bounds.cluster.world_size)
 
     def layout(self, cfg: PretrainConfig, index: int, memory: int) -> Layout:
-        """Return the layout with the time of the closed form."""
         values, bounds = {**self.values, **self.levels[index]}, self.bounds
         model = bounds.describe(cfg, values)
         time = predict_step(cfg, bounds.cluster, bounds.vocab_size, rough=True, model=model)
         return Layout(values, cfg, memory, time)
 
     def memory(self, cfg: PretrainConfig, index: int) -> int:
-        """Return the bytes on the fullest rank."""
         model = self.bounds.describe(cfg, {**self.values, **self.levels[index]})
         return max(rank.total for rank in estimate_memory(cfg, self.bounds.vocab_size, model))
 
 
-def _add_fitting(found: Search, best: _Best, index: int, trial: _Trial) -> bool:
-    """Add the candidate with the least recomputation that fits, unless that is too slow. Return False if it is too
-    large at every level. More recomputation is never faster. The last level, which needs the least memory, is tried
-    second, so that most candidates that cannot fit take two estimates."""
+def _add_fitting(result: Search, best: _Best, index: int, trial: _Trial) -> bool:
+    """Add the candidate with the least recomputation that fits, unless that is too slow; False if it is too large at
+    every level. The last level, which needs the least memory, is tried second: most candidates that cannot fit take two
+    estimates."""
     room, last = _room(trial.bounds.cluster), len(trial.levels) - 1
-    known: dict[int, tuple[PretrainConfig, int]] = {}
+    fitting: dict[int, tuple[PretrainConfig, int]] = {}
     rejected = timed = False
     for level in dict.fromkeys([0, last, *range(last)]):
         cfg = trial.at(level)
         if isinstance(cfg, str):
-            found.reason, rejected = cfg, True
+            result.reason, rejected = cfg, True
             continue
         if not timed and level < last and trial.layout(cfg, level, 0).time.seconds > best.limit:
-            found.slower += 1
+            result.slower += 1
             return True
         timed = timed or level < last
         memory = trial.memory(cfg, level)
-        found.smallest = min(found.smallest, memory)
+        result.smallest = min(result.smallest, memory)
         if memory <= room:
-            known[level] = cfg, memory
+            fitting[level] = cfg, memory
             if level != last or last == 0:
                 break
         elif level == last:
-            found.too_large += 1
+            result.too_large += 1
             return False
         else:
             rejected = False
-    if not known:
-        found.rejected += rejected
-        found.too_large += not rejected
+    if not fitting:
+        result.rejected += rejected
+        result.too_large += not rejected
         return rejected
-    level = min(known)
-    layout = trial.layout(known[level][0], level, known[level][1])
+    level = min(fitting)
+    layout = trial.layout(fitting[level][0], level, fitting[level][1])
     if layout.time.seconds <= best.limit:
         best.add(index, layout)
     else:
-        found.slower += 1
+        result.slower += 1
     return True
 
 
-def _find_smallest(found: Search, trials: Sequence[_Trial]) -> None:
-    """Set the memory of the smallest candidate, for the message if none fits; ``trials`` have no estimates yet."""
-    for bound, trial in sorted(((each.bounds.bytes(each.values), each) for each in trials), key=lambda each: each[0]):
-        if bound >= found.smallest:
+def _find_smallest(result: Search, trials: Sequence[_Trial]) -> None:
+    """Set the memory of the smallest candidate, for the message if none fits."""
+    for bound, trial in sorted(
+        ((trial.bounds.bytes(trial.values), trial) for trial in trials), key=lambda trial: trial[0]
+    ):
+        if bound >= result.smallest:
             return
         level = len(trial.levels) - 1
         cfg = trial.at(level)
         if not isinstance(cfg, str):
-            found.smallest = min(found.smallest, trial.memory(cfg, level))
+            result.smallest = min(result.smallest, trial.memory(cfg, level))
 
 
-def _ranked(found: Search, cluster: Cluster, vocab_size: int) -> Search:
-    """Sort by predicted time after a simulation of the pipelines; of equal times the simplest first."""
-    best = [replace(each, time=predict_step(each.cfg, cluster, vocab_size)) for each in found.layouts]
-    found.layouts = sorted(best, key=lambda each: (each.time.seconds, len(each.values)))
-    return found
+def _ranked(result: Search, cluster: Cluster, vocab_size: int) -> Search:
+    """Sort by time after a simulation of the pipelines; of equal times the simplest first."""
+    best = [replace(layout, time=predict_step(layout.cfg, cluster, vocab_size)) for layout in result.layouts]
+    result.layouts = sorted(best, key=lambda layout: (layout.time.seconds, len(layout.values)))
+    return result

@@ -141,7 +141,7 @@ def predict_step(
                 parts[part] += seconds * number / ranks
     parts["bubble"] = max(duration - sum(parts.values()), 0.0)
     after = [_after_backward(cfg, model, stages[rank::ranks], cluster, costs[rank]) for rank in range(ranks)]
-    parts.add(max(after, key=lambda each: sum(each.values())))
+    parts.add(max(after, key=lambda times: sum(times.values())))
     return StepTime(sum(parts.values()), dict(parts), bubble)
 
 
@@ -149,7 +149,6 @@ def predict_step(
 
 
 def _tokens(cfg: PretrainConfig) -> float:
-    """Return the tokens of a micro-batch on a context-parallel rank."""
     return cfg.data.seq_length * cfg.training.micro_batch_size / cfg.model.context_parallel_size
 
 
@@ -167,7 +166,7 @@ def gemm_seconds(gpu: Gpu, rate: float, sizes: tuple[float, float, float], group
 
 
 def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> Times:
-    """Return the times of a GEMM, whose rows per expert are balanced."""
+    """Rows per expert are balanced."""
     assert op.gemm is not None
     (n, k), model = op.gemm, cfg.model
     rows = op.flops / cfg.data.seq_length * _tokens(cfg) / (2.0 * n * k * model.tensor_model_parallel_size)
@@ -175,22 +174,22 @@ def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> T
     if experts and op.name != "router" and model.num_moe_experts:
         groups = model.num_moe_experts / model.expert_model_parallel_size
         rows, rate, wgrad = rows / groups, rate * GROUPED, wgrad * GROUPED
-    found: Times = Seconds()
+    times: Times = Seconds()
     in_fp8 = model.fp8 is not None and not head and (not experts or experts_in_fp8(model)) and op.name != "router"
     if in_fp8:  # cast of input and output gradient, both orientations, and their maximum
         rate = wgrad = gpu.fp8 * (0.82 if model.fp8_recipe == "blockwise" else 1.0)
         width = 8.0 if model.fp8_recipe == "blockwise" else 6.0
-        found["F", "memory-bound"] = rows * groups * k * width / (gpu.memory_rate * 1e12)
-        found["I", "memory-bound"] = rows * groups * n * width / (gpu.memory_rate * 1e12)
+        times["F", "memory-bound"] = rows * groups * k * width / (gpu.memory_rate * 1e12)
+        times["I", "memory-bound"] = rows * groups * n * width / (gpu.memory_rate * 1e12)
     item = 1 if in_fp8 else activation_bytes(model)
     for phase, speed, sizes in (("F", rate, (rows, n, k)), ("I", rate, (rows, k, n)), ("W", wgrad, (n, k, rows))):
-        found[phase, "GEMM"] = gemm_seconds(gpu, speed, sizes, groups, item)
-    return found
+        times[phase, "GEMM"] = gemm_seconds(gpu, speed, sizes, groups, item)
+    return times
 
 
 def _unfused_attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
-    """Return the times of unfused attention: GEMMs of all computed pairs and the traffic of the operations between
-    them; a dropout mask takes at least the time of its kernels. Key blocks are computed in fp32."""
+    """GEMMs of all computed pairs and the traffic of the operations between them; a dropout mask takes at least the
+    time of its kernels. Key blocks are computed in fp32."""
     model, tokens, blocks = cfg.model, _tokens(cfg), in_blocks(cfg.model)
     traffic = unfused_traffic(model)
     heads = model.num_attention_heads / model.tensor_model_parallel_size
@@ -209,7 +208,7 @@ def _unfused_attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
 
 
 def _attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
-    """Return the times of attention: two GEMMs forward, five backward."""
+    """Two GEMMs forward, five backward."""
     if op.traffic:
         return _unfused_attention(cfg, op, gpu)
     flops = op.flops * _tokens(cfg) / cfg.data.seq_length / cfg.model.tensor_model_parallel_size
@@ -226,7 +225,7 @@ def _attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
 
 def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = False, layer: bool = True) -> Times:
     """Return the compute times of a piece for one micro-batch on one rank, with its recomputed operations."""
-    found: Times = Seconds()
+    total: Times = Seconds()
     model, full = cfg.model, cfg.model.recompute_granularity == "full" and layer
     modules = set(model.recompute_modules or ("core_attn",)) if model.recompute_granularity == "selective" else set()
     experts = _has_experts(piece) or piece.name == "experts"
@@ -241,25 +240,25 @@ def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = Fal
             times = Seconds(
                 {("F", "memory-bound"): floor + 0.4 * seconds, ("I", "memory-bound"): floor + 0.6 * seconds}
             )
-        again = any(modules.intersection(saved.modules) for saved in op.saved) and op.kind != "gemm"
-        if full or again:
+        recomputed = any(modules.intersection(saved.modules) for saved in op.saved) and op.kind != "gemm"
+        if full or recomputed:
             for (phase, _), seconds in list(times.items()):
                 if phase == "F":
                     times["I", "recomputation"] += seconds
-        found.add(times)
+        total.add(times)
     for phase in "FIW":
-        busy = sum(seconds for (each, _), seconds in found.items() if each == phase)
-        found[phase, "other"] += OTHER * busy
-    return found
+        busy = sum(seconds for (part, _), seconds in total.items() if part == phase)
+        total[phase, "other"] += OTHER * busy
+    return total
 
 
 # ---- communication in layers
 
 
 def _layer_communication(cfg: PretrainConfig, piece: Piece, cluster: Cluster, attention: float) -> Times:
-    """Return the exposed collectives of a residual branch; ``attention`` is its seconds of attention."""
+    """Return the exposed collectives of a residual branch; ``attention``: seconds of attention."""
     model = cfg.model
-    found: Times = Seconds()
+    times: Times = Seconds()
     tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
     stream = _tokens(cfg) * model.hidden_size * activation_bytes(model)
     if tp > 1:
@@ -269,17 +268,17 @@ def _layer_communication(cfg: PretrainConfig, piece: Piece, cluster: Cluster, at
         else:
             forward = backward = cluster.collective(stream, tp, 1, "all_reduce")
         share = TP_EXPOSED[bool(model.tp_comm_overlap)]
-        found["F", "tensor communication"] = share * forward
-        found["I", "tensor communication"] = share * backward
+        times["F", "tensor communication"] = share * forward
+        times["I", "tensor communication"] = share * backward
     if cp > 1 and any(op.kind == "attention" for op in piece.ops):
-        found.add(_context_communication(cfg, cluster, attention))
+        times.add(_context_communication(cfg, cluster, attention))
     if model.expert_model_parallel_size > 1 and _has_experts(piece):
-        found.add(_expert_communication(cfg, cluster, stream / (tp if model.sequence_parallel else 1)))
-    return found
+        times.add(_expert_communication(cfg, cluster, stream / (tp if model.sequence_parallel else 1)))
+    return times
 
 
 def _context_communication(cfg: PretrainConfig, cluster: Cluster, attention: float) -> Times:
-    """Return exposed times of a layer's keys and values (ring, all-gather) or heads (all-to-all)."""
+    """Exposed times of keys and values (ring, all-gather) or heads (all-to-all)."""
     model = cfg.model
     tp, cp, width = model.tensor_model_parallel_size, model.context_parallel_size, model.kv_channels or 1
     groups = max(model.num_query_groups or model.num_attention_heads, tp)
@@ -299,7 +298,7 @@ def _context_communication(cfg: PretrainConfig, cluster: Cluster, attention: flo
 
 
 def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) -> Times:
-    """Return the times of dispatch and combination, each once forward and once backward."""
+    """Dispatch and combination, each once forward and once backward."""
     model = cfg.model
     ep, stride = model.expert_model_parallel_size, expert_tensor_ranks(model)
     if model.moe_token_dispatcher_type == "allgather":
@@ -318,24 +317,24 @@ def stage_times(
     """Return the times of one micro-batch on a stage, with device times multiplied by ``factor``. A stage is at least
     as slow as the host starts its kernels."""
     pieces = stage_pieces(model, stage)
-    found = summed_times(cfg, model, pieces, cluster)
+    times = summed_times(cfg, model, pieces, cluster)
     if cfg.distributed.use_torch_fsdp2:
-        _add_fsdp(cfg, model, stage, cluster, found)
-    found = Seconds({key: seconds * factor for key, seconds in found.items()})
+        _add_fsdp(cfg, model, stage, cluster, times)
+    times = Seconds({key: seconds * factor for key, seconds in times.items()})
     if _reads_row_counts(cfg):
         experts = sum(map(_has_experts, pieces))
-        found["F", "host"] += experts * ROW_COUNTS / 2
-        found["I", "host"] += experts * ROW_COUNTS / 2
+        times["F", "host"] += experts * ROW_COUNTS / 2
+        times["I", "host"] += experts * ROW_COUNTS / 2
     graphs = cfg.flat.cuda_graph_impl not in (None, "none")
-    missing = _launch_seconds(cfg, pieces) - sum(found.values())
+    missing = _launch_seconds(cfg, pieces) - sum(times.values())
     if not graphs and missing > 0:
-        found["F", "host"] += missing / 3
-        found["I", "host"] += missing * 2 / 3
-    return found
+        times["F", "host"] += missing / 3
+        times["I", "host"] += missing * 2 / 3
+    return times
 
 
 def _launch_seconds(cfg: PretrainConfig, pieces: Sequence[Piece]) -> float:
-    """Return the seconds in which the host starts the kernels of the layers in ``pieces``, without CUDA graphs."""
+    """Return the seconds in which the host starts the kernels of the layers, without CUDA graphs."""
     kinds = ["layer", *["bidirectional"] * (not cfg.family.is_causal), *["fp8"] * (cfg.model.fp8 is not None)]
     launches = sum(LAUNCHES[kind] for kind in kinds) / 2 * sum(piece.is_branch for piece in pieces)
     kinds = ["experts", *["all-to-all"] * _reads_row_counts(cfg)]
@@ -347,7 +346,6 @@ def _has_experts(piece: Piece) -> bool:
 
 
 def _reads_row_counts(cfg: PretrainConfig) -> bool:
-    """Whether the host reads how many rows the experts of a rank get."""
     model = cfg.model
     return (
         model.expert_model_parallel_size > 1
@@ -358,46 +356,45 @@ def _reads_row_counts(cfg: PretrainConfig) -> bool:
 
 def summed_times(cfg: PretrainConfig, model: ModelDescription, pieces: Sequence[Piece], cluster: Cluster) -> Times:
     """Return the compute and exposed collectives of ``pieces`` for one micro-batch; equal pieces are computed once."""
-    found: Times = Seconds()
-    known: dict[object, Times] = {}
+    total: Times = Seconds()
+    by_shape: dict[object, Times] = {}
     for piece in pieces:
         key = (piece.name, tuple((op.name, op.flops, op.gemm, op.traffic) for op in piece.ops))
-        if key not in known:
+        if key not in by_shape:
             times = piece_times(cfg, piece, cluster.gpu, head=piece is model.head, layer=piece.is_branch)
             attention = sum(seconds for (_, part), seconds in times.items() if part == "attention")
             if piece.is_branch:
                 times.add(_layer_communication(cfg, piece, cluster, attention))
-            known[key] = times
-        found.add(known[key])
-    return found
+            by_shape[key] = times
+        total.add(by_shape[key])
+    return total
 
 
 def _add_fsdp(
-    cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster, found: Times
+    cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster, times: Times
 ) -> None:
     """Add the gathers of weights and the reduction of gradients beyond what a micro-batch hides."""
-    held = sum(each.elements for each in stored_parameters(cfg, stage_pieces(model, stage)))
+    elements = sum(parameter.elements for parameter in stored_parameters(cfg, stage_pieces(model, stage)))
     ranks, stride = _data_ranks(cfg)
-    again = 2 if cfg.distributed.torch_fsdp2_reshard_after_forward else 1
-    gather = cluster.collective(held * activation_bytes(cfg.model), ranks, stride)
-    reduce = cluster.collective(held * gradient_bytes(cfg), ranks, stride)
-    busy = {phase: sum(value for (each, _), value in found.items() if each in phase) for phase in ("F", "IW")}
-    found["F", "data communication"] += max(gather - 0.9 * busy["F"], 0.05 * gather)
-    backward = (again - 1) * gather + reduce
-    found["I", "data communication"] += max(backward - 0.9 * busy["IW"], 0.05 * backward)
+    gathers = 2 if cfg.distributed.torch_fsdp2_reshard_after_forward else 1
+    gather = cluster.collective(elements * activation_bytes(cfg.model), ranks, stride)
+    reduce = cluster.collective(elements * gradient_bytes(cfg), ranks, stride)
+    busy = {phase: sum(value for (part, _), value in times.items() if part in phase) for phase in ("F", "IW")}
+    times["F", "data communication"] += max(gather - 0.9 * busy["F"], 0.05 * gather)
+    backward = (gathers - 1) * gather + reduce
+    times["I", "data communication"] += max(backward - 0.9 * busy["IW"], 0.05 * backward)
 
 
 def _pipeline(cfg: PretrainConfig, costs: Sequence[Times], cluster: Cluster, rough: bool) -> tuple[float, float]:
-    """Return (seconds, idle share) of all micro-batches. Long schedules are simulated in part and extrapolated by one
-    steady round. ``rough``: (p - 1) / v micro-batches of the slowest rank are idle; with
-    zero-bubble schedules a third of it."""
+    """Return (seconds, idle share). Long schedules are simulated in part and extrapolated by one steady round.
+    ``rough``: (p - 1) / v micro-batches of the slowest rank are idle; with zero-bubble schedules a third of it."""
     number, few, ranks = count_microbatches(cfg), enough_microbatches(cfg), cfg.model.pipeline_model_parallel_size
-    phases = [{phase: sum(v for (each, _), v in cost.items() if each == phase) for phase in "FIW"} for cost in costs]
+    phases = [{phase: sum(v for (part, _), v in cost.items() if part == phase) for phase in "FIW"} for cost in costs]
     if ranks == 1:
-        return number * sum(sum(each.values()) for each in phases), 0.0
-    busy = sum(sum(each.values()) for each in phases) * number / ranks
+        return number * sum(sum(phase_times.values()) for phase_times in phases), 0.0
+    busy = sum(sum(phase_times.values()) for phase_times in phases) * number / ranks
     if rough:
-        slowest = max(sum(sum(each.values()) for each in phases[rank::ranks]) for rank in range(ranks))
+        slowest = max(sum(sum(phase_times.values()) for phase_times in phases[rank::ranks]) for rank in range(ranks))
         idle = (ranks - 1) / (len(phases) // ranks) / (3 if cfg.model.pipeline_schedule else 1)
         seconds = slowest * (number + idle)
         return seconds, 1 - busy / seconds
@@ -433,8 +430,7 @@ def _data_ranks(cfg: PretrainConfig) -> tuple[int, int]:
 
 
 def _newton_schulz_flops(cfg: PretrainConfig, param: Param) -> float:
-    """Return the FLOPs of Muon's update of a global parameter, whose leading dims count matrices. Per step X X^T, its
-    square, and their product with X, for X [m, n] with m <= n: 4 m^2 n + 2 m^3."""
+    """Per step X X^T, its square, and their product with X, for X [m, n] with m <= n: 4 m^2 n + 2 m^3."""
     m, n = sorted(param.shape[-2:])
     return cfg.optimizer.muon_num_ns_steps * math.prod(param.shape[:-2]) * (4.0 * m * m * n + 2.0 * m**3)
 
@@ -442,34 +438,35 @@ def _newton_schulz_flops(cfg: PretrainConfig, param: Param) -> float:
 def _after_backward(
     cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], cluster: Cluster, cost: Times
 ) -> Seconds[str]:
-    """Return the seconds of the optimizer and of data-parallel collectives that no backward or forward pass hides, for
-    one pipeline rank."""
-    stored = [each for chunk in chunks for each in stored_parameters(cfg, stage_pieces(model, chunk))]
-    dense = sum(each.elements for each in stored if not each.param.is_expert)
-    experts = sum(each.elements for each in stored) - dense
+    """Return the seconds of the optimizer and of data-parallel collectives that no forward or backward pass hides."""
+    stored = [parameter for chunk in chunks for parameter in stored_parameters(cfg, stage_pieces(model, chunk))]
+    dense = sum(parameter.elements for parameter in stored if not parameter.param.is_expert)
+    experts = sum(parameter.elements for parameter in stored) - dense
     ranks, stride = _data_ranks(cfg)
-    held = cfg.model.expert_model_parallel_size * expert_tensor_ranks(cfg.model)
-    copies = max(cfg.world_size // (held * cfg.model.pipeline_model_parallel_size), 1)
+    expert_ranks = cfg.model.expert_model_parallel_size * expert_tensor_ranks(cfg.model)
+    copies = max(cfg.world_size // (expert_ranks * cfg.model.pipeline_model_parallel_size), 1)
     distributed, fsdp = cfg.distributed, cfg.distributed.use_torch_fsdp2
     sharded = distributed.use_distributed_optimizer or fsdp
     state = master_bytes(cfg) + moment_bytes(cfg)
     moved = 2 * gradient_bytes(cfg) + 2 * state + activation_bytes(cfg.model)
     elements = dense / ranks + experts / copies if sharded else dense + experts
-    found = Seconds({"optimizer": elements * moved / (cluster.gpu.memory_rate * 1e12) + 1e-3})
+    seconds = Seconds({"optimizer": elements * moved / (cluster.gpu.memory_rate * 1e12) + 1e-3})
     if cfg.optimizer.optimizer in MUON_OPTIMIZERS:
-        matrices = [each.param for each in stored if is_hidden_matrix(each.param.name, len(each.shape))]
-        shards = {True: held * (copies if sharded else 1), False: stride * (ranks if sharded else 1)}
+        matrices = [
+            parameter.param for parameter in stored if is_hidden_matrix(parameter.param.name, len(parameter.shape))
+        ]
+        shards = {True: expert_ranks * (copies if sharded else 1), False: stride * (ranks if sharded else 1)}
         flops = sum(_newton_schulz_flops(cfg, param) / shards[param.is_expert] for param in matrices)
-        found["orthogonalization"] = flops / (cluster.gpu.gemm * 1e12)
+        seconds["orthogonalization"] = flops / (cluster.gpu.gemm * 1e12)
     if cfg.optimizer.optimizer_cpu_offload:
         copied = elements * state * cfg.optimizer.optimizer_offload_fraction
         directions = 1 if cfg.optimizer.overlap_cpu_optimizer_d2h_h2d else 2
-        found["copies of optimizer state"] = directions * copied / HOST_LINK
+        seconds["copies of optimizer state"] = directions * copied / HOST_LINK
     if fsdp:
-        return found
-    first = {phase: sum(value for (each, _), value in cost.items() if each in phase) for phase in ("F", "IW")}
+        return seconds
+    first = {phase: sum(value for (part, _), value in cost.items() if part in phase) for phase in ("F", "IW")}
     reduce = gather = 0.0
-    for size, group, apart in ((dense, ranks, stride), (experts, copies, held)):
+    for size, group, apart in ((dense, ranks, stride), (experts, copies, expert_ranks)):
         if sharded:
             reduce += cluster.collective(size * gradient_bytes(cfg), group, apart)
             gather += cluster.collective(size * activation_bytes(cfg.model), group, apart)
@@ -480,5 +477,5 @@ def _after_backward(
         reduce = max(reduce - 0.9 * first["IW"], 0.05 * reduce)
     if distributed.overlap_param_gather:
         gather = max(gather - 0.9 * first["F"], 0.05 * gather)
-    found["data communication"] = reduce + gather
-    return found
+    seconds["data communication"] = reduce + gather
+    return seconds

@@ -90,8 +90,8 @@ def goodput_rows(cluster: Cluster, stall: float, restart: float) -> list[Goodput
     """Return goodput at each published failure rate."""
     rows = []
     for name, rate in FAILURES.items():
-        found = goodput(cluster.world_size, rate, stall, restart)
-        rows.append(GoodputRow(name, found.failure_hours, found.interval, found.share))
+        best = goodput(cluster.world_size, rate, stall, restart)
+        rows.append(GoodputRow(name, best.failure_hours, best.interval, best.share))
     return rows
 
 

@@ -19,13 +19,13 @@ ITERATIONS, WARMUP = 8, 3
 
 def trial_command(layout: Layout, ranks: int, program: str, flags: Sequence[str], folder: str) -> list[str]:
     """Return the command of a trial. The layout follows the user's flags and mock data replaces data sets."""
-    name = next((key for key, (_, each) in programs().items() if program in (each.script, key)), program)
+    name = next((key for key, (_, entry) in programs().items() if program in (entry.script, key)), program)
     length = f"--train-iters {ITERATIONS} --lr 1e-5 --lr-decay-style constant --eval-iters 0 --log-interval 1".split()
     data = ["--mock-data", "--tensorboard-dir", folder]
-    given = {word.split("=")[0] for word in flags if word.startswith("--")}
-    if "--tokenizer-type" not in given:
+    names = {word.split("=")[0] for word in flags if word.startswith("--")}
+    if "--tokenizer-type" not in names:
         data += ["--tokenizer-type", "NullTokenizer"]
-    if not given & {"--bf16", "--fp16", "--fp64"} and layout.cfg.model.bf16:
+    if not names & {"--bf16", "--fp16", "--fp64"} and layout.cfg.model.bf16:
         data.append("--bf16")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     words = [*launcher, "-m", "megatron", "pretrain", name, *flags, *layout.flags.split(), *length, *data]
@@ -38,15 +38,15 @@ def try_layout(layout: Layout, ranks: int, program: str, flags: Sequence[str], t
     with tempfile.TemporaryDirectory() as folder:
         command = trial_command(layout, ranks, program, flags, folder)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+            result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
             return None
         except OSError as error:
             raise UserError(f"--try: cannot start {command[0]}: {error}") from None
-        if done.returncode:
-            sys.stderr.write("".join(done.stderr.splitlines(keepends=True)[-5:]))
+        if result.returncode:
+            sys.stderr.write("".join(result.stderr.splitlines(keepends=True)[-5:]))
             return None
         lines = (Path(folder) / "timing.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
-    seconds = [each["seconds_per_iteration"] for each in records if each.get("kind") == "timing"]
+    seconds = [record["seconds_per_iteration"] for record in records if record.get("kind") == "timing"]
     return statistics.median(seconds[WARMUP:]) if len(seconds) > WARMUP else None

@@ -42,7 +42,7 @@ def another_host(patch):
 
 def no_stream_operations(patch):
     class Refusing(SharedWindow):
-        def here(self):
+        def current_queue(self):
             raise RuntimeError("CUDA error 801: the driver takes no such operation on a stream\nmore")
 
     patch.setattr(choice, "SymmetricWindow", Refusing)

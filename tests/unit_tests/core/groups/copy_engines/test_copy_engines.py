@@ -85,7 +85,7 @@ def test_transfers_between_gpus(nccl_pool, task, size):
 
 def test_messages_of_another_size_are_refused():
     class Nowhere:
-        def beside(self):
+        def side_queue(self):
             return self
 
         def wait(self, addresses, value):
@@ -116,10 +116,10 @@ class NotingWindow:
     def memory(self):
         return torch.arange(self.num_bytes, dtype=torch.uint8)
 
-    def here(self):
+    def current_queue(self):
         return NotingQueue(self.calls, "here")
 
-    def beside(self):
+    def side_queue(self):
         return NotingQueue(self.calls, "beside")
 
     def mark(self):
