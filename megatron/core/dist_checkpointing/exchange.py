@@ -34,8 +34,8 @@ def all_gather_json(value: object, group: Group) -> list[Any]:
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size)]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=handle)
-    size = max(int(size) for size in sizes)
-    padded = torch.zeros(size, dtype=torch.uint8, device=device)
+    max_size = max(int(size) for size in sizes)
+    padded = torch.zeros(max_size, dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
     everyone = [torch.empty_like(padded) for _ in range(group.size)]
     dist.all_gather(everyone, padded, group=handle)

@@ -73,7 +73,7 @@ class Schedule:
         return self._neighbour(rank, action, {"F": 1, "B": -1, "W": 0}[action.kind])
 
     def _neighbour(self, rank: int, action: Action, step: int) -> RankAction | None:
-        """Return the action of this kind and micro-batch ``step`` stages later; None for step 0 or beyond the ends."""
+        """None for step 0 or beyond the ends."""
         stage = self.stage(rank, action.chunk) + step
         if step == 0 or not 0 <= stage < self.num_stages:
             return None

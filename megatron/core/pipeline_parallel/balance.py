@@ -38,7 +38,7 @@ class ModelCosts(NamedTuple):
     @property
     def branches(self) -> list[float]:
         """Costs of all branches in order; if unknown, every layer costs 1, spread evenly over its branches."""
-        layers = self.layers or [[1 / len(own)] * len(own) for own in self.names]
+        layers = self.layers or [[1 / len(branches)] * len(branches) for branches in self.names]
         return [cost for layer in layers for cost in layer]
 
 
@@ -86,8 +86,8 @@ def _balanced_counts(costs: tuple[float, ...], smallest: tuple[int, ...], front:
             rest, is_last = num - used - later, stage == num_stages - 1
             for count in range(rest if is_last else smallest[stage], (rest if is_last else min(rest, largest)) + 1):
                 total = cost + ((before[used + count] - before[used] + extra) / mean) ** _SHARPNESS
-                known = longer.get(used + count)
-                if known is None or total < known[0] * (1 - 1e-12):
+                previous = longer.get(used + count)
+                if previous is None or total < previous[0] * (1 - 1e-12):
                     longer[used + count] = (total, (*counts, count))
         best = longer
     return list(best[num][1])
@@ -96,10 +96,10 @@ def _balanced_counts(costs: tuple[float, ...], smallest: tuple[int, ...], front:
 def stage_costs(costs: Sequence[float], counts: Sequence[int], front: float, back: float) -> list[float]:
     """Return the cost of every stage for ``counts`` items per stage, with ``front`` and ``back`` added at the ends."""
     before, ends = [0.0, *accumulate(costs)], [0, *accumulate(counts)]
-    found = [before[end] - before[begin] for begin, end in zip(ends, ends[1:])]
-    found[0] += front
-    found[-1] += back
-    return found
+    costs_of_stages = [before[end] - before[begin] for begin, end in zip(ends, ends[1:])]
+    costs_of_stages[0] += front
+    costs_of_stages[-1] += back
+    return costs_of_stages
 
 
 def slowest(costs: Sequence[float], counts: Sequence[int], front: float, back: float) -> float:

@@ -60,8 +60,7 @@ class _Lane:
     """Ordered messages from pipeline rank ``source`` to pipeline rank ``target``."""
 
     def __init__(self, schedule: Schedule, source: int, target: int) -> None:
-        """Number the actions of ``source`` whose output goes to another rank ``target``, in the order of its
-        schedule."""
+        """Number the actions of ``source`` whose output goes to the rank ``target``."""
         self.source, self.target = source, target
         sent = (action for action in schedule.actions[source] if _is_sent_to(schedule, source, action, target))
         self.number: dict[Action, int] = {action: number for number, action in enumerate(sent)}
@@ -75,14 +74,13 @@ def _is_sent_to(schedule: Schedule, source: int, action: Action, target: int) ->
 
 class _Wire(Protocol):
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
-        """Post a receive; call it in the order of numbers. Return a function that waits in stream order for the message
-        and returns it."""
+        """Post a receive, in the order of numbers. Return a function that waits in stream order for the message."""
 
     def send(self, lane: _Lane, number: int, message: Message) -> None:
-        """Start to send; call it in the order of numbers. Keeps the tensors until they have been sent."""
+        """Call it in the order of numbers. Keeps the tensors until they have been sent."""
 
     def finish(self) -> None:
-        """Wait until all messages have been sent (NCCL: the current stream waits, not the host)."""
+        """NCCL: the current stream waits, not the host."""
 
 
 class _GroupWire:
@@ -94,9 +92,7 @@ class _GroupWire:
         return self._groups.pp_up if lane.target > lane.source else self._groups.pp_down
 
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
-        """Post receives of all tensors of a message into new buffers, by tags from ``number``; call it in the order of
-        numbers. The returned function waits for them (on CUDA: the current stream waits, not the host) and returns the
-        buffers."""
+        """Into new buffers, with tags from ``number``."""
         buffers, group = message.empty(), self._group(lane)
         # gloo matches by tag. NCCL ignores tags and matches in posting order, so receives must be posted by number
         works = [
@@ -113,8 +109,7 @@ class _GroupWire:
         return wait
 
     def send(self, lane: _Lane, number: int, message: Message) -> None:
-        """Start the sends of all tensors, with tags from ``number``, and return at once. Keeps references until they
-        are complete; releases the tensors of earlier sends that are complete. Call it in the order of numbers."""
+        """Tags from ``number``. Releases the tensors of earlier sends that are complete."""
         group = self._group(lane)
         for index, tensor in enumerate(message):
             tag = number * len(message) + index
@@ -126,32 +121,27 @@ class _GroupWire:
             self._sending.popleft()
 
     def finish(self) -> None:
-        """Wait for all sends in flight, then drop the references to their tensors. With NCCL the current stream waits:
-        memory freed here is reused only by later work of that stream."""
+        """With NCCL the current stream waits: memory freed here is reused only by later work of that stream."""
         for _, work in self._sending:
             work.wait()
         self._sending.clear()
 
 
 class _ShapedWire(_GroupWire):
-    """Transport for messages whose shapes the receiver does not know. An int64 tensor with the shapes precedes each
-    message. ``start_receive`` blocks the host until it has arrived, so it must be called only when the message is
-    needed, not ahead."""
+    """Transport for messages whose shapes the receiver does not know: an int64 tensor with the shapes precedes each.
+    ``start_receive`` blocks the host until it has arrived: call it only when the message is needed."""
 
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
-        """Receive the message's shapes, which blocks the host, then post receives of tensors of these shapes.
-        ``message`` gives dtype, device, and the number of tensors and their dims. The returned function waits in stream
-        order and returns the tensors."""
+        """Blocks the host for the shapes. ``message`` gives dtype, device, and the number of tensors and their dims."""
         group = self._group(lane)
         dims = [len(shape) for shape in message.shapes]
-        known = torch.empty(sum(dims), dtype=torch.int64, device=message.device)
-        dist.recv(known, group.ranks[lane.source], group=group.handle, tag=2 * number * len(dims))
-        shapes = tuple(tuple(each.tolist()) for each in known.split(dims))
+        sizes = torch.empty(sum(dims), dtype=torch.int64, device=message.device)
+        dist.recv(sizes, group.ranks[lane.source], group=group.handle, tag=2 * number * len(dims))
+        shapes = tuple(tuple(shape.tolist()) for shape in sizes.split(dims))
         return super().start_receive(lane, 2 * number + 1, message._replace(shapes=shapes, lengths=None))
 
     def send(self, lane: _Lane, number: int, message: Message) -> None:
-        """Start to send an int64 tensor with all sizes, then the tensors of ``message``; keeps references to all of
-        them until they have been sent. The receiver must know the number of tensors and their dims."""
+        """The receiver must know the number of tensors and their dims."""
         sizes = [size for tensor in message for size in tensor.shape]
         shapes = torch.tensor(sizes, dtype=torch.int64, device=message[0].device)
         group = self._group(lane)
@@ -171,9 +161,8 @@ class _MailboxWire:
         self._read: dict[tuple[_Lane, int], Message] = {}
 
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
-        """Register the message; nothing is posted. The returned function copies this and all earlier messages of the
-        lane into new tensors (the current stream waits, not the host), keeps the earlier ones and returns this one,
-        because a mailbox returns messages in the order of sending."""
+        """Nothing is posted. The returned function copies this and all earlier messages of the lane into new tensors
+        and keeps the earlier ones: a mailbox returns messages in the order of sending."""
         self._unread.setdefault(lane, deque()).append((number, message))
 
         def wait() -> Message:
@@ -191,10 +180,10 @@ class _MailboxWire:
         self._mailbox.send(lane.target, message[0] if len(message) == 1 else torch.cat([x.flatten() for x in message]))
 
     def finish(self) -> None:
-        """Do nothing: the sending stream holds its tensors (``record_stream``)."""
+        """The sending stream holds its tensors (``record_stream``)."""
 
 
-def _shown(shapes: tuple[tuple[int, ...], ...]) -> str:
+def _as_text(shapes: tuple[tuple[int, ...], ...]) -> str:
     return " and ".join(map(str, shapes))
 
 
@@ -206,9 +195,8 @@ class Messages:
     def __init__(
         self, schedule: Schedule, groups: ProcessGroups, message: MessageShape, sends_shapes: bool = False
     ) -> None:
-        """Derive this rank's messages from ``schedule``; a collective with copy engines, which open a mailbox. With
-        ``sends_shapes`` only the number of tensors and their numbers of dims must equal ``message``: shapes are sent
-        before each message, by torch.distributed even if there are copy engines."""
+        """A collective with copy engines, which open a mailbox. With ``sends_shapes`` only the number of tensors and of
+        their dims must equal ``message``; such messages go by torch.distributed."""
         self.schedule, self.rank, self.message, self.sends_shapes = schedule, groups.pp.rank, message, sends_shapes
         neighbours = {(self.rank - 1) % groups.pp.size, (self.rank + 1) % groups.pp.size} - {self.rank}
         self._inbound = {peer: _Lane(schedule, peer, self.rank) for peer in neighbours}
@@ -223,9 +211,8 @@ class Messages:
         """Messages between chunks of this rank, by the action that produced them."""
 
     def post(self, action: Action) -> None:
-        """Post the receive of the input of ``action``, after the receives of all earlier messages of its sender. Does
-        nothing if ``action`` has no remote input or the receive is posted already. Blocks the host with
-        ``sends_shapes``."""
+        """Post the receive of the input of ``action``, after all earlier messages of its sender; nothing if it is local
+        or posted. Blocks the host with ``sends_shapes``."""
         place = self.schedule.source(self.rank, action)
         if place is None or place.rank == self.rank or place in self._posted:
             return
@@ -238,8 +225,8 @@ class Messages:
             )
 
     def receive(self, action: Action) -> Message | None:
-        """Return the input of ``action``, once; None if it has no input. Posts the receive if needed and waits for it
-        (on CUDA: in stream order). An input from another chunk of this rank is returned by reference, detached."""
+        """Return the input of ``action``, once, or None; waits (on CUDA: in stream order). From another chunk of this
+        rank by reference, detached."""
         place = self.schedule.source(self.rank, action)
         if place is None:
             return None
@@ -260,14 +247,14 @@ class Messages:
             # detach as a remote message would be: the next chunk's backward must stop here and send its gradient
             self._at_home[RankAction(self.rank, action)] = tuple(tensor.detach() for tensor in message)
             return
-        made, wanted = tuple(tuple(tensor.shape) for tensor in message), self.message.of(action.microbatch).shapes
+        shapes, expected = tuple(tuple(tensor.shape) for tensor in message), self.message.of(action.microbatch).shapes
         dtypes = {tensor.dtype for tensor in message}
-        if self.sends_shapes and len(made) == len(wanted):
-            wanted = made
-        if made != wanted or dtypes != {self.message.dtype}:
+        if self.sends_shapes and len(shapes) == len(expected):
+            expected = shapes
+        if shapes != expected or dtypes != {self.message.dtype}:
             raise ValueError(
-                f"a pipeline stage made {_shown(made)} {', '.join(map(str, dtypes))}, but stages pass on "
-                f"{_shown(wanted)} {self.message.dtype}: all micro-batches must have seq_length x micro_batch_size "
+                f"a pipeline stage made {_as_text(shapes)} {', '.join(map(str, dtypes))}, but stages pass on "
+                f"{_as_text(expected)} {self.message.dtype}: all micro-batches must have seq_length x micro_batch_size "
                 "tokens, and config.pipeline_dtype must be the dtype of the hidden states"
             )
         lane = self._outbound[place.rank]

@@ -95,12 +95,12 @@ class MainLossInput:
         device."""
         if not self._checks:
             return
-        self._checks, told = False, self._masked_tokens
-        if num_tokens is None and told is None:
+        self._checks, mask_sum = False, self._masked_tokens
+        if num_tokens is None and mask_sum is None:
             return
-        if num_tokens is None or told is None or not math.isclose(float(num_tokens), float(told), rel_tol=1e-3):
+        if num_tokens is None or mask_sum is None or not math.isclose(float(num_tokens), float(mask_sum), rel_tol=1e-3):
             have = "a mean" if num_tokens is None else f"a sum over {float(num_tokens):g} tokens"
-            want = "none, as of a mean" if told is None else f"that of {float(told):g} tokens"
+            want = "none, as of a mean" if mask_sum is None else f"that of {float(mask_sum):g} tokens"
             raise UserError(
                 f"losses of experts would have a wrong weight: loss_func returns {have}, and the model's loss_mask was "
                 f"{want}; pass the mask of this rank's tokens, which the sum is over, or for a mean loss_mask=None"

@@ -114,10 +114,9 @@ class PipelineRun:
         return self.results
 
     def _forward(self, action: Action) -> None:
-        """Run the forward pass of a chunk: receive its input, pass it to the model, compute, and send the output or
-        (last stage) compute the loss and append the result. Saves the input and the graph's roots for backward; in
-        forward-only schedules nothing, without gradients. The output's memory is freed after the send; the model's
-        input tensor is cleared. In training sets ``requires_grad`` of the received tensors in place."""
+        """Receive, compute, then send, or (last stage) compute the loss. Saves the input and the roots for backward.
+        The memory of the output is freed after the send. In training sets ``requires_grad`` of the received tensors in
+        place."""
         work, chunk = self.work, self.work.chunks[action.chunk]
         train = self.schedule.has_backward
         received = self.messages.receive(action)
@@ -147,8 +146,8 @@ class PipelineRun:
             self.work.on_forward(event, self.schedule.has_backward)
 
     def _loss(self, output: Tensor, loss_func: Callable) -> Tensor | None:
-        """Call ``loss_func``, append the micro-batch's result to ``results``, and return the weighted sum of its
-        losses; None without backward. Raises UserError if the losses are not (sum, count) by name."""
+        """Append the result and return the weighted sum of losses, None without backward. UserError if the losses are
+        not (sum, count) by name."""
         if self.work.collect_non_loss_data:
             self.results.append(MicroBatchResult(non_loss=loss_func(output, non_loss_data=True)))
             return None
@@ -157,34 +156,33 @@ class PipelineRun:
         return weighted_sum(losses, self.work.loss_weights) if self.schedule.has_backward else None
 
     def _backward(self, action: Action) -> None:
-        """Run a B action: receive the outputs' gradients (on the last stage start from the loss), run autograd, and
-        send the gradients of the stage's inputs, zeros for unused ones. Frees inputs and roots. If the schedule splits
-        backward, keeps the deferred weight gradients for W. Gradients accumulate in the parameters."""
+        """Run a B action; unused inputs get zeros as gradients. Frees inputs and roots. If the schedule splits
+        backward, keeps the deferred weight gradients for W."""
         key = action.chunk, action.microbatch
         passed = self._in_flight[key] if self.schedule.splits_backward else self._in_flight.pop(key)
         gradients = self.messages.receive(action) or [None]
-        pairs = [each for each in zip(passed.roots, gradients, strict=True) if each[0] is not None]
+        pairs = [pair for pair in zip(passed.roots, gradients, strict=True) if pair[0] is not None]
         if pairs:
             with self._grad_sync_context(action):
-                roots, theirs = zip(*pairs)
-                torch.autograd.backward(roots, theirs)
+                roots, gradients_of_roots = zip(*pairs)
+                torch.autograd.backward(roots, gradients_of_roots)
         if passed.received is not None:
             # send zeros for unused inputs: the previous stage has posted a receive
-            found = (torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in passed.received)
-            self.messages.send(action, tuple(found))
+            input_gradients = (
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in passed.received
+            )
+            self.messages.send(action, tuple(input_gradients))
         passed.received, passed.roots = None, ()  # until W, keep only the tensors that weight gradients need
         if self.schedule.splits_backward:
             passed.weight_gradients = self._stores[action.chunk].take()
 
     def _weight_gradients(self, action: Action) -> None:
-        """Run a W action: compute the weight gradients that B deferred, and free the tensors that they needed."""
         with self._grad_sync_context(action):
             for compute in self._in_flight.pop((action.chunk, action.microbatch)).weight_gradients:
                 compute()
 
     def _grad_sync_context(self, action: Action) -> AbstractContextManager:
-        """Return the context for a B or W action: the chunk's ``no_sync()``, or one that allows gradient reduction in
-        the last B and the last W of a chunk, or for chunks without ``no_sync``."""
+        """Return the chunk's ``no_sync()``, except in the last B and the last W of a chunk, which reduce gradients."""
         chunk = self.work.chunks[action.chunk]
         # a bucket that is reduced earlier would miss the gradients of later micro-batches
         return nullcontext() if action in self._final else getattr(chunk, "no_sync", nullcontext)()
@@ -223,4 +221,4 @@ def deferred_weight_gradients(chunks: Sequence[nn.Module], split: bool) -> Itera
 
 def output_tensors(output: Tensor | Sequence[Tensor]) -> Message:
     """Return the tensors of a stage's output, which is a tensor or a tuple of tensors and None (skipped)."""
-    return (output,) if isinstance(output, Tensor) else tuple(each for each in output if each is not None)
+    return (output,) if isinstance(output, Tensor) else tuple(tensor for tensor in output if tensor is not None)

@@ -47,8 +47,7 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group_si
 
 
 def _one_rank(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """Return the actions of a rank that is ``ahead`` forwards ahead: warm-up forwards, then forward and backward
-    alternate, then the remaining backwards."""
+    """``ahead`` warm-up forwards, then forward and backward alternate, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     actions = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards):

@@ -24,8 +24,7 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int, ahead: int =
 
 
 def _one_rank(ahead: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Return the actions of a rank with ``ahead`` warm-up forwards (at most all): then forward and backward alternate,
-    then the remaining backwards follow. Chunk 0, micro-batches in order."""
+    """``ahead`` warm-up forwards (at most all), then forward and backward alternate, then the remaining backwards."""
     ahead = min(ahead, num_microbatches)
     actions = [Action("F", 0, m) for m in range(ahead)]
     for m in range(num_microbatches - ahead):

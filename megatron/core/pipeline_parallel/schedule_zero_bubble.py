@@ -25,23 +25,22 @@ def zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int = 1, grou
     """Build ZB-H1 by adding W actions to 1F1B for one chunk per rank, else to interleaved 1F1B with ``group_size``. On
     rank r each W follows r further backwards after its own B, and the rest comes at the end."""
     if num_chunks == 1:
-        whole = one_forward_one_backward(num_ranks, num_microbatches)
+        unsplit = one_forward_one_backward(num_ranks, num_microbatches)
     else:
-        whole = interleaved(num_ranks, num_chunks, num_microbatches, group_size)
-    split = tuple(_with_weight_gradients(actions, delay=rank) for rank, actions in enumerate(whole.actions))
-    return replace(whole, name="zero-bubble", actions=split)
+        unsplit = interleaved(num_ranks, num_chunks, num_microbatches, group_size)
+    split = tuple(_with_weight_gradients(actions, delay=rank) for rank, actions in enumerate(unsplit.actions))
+    return replace(unsplit, name="zero-bubble", actions=split)
 
 
 def zero_bubble_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build ZB-H2, for one chunk per rank."""
-    whole = one_forward_one_backward(num_ranks, num_microbatches, ahead=2)
-    split = tuple(_with_weight_gradients(actions, delay=2 * rank) for rank, actions in enumerate(whole.actions))
-    return replace(whole, name="zero-bubble-h2", actions=split)
+    unsplit = one_forward_one_backward(num_ranks, num_microbatches, ahead=2)
+    split = tuple(_with_weight_gradients(actions, delay=2 * rank) for rank, actions in enumerate(unsplit.actions))
+    return replace(unsplit, name="zero-bubble-h2", actions=split)
 
 
 def _with_weight_gradients(actions: tuple[Action, ...], delay: int) -> tuple[Action, ...]:
-    """Add a W action for every B: after the B that comes ``delay`` backwards later, or at the end, in the order of the
-    B actions. The order of F and B is unchanged."""
+    """After the B that comes ``delay`` backwards later, or at the end, in the order of the B actions."""
     result: list[Action] = []
     waiting: deque[Action] = deque()
     for action in actions:

@@ -64,9 +64,8 @@ class _LossFunctions:
     collects the last value that ``loss_func`` returned for every micro-batch."""
 
     def __init__(self, forward_step: Callable, chunks: Sequence[nn.Module], num_microbatches: int) -> None:
-        """Read the loss settings from the config of the last chunk's model (without a config: mean losses, no scaling).
-        If the chunk's wrapper sums gradients and losses are not per token, ``mean_weight`` also divides by the data-
-        and context-parallel ranks."""
+        """Without a config: mean losses, no scaling. If the chunk's wrapper sums gradients and losses are not per
+        token, ``mean_weight`` also divides by the data- and context-parallel ranks."""
         self.forward_step = forward_step
         config = getattr(unwrapped(chunks[-1]), "config", None)  # a custom model may have no config
         self.per_token = bool(getattr(config, "calculate_per_token_loss", False))
@@ -81,9 +80,8 @@ class _LossFunctions:
 
     @contextmanager
     def training(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Context of a run with backward. Registers a forward pre-hook on each model that takes ``main_loss``, which
-        passes the scaled weight of the main loss unless the program passes its own; removes the hooks on exit. Sets
-        ``main_loss`` for the check in `_loss`. Does nothing if no model takes it."""
+        """Pass the scaled weight of the main loss to each model that takes ``main_loss``, by forward pre-hooks, which
+        are removed on exit."""
         models = [model for model in map(unwrapped, chunks) if takes_main_loss(model)]
         hooks = []
         if models:
@@ -102,11 +100,9 @@ class _LossFunctions:
         return output, partial(self._loss, loss_func)
 
     def _loss(self, loss_func: Callable | None, output: object, **non_loss: bool) -> object:
-        """Call the program's ``loss_func``, append its last value to ``results`` and return ``{LOSS: (loss, number of
-        tokens)}``, the loss scaled as in the module docstring, the number 1 for a mean; {} without backward. Without a
-        loss function append the output, for non-loss data the result of ``loss_func``; return {}. Raises ValueError if
-        a backward has no loss function or there are not 2 or 3 values; UserError as :meth:`MainLossInput.check`
-        (per-token losses)."""
+        """Append the last value of ``loss_func`` to ``results``; return ``{LOSS: (scaled loss, number of tokens)}``, 1
+        for a mean, {} without backward. Without a loss function append the output. Raises ValueError without a loss
+        function for a backward or unless there are 2 or 3 values."""
         if loss_func is None and torch.is_grad_enabled():
             raise ValueError("forward_step_func returned no loss function; return one, or pass forward_only=True")
         if loss_func is None or non_loss:
@@ -181,8 +177,7 @@ def _forward_backward(
 
 
 def _num_tokens(results: Sequence[MicroBatchResult], chunks: Sequence[nn.Module]) -> Tensor:
-    """Return the tokens of this rank's micro-batches, an fp64 scalar on the device, not reduced over ranks; 0 on stages
-    without the loss."""
+    """fp64 scalar on the device, not reduced over ranks; 0 on stages without the loss."""
     total = torch.zeros((), dtype=torch.float64, device=next(chunks[0].parameters()).device)
     for result in results:
         total += result.logged[LOSS][1]

@@ -95,9 +95,8 @@ def simulate(schedule: Schedule, cost: CostFunction | None = None, *, latency: f
 def _input_time(
     schedule: Schedule, ends: dict[RankAction, float], rank: int, action: Action, latency: float
 ) -> float | None:
-    """Return the time in seconds at which all inputs of ``action`` are available: the output of its source, plus
-    ``latency`` from another rank, and for B the F, for W the B of this chunk and micro-batch. 0 without inputs; None if
-    one has not been computed yet."""
+    """Return seconds: of the source, plus ``latency`` from another rank, and for B of the F, for W of the B. 0 without
+    inputs; None if one has not been computed yet."""
     needs = []
     if (source := schedule.source(rank, action)) is not None:
         needs.append((source, latency if source.rank != rank else 0.0))
@@ -110,8 +109,8 @@ def _input_time(
 
 
 def _check_end(schedule: Schedule, position: list[int]) -> None:
-    """Raise DeadlockError unless every rank has run all its actions. ``position`` is each rank's number of finished
-    actions; the message names the action at which each unfinished rank waits."""
+    """``position``: finished actions of each rank. DeadlockError names the action at which each unfinished rank
+    waits."""
     waiting = [
         f"rank {rank} waits for the input of {'{}{}.{}'.format(*actions[at])}"
         for rank, (actions, at) in enumerate(zip(schedule.actions, position))

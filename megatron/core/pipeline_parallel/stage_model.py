@@ -59,8 +59,8 @@ def message_shapes(
 ) -> Sequence[tuple[int, ...]]:
     """Return the shapes of ``model``'s ``message_shapes``; by default hidden states [s / (CP x TP with sequence
     parallelism), b, h]."""
-    own = getattr(model, "message_shapes", None)
-    if own is not None:
-        return own(lengths, micro_batch_size)
+    shapes_of_model = getattr(model, "message_shapes", None)
+    if shapes_of_model is not None:
+        return shapes_of_model(lengths, micro_batch_size)
     parts = groups.cp.size * (groups.tp.size if model.config.sequence_parallel else 1)
     return [(lengths[0] // parts, micro_batch_size, model.config.hidden_size)]

@@ -48,11 +48,11 @@ def layer_parts(branches: range, names: BranchNames) -> Iterator[LayerPart]:
     """Yield a ``LayerPart`` for each layer with branches in the range ``branches`` (indices from 0 over the full
     model), in order. The first and last may be parts of layers; their branch indices count within the layer."""
     first = 0
-    for layer, own in enumerate(names):
-        held = range(max(branches.start - first, 0), min(branches.stop - first, len(own)))
-        if held:
-            yield LayerPart(layer, held, own)
-        first += len(own)
+    for layer, branches_of_layer in enumerate(names):
+        local = range(max(branches.start - first, 0), min(branches.stop - first, len(branches_of_layer)))
+        if local:
+            yield LayerPart(layer, local, branches_of_layer)
+        first += len(branches_of_layer)
 
 
 def layer_branch_costs(layers: range, names: BranchNames) -> range:
@@ -97,17 +97,17 @@ class StageContents:
         """Return text such as ``embedding + attention of layer 1 + layers 2-3 + loss + multi-token prediction``, with
         layers from 1 and ranges of full layers joined; "nothing" for an empty stage."""
         labels = ["embedding"] if self.embedding else []
-        whole: list[int] = []
+        full: list[int] = []
         for part in [*self.parts, None]:
             if part is not None and part.is_whole:
-                whole.append(part.layer + 1)
+                full.append(part.layer + 1)
                 continue
-            if whole:
-                labels.append(f"layer {whole[0]}" if len(whole) == 1 else f"layers {whole[0]}-{whole[-1]}")
-                whole = []
+            if full:
+                labels.append(f"layer {full[0]}" if len(full) == 1 else f"layers {full[0]}-{full[-1]}")
+                full = []
             if part is not None:
-                held = " and ".join(part.names[branch] for branch in part.branches)
-                labels.append(f"{held} of layer {part.layer + 1}")
+                labels_of_part = " and ".join(part.names[branch] for branch in part.branches)
+                labels.append(f"{labels_of_part} of layer {part.layer + 1}")
         ends = (["loss"] if self.loss else []) + (["multi-token prediction"] if self.num_mtp else [])
         return " + ".join(labels + ends) or "nothing"
 
@@ -134,9 +134,8 @@ class _LayoutParser:
         return self.text[self.at] if self.at < len(self.text) else ""
 
     def items(self, closing: str) -> list[tuple[str, int]]:
-        """Parse up to and including ``closing`` (")", or "" for the end of the text); return (symbol, position in the
-        text) pairs with repetitions expanded, without commas, blanks and parentheses. Raises LayoutError for an unknown
-        symbol, an open parenthesis, a bad repetition, more than 10,000 entries or 50 nested parentheses."""
+        """Return (symbol, position) pairs up to and including ``closing`` (")", or "" for the end), with repetitions
+        expanded. LayoutError for a syntax error, more than 10,000 entries or 50 nested parentheses."""
         result: list[tuple[str, int]] = []
         while (symbol := self.peek()) != closing:
             begin = self.at
@@ -162,8 +161,8 @@ class _LayoutParser:
         return result
 
     def repetitions(self) -> int:
-        """Parse an optional ``*`` and number (blanks and commas between are ignored) and return the number, which may
-        be 0; 1 without ``*``. Raises LayoutError if no digit follows, or more than nine."""
+        """Return the number of an optional ``*`` and number, which may be 0; 1 without. LayoutError if no digit
+        follows, or more than nine."""
         if self.peek() != "*":
             return 1
         self.at += 1
@@ -183,45 +182,43 @@ class _Order:
 
     def __init__(self, parser: _LayoutParser, names: BranchNames | None) -> None:
         self.parser, self.names = parser, names
-        self.seen: set[str] = set()
+        self.used: set[str] = set()
         self.layers: list[Sequence[str]] = []
         self.branches = 0
         self.left = 0
         """Number of branches that are missing to complete the last layer."""
 
     def take(self, symbol: str, at: int) -> None:
-        """Process the next symbol (not ``|``), at position ``at``. Raises LayoutError for anything after L, a second E,
-        E that is not first, a layer after m, or another symbol than the next a or f inside an incomplete layer. Updates
-        layers and branches."""
-        fail, seen = self.parser.fail, self.seen
-        if "L" in seen:
+        """LayoutError for anything after L, a second or late E, a layer after m, or another symbol than the next a or f
+        inside an incomplete layer."""
+        fail, used = self.parser.fail, self.used
+        if "L" in used:
             raise fail("there is a second L" if symbol == "L" else f"{symbol!r} comes after L, the last entry,", at)
-        if symbol == "E" and seen:
-            raise fail("there is a second E" if "E" in seen else "E must be the first entry:", at)
-        if symbol in _LAYERS and "m" in seen:
+        if symbol == "E" and used:
+            raise fail("there is a second E" if "E" in used else "E must be the first entry:", at)
+        if symbol in _LAYERS and "m" in used:
             raise fail(f"{symbol!r} comes after m", at)
         if self.left and (symbol not in "af" or (symbol == "a" and self.left == 1)):
             raise fail(f"{symbol!r} comes between the branches of a layer, a and f,", at)
-        seen.add(symbol)
+        used.add(symbol)
         if symbol in _LAYERS:
             self._take_layer(symbol, at)
 
     def _take_layer(self, symbol: str, at: int) -> None:
-        """Add the branches of a layer symbol: t completes a layer, a and f take one branch. Raises LayoutError if f is
-        not the last branch of a layer that an a began, or a would cut a layer with a single branch. Layers beyond
-        ``names`` are decoder layers."""
+        """t completes a layer, a and f take one branch. LayoutError if f is not the last branch of a layer that an a
+        began, or a would cut a layer with a single branch. Layers beyond ``names`` are decoder layers."""
         if symbol == "f" and self.left != 1:
             reason = f"is not the last branch of layer {len(self.layers)}" if self.left else "does not follow an a"
             raise self.parser.fail(f"'f' (the last branch of a layer) {reason}", at)
         if not self.left:
             index = len(self.layers)
-            own = self.names[index] if self.names is not None and index < len(self.names) else DECODER_LAYER
-            if symbol == "a" and len(own) == 1:
+            branches = self.names[index] if self.names is not None and index < len(self.names) else DECODER_LAYER
+            if symbol == "a" and len(branches) == 1:
                 raise self.parser.fail(f"'a' cuts layer {index + 1}, which is built as one piece,", at)
-            self.layers.append(own)
-            self.left = len(own)
-        taken = self.left if symbol == "t" else 1
-        self.branches, self.left = self.branches + taken, self.left - taken
+            self.layers.append(branches)
+            self.left = len(branches)
+        num_branches = self.left if symbol == "t" else 1
+        self.branches, self.left = self.branches + num_branches, self.left - num_branches
 
 
 _LAYERS = "taf"
@@ -240,22 +237,29 @@ def parse_layout(text: str, names: BranchNames | None = None) -> list[StageConte
     """
     parser = _LayoutParser(text)
     order = _Order(parser, names)
-    ends, held = [0], [""]
+    ends, symbols = [0], [""]
     for symbol, at in parser.items(""):
         if symbol == "|":
             ends.append(order.branches)
-            held.append("")
+            symbols.append("")
         else:
             order.take(symbol, at)
-            held[-1] += symbol
+            symbols[-1] += symbol
     for symbol, what in (("E", "embedding"), ("L", "loss")):
-        if symbol not in order.seen:
+        if symbol not in order.used:
             raise LayoutError(f"{text!r} has no {symbol} ({what})")
-    if "E" not in held[0] or "L" not in held[-1]:
+    if "E" not in symbols[0] or "L" not in symbols[-1]:
         raise LayoutError(f"{text!r}: E belongs to the first stage and L to the last")
     return [
-        StageContents(stage, range(*bounds), tuple(order.layers), "E" in own, "L" in own, own.count("m"))
-        for stage, (own, bounds) in enumerate(zip(held, pairwise([*ends, order.branches])))
+        StageContents(
+            stage,
+            range(*bounds),
+            tuple(order.layers),
+            "E" in stage_symbols,
+            "L" in stage_symbols,
+            stage_symbols.count("m"),
+        )
+        for stage, (stage_symbols, bounds) in enumerate(zip(symbols, pairwise([*ends, order.branches])))
     ]
 
 
@@ -307,21 +311,19 @@ def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> l
 
 
 def _layers_to_branches(counts: Sequence[int], names: BranchNames) -> list[int]:
-    """Convert layers per stage to branches per stage."""
     ends = [0, *accumulate(counts)]
     return [len(layer_branch_costs(range(*bounds), names)) for bounds in pairwise(ends)]
 
 
 def _given_ends(config: PipelineShape, num_layers: int, ranks: int, chunks: int) -> list[int]:
-    """Return layers per stage if the layers of the first or last rank are given. The other layers are split evenly over
-    the other ranks, and each rank's layers evenly over its chunks. Raises LayoutError if too few layers remain for the
-    other ranks, or layers remain but no rank."""
+    """The other layers are split evenly over the other ranks, and those of a rank evenly over its chunks. LayoutError
+    if too few layers remain."""
     first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
     rest = num_layers - (first or 0) - (last or 0)
-    others = ranks - (first is not None) - (last is not None)
-    if others < 0 or rest < others * chunks or (others == 0 and rest):
-        raise LayoutError(f"{rest} layers remain for {others} pipeline ranks without a given number of layers")
-    per_rank = shared_out(rest, others) if others else []
+    free_ranks = ranks - (first is not None) - (last is not None)
+    if free_ranks < 0 or rest < free_ranks * chunks or (free_ranks == 0 and rest):
+        raise LayoutError(f"{rest} layers remain for {free_ranks} pipeline ranks without a given number of layers")
+    per_rank = shared_out(rest, free_ranks) if free_ranks else []
     per_rank = ([] if first is None else [first]) + per_rank + ([] if last is None else [last])
     per_chunk = [shared_out(count, chunks) for count in per_rank]
     return [per_chunk[rank][chunk] for chunk in range(chunks) for rank in range(ranks)]
@@ -332,11 +334,9 @@ WORTH_A_CUT = 0.01
 
 
 def _balanced(config: PipelineShape, num_stages: int, costs: ModelCosts) -> list[int]:
-    """Return branches per stage with the lowest cost of the slowest stage. Layers are split only if this improves the
-    slowest stage by more than ``WORTH_A_CUT``, and never with --whole-layers-in-pipeline-split.
-    --account-for-embedding/loss-in-pipeline-split select Megatron-LM's rule: equal layers that are not split; the
-    embedding and the loss each count as one layer. Raises LayoutError if there are too few layers for
-    ``num_stages``."""
+    """Layers are split only if this improves the slowest stage by more than ``WORTH_A_CUT``, and never with
+    --whole-layers-in-pipeline-split. --account-for-embedding/loss-in-pipeline-split select Megatron-LM's rule: equal
+    unsplit layers; embedding and loss count as one layer each. LayoutError if there are too few layers."""
     if num_stages > len(costs.names) + 2:  # check first: a huge number of stages must not allocate huge lists
         raise LayoutError(f"{len(costs.names)} layers cannot fill {num_stages} pipeline stages")
     front = float(config.account_for_embedding_in_pipeline_split)
@@ -345,12 +345,12 @@ def _balanced(config: PipelineShape, num_stages: int, costs: ModelCosts) -> list
     smallest[0] -= config.account_for_embedding_in_pipeline_split
     smallest[-1] -= config.account_for_loss_in_pipeline_split
     if front or back or costs.layers is None or num_stages == 1:
-        alike = balanced_counts([1.0] * len(costs.names), smallest, front, back)
-        return _layers_to_branches(alike, costs.names)
+        equal = balanced_counts([1.0] * len(costs.names), smallest, front, back)
+        return _layers_to_branches(equal, costs.names)
     layers, back = [sum(branches) for branches in costs.layers], costs.head
-    whole = balanced_counts(layers, smallest, front, back)
+    uncut = balanced_counts(layers, smallest, front, back)
     if not config.whole_layers_in_pipeline_split:
         cut = balanced_counts(costs.branches, smallest, front, back)
-        if slowest(costs.branches, cut, front, back) < (1 - WORTH_A_CUT) * slowest(layers, whole, front, back):
+        if slowest(costs.branches, cut, front, back) < (1 - WORTH_A_CUT) * slowest(layers, uncut, front, back):
             return cut
-    return _layers_to_branches(whole, costs.names)
+    return _layers_to_branches(uncut, costs.names)

@@ -53,19 +53,19 @@ def takes_megatron_arguments(init: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(init)
-    def wrapped(self: Any, *args: object, groups: ProcessGroups | None = None, **given: Any) -> None:
+    def wrapped(self: Any, *args: object, groups: ProcessGroups | None = None, **arguments: Any) -> None:
         groups = groups or get_process_groups()
-        if (tp_group := given.pop("tp_group", None)) is not None:
+        if (tp_group := arguments.pop("tp_group", None)) is not None:
             groups = replace(groups, tp=resolve_group(tp_group))
-        if given.pop("is_expert", False) and max(groups.ep.size, groups.etp.size, groups.tp.size) > 1:
+        if arguments.pop("is_expert", False) and max(groups.ep.size, groups.etp.size, groups.tp.size) > 1:
             raise UserError("is_expert True: experts split over ranks are built by MoELayer only; use that")
-        for name in given.keys() & _WITHOUT_EFFECT.keys():
-            if (value := given.pop(name)) != _WITHOUT_EFFECT[name] and name not in _NAMES_ONLY:
+        for name in arguments.keys() & _WITHOUT_EFFECT.keys():
+            if (value := arguments.pop(name)) != _WITHOUT_EFFECT[name] and name not in _NAMES_ONLY:
                 raise UserError(f"{name} {value}: not available in tensor-parallel layers; remove it")
-        skips_weight, fill = given.pop("skip_weight_param_allocation", False), given.get("init_method")
+        skips_weight, fill = arguments.pop("skip_weight_param_allocation", False), arguments.get("init_method")
         if callable(fill) or fill is None:
-            given["init_method"] = AsBuilt()
-        init(self, *args, groups=groups, **given)
+            arguments["init_method"] = AsBuilt()
+        init(self, *args, groups=groups, **arguments)
         if skips_weight:
             self.weight = None
         elif callable(fill):

@@ -76,7 +76,7 @@ class _End(torch.autograd.Function):
 
 
 def _stand_in(like: Tensor) -> Tensor:
-    """Return an empty placeholder that connects the two nodes in the graph while the handle holds the data."""
+    """Empty tensor that connects the two nodes in the graph while the handle holds the data."""
     return like.new_empty(())
 
 
@@ -97,5 +97,5 @@ def start_all_to_all(
     """Start a differentiable all-to-all of ``send`` rows to and ``receive`` rows from each rank; ``is_even``: all sizes
     on all ranks are equal. The gradient returns by the inverse all-to-all.
     """
-    there = partial(begin_all_to_all, send=send, receive=receive, is_even=is_even)
-    return AutogradHandle(x, group, there, partial(there, send=receive, receive=send))
+    exchange = partial(begin_all_to_all, send=send, receive=receive, is_even=is_even)
+    return AutogradHandle(x, group, exchange, partial(exchange, send=receive, receive=send))

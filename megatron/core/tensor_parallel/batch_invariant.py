@@ -128,15 +128,15 @@ def vocabulary_statistics(logits: Tensor, label_t: Tensor, num_true: int, group:
             f"for batch_invariant_mode; use a multiple of {PARTS}"
         )
     width = logits.shape[1] // count
-    found = torch.stack(
+    statistics = torch.stack(
         [
             _slice_statistics(part, label_t - index * width, max(0, min(width, num_true - index * width)))
             for index, part in enumerate(logits.split(width, 1))
         ]
     )
     if group.size > 1:
-        found = all_gather_along_first_dim(found, group)
-    maxima, totals, label_logits = found.unbind(1)
+        statistics = all_gather_along_first_dim(statistics, group)
+    maxima, totals, label_logits = statistics.unbind(1)
     maximum = maxima.amax(0)
     # a slice of padding has a sum of 0
     total = tree_sum((totals * (maxima - maximum).exp()).unbind())
@@ -144,7 +144,7 @@ def vocabulary_statistics(logits: Tensor, label_t: Tensor, num_true: int, group:
 
 
 def _slice_statistics(part: Tensor, label_t: Tensor, num_true: int) -> Tensor:
-    """Return maxima, sums of exponentials and label logits [3, t] of a slice [t, v]."""
+    """Return maxima, sums of exponentials and label logits [3, t]."""
     passes = cross_entropy_passes(part.dtype, part.device)
     if not part.is_cuda or part.shape[1] % _ALIGNED:
         part = part.contiguous()
@@ -161,6 +161,6 @@ def log_softmax(logits: Tensor, vocab_size: int) -> Tensor:
     """Return the log-probabilities [t, ``vocab_size``] of ``logits`` [t, stored vocabulary] of all ranks, in fp32 (fp64
     for fp64): x - max - log(sum of exponentials), with the bits of the trainer's losses."""
     no_label = torch.full((len(logits),), -1, device=logits.device)
-    found = vocabulary_statistics(logits, no_label, vocab_size, SINGLE_PROCESS.tp)
-    wide = logits[:, :vocab_size].to(found.maximum_t.dtype)
-    return (wide - found.maximum_t.unsqueeze(-1)) - found.total_t.log().unsqueeze(-1)
+    statistics = vocabulary_statistics(logits, no_label, vocab_size, SINGLE_PROCESS.tp)
+    wide = logits[:, :vocab_size].to(statistics.maximum_t.dtype)
+    return (wide - statistics.maximum_t.unsqueeze(-1)) - statistics.total_t.log().unsqueeze(-1)

@@ -33,19 +33,18 @@ def _started(start: Callable[..., dist.Work], result: Tensor, source: Tensor, gr
 
 
 def begin_all_reduce(x: Tensor, group: Group) -> AsyncHandle:
-    """Start an all-reduce (sum) of ``x`` over ``group`` in place. ``wait()`` of the returned handle gives ``x``. Not
-    for a group of one rank, whose handle None is the world; this is not checked."""
+    """Start an in-place all-reduce (sum); ``wait()`` gives ``x``. Not for a group of one rank (not checked): None is
+    the world."""
     return _Collective(dist.all_reduce(x, group=group.handle, async_op=True), x, x)
 
 
 def begin_all_gather(x: Tensor, group: Group) -> AsyncHandle:
-    """Start an all-gather over ``group``, [s / n, ...] of every rank -> [s, ...] in rank order. ``wait()`` of the
-    returned handle gives the new tensor; ``x`` must not change until then. Not for a group of one rank, whose handle
-    None is the world; this is not checked."""
+    """Start an all-gather, [s / n, ...] of every rank -> [s, ...] in rank order; ``wait()`` gives the new tensor. ``x``
+    must not change until then. Not for a group of one rank (not checked)."""
     if group.engines is not None and group.engines.carries(x.nbytes):
         return group.engines.all_gather(x)
-    whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    return _started(all_gather, whole, x.contiguous(), group)
+    gathered = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    return _started(all_gather, gathered, x.contiguous(), group)
 
 
 def begin_reduce_scatter(x: Tensor, group: Group) -> AsyncHandle:

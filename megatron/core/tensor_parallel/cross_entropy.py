@@ -183,13 +183,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: AutogradContext, logits: Tensor, labels: LocalLabels, reuse_logits: bool, batch_invariant: bool
     ) -> Tensor:
-        """Return the loss of every token [t] of ``logits`` [..., v]; one all-gather. Saves the logits by reference, the
-        labels, and the maximum and sum of each token."""
+        """``logits`` [..., v] -> losses [t]; one all-gather. Saves the logits by reference, the labels, and the maximum
+        and sum of each token."""
         ctx.passes = cross_entropy_passes(logits.dtype, logits.device)
         logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
         if batch_invariant:
-            found = vocabulary_statistics(logits_tv, labels.label_t, labels.num_true, labels.group)
-            loss_t, softmax = _loss(*found, labels)
+            statistics = vocabulary_statistics(logits_tv, labels.label_t, labels.num_true, labels.group)
+            loss_t, softmax = _loss(*statistics, labels)
         else:
             local = ctx.passes.statistics(logits_tv, labels.label_t, labels.num_true)
             loss_t, softmax = combine_statistics(local, labels)
@@ -200,8 +200,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradient of the logits in their dtype and shape. With ``reuse_logits`` it overwrites the saved
-        logits (if they are contiguous), and autograd rejects a second backward. No collective."""
+        """With ``reuse_logits`` overwrites the saved logits (if contiguous); autograd then rejects a second backward.
+        No collective."""
         logits, label_t, maximum_t, total_t = ctx.saved_tensors
         logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
         gradient = logits_tv if ctx.reuse_logits else torch.empty_like(logits_tv)

@@ -84,7 +84,7 @@ def row_ranges(ends: Tensor) -> list[slice]:
     note = getattr(ends, "_row_ranges", None)
     if note is None:
         numbers = ends.tolist()
-        note = ends._row_ranges = [slice(*each) for each in zip([0, *numbers], numbers)]  # type: ignore[attr-defined]
+        note = ends._row_ranges = [slice(*bounds) for bounds in zip([0, *numbers], numbers)]  # type: ignore[attr-defined]
     return note
 
 
@@ -131,7 +131,7 @@ def weight_gradient_grouped(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor
 
 
 def _is_served(x: Tensor, *widths: int) -> bool:
-    """Return whether torch's grouped GEMM supports these rows: bf16, aligned widths, at least one row."""
+    """torch's grouped GEMM requires bf16, aligned widths, at least one row."""
     aligned = all(width * x.element_size() % _ALIGNED == 0 for width in widths)
     return x.dtype == torch.bfloat16 and aligned and len(x) > 0
 
@@ -167,14 +167,14 @@ class GroupedLinear(GemmLayer):
         assert config.num_moe_experts is not None, "these layers are of experts"
         size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
         shape, split = (config.num_moe_experts, *size.shape), 1 + size.split_dim
-        placed: dict[str, Any] = {"groups": groups, "dtype": config.params_dtype, "ndim": 2}
+        common: dict[str, Any] = {"groups": groups, "dtype": config.params_dtype, "ndim": 2}
         mesh = {"ep": Shard(0), "etp": Shard(len(shape) if splits_input else split)}
         init = XavierUniform(stacked=1) if isinstance(init_method, XavierUniform) else init_method
-        self.weight = parameter((*shape, input_size), init=init, mesh=mesh, **placed)
+        self.weight = parameter((*shape, input_size), init=init, mesh=mesh, **common)
         self.bias: nn.Parameter | None = None
         if config.add_bias_linear:
             where = {"ep": Shard(0)} if splits_input else mesh
-            self.bias = parameter(shape, init=Zeros(), mesh=where, partial=("etp",) if splits_input else (), **placed)
+            self.bias = parameter(shape, init=Zeros(), mesh=where, partial=("etp",) if splits_input else (), **common)
         self.products, self.num_local = products, config.num_moe_experts // groups.ep.size
         self.adds_bias = self.bias is not None and (groups.etp.is_first or not splits_input)
         self.traits = linear.LinearTraits(groups.etp, fuse_weight_gradient=config.gradient_accumulation_fusion)
@@ -206,7 +206,6 @@ class GroupedLinear(GemmLayer):
 
 
 def _by_group(x: Tensor, ends: Tensor) -> Tensor:
-    """View a parameter or gradient [g * ..., n] as [g, o, n]."""
     return x.view(len(ends), -1, x.shape[-1])
 
 
@@ -216,8 +215,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts,
         store: linear.WeightGradientStore | None, ready: Tensor | None, for_backward: bool,
     ) -> Tensor:  # fmt: skip
-        """Return the product of ``x`` [r, i] and the weight, [r, o]. Saves the operand of X for dW, the weight and
-        ``ends``."""
+        """[r, i] -> [r, o]. Saves the operand of X for dW, the weight and ``ends``."""
         ctx.adds_weight, weight = isinstance(weight, linear.FusedGradParam), linear.unwrap(weight)
         packed = products.pack_input(x, ends, for_backward=for_backward)
         ctx.save_for_backward(weight, ends, *tensors_of(packed.second))
@@ -228,10 +226,10 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return dX, and dW unless it is added to ``main_grad`` or deferred to ``store`` as a closure (then None). The
-        last result is a placeholder gradient for the token ``ready``. No reduction of dX."""
-        weight, ends, *kept = ctx.saved_tensors
-        x = operand_of(kept)
+        """dW is None if it is added to ``main_grad`` or deferred to ``store``. The last result is a placeholder for the
+        token ``ready``. No reduction of dX."""
+        weight, ends, *saved = ctx.saved_tensors
+        x = operand_of(saved)
         parameter, traits, products, store = ctx.weight, ctx.traits, ctx.products, ctx.store
         grad, grad_x, grad_weight = grad.contiguous(), None, None
         needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or ctx.adds_weight
@@ -252,7 +250,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _weight_gradient(
     weight: Tensor, grad: Operand, x: Operand, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts
 ) -> Tensor | None:
-    """Return dW in the shape of ``weight``, or add it to ``main_grad`` in place and return None."""
+    """Return dW, or add it to ``main_grad`` in place and return None."""
     main_grad = linear.fused_gradient(weight, traits)
     if main_grad is None:
         return products.weight_gradient(grad, x, ends, None).view(weight.shape)
@@ -274,8 +272,7 @@ class _GroupedBias(torch.autograd.Function):
         ctx: Any, y: Tensor, bias: Any, scale: Tensor, ends: Tensor, traits: linear.LinearTraits, add_rows: Any,
         ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Return y [r, o] plus scale [r] times each row's bias, rounded to the dtype of ``y``. Saves bias, scale and
-        ends."""
+        """Rounds to the dtype of ``y`` [r, o]; ``scale`` [r]."""
         ctx.adds_bias, bias = isinstance(bias, linear.FusedGradParam), linear.unwrap(bias)
         ctx.save_for_backward(bias, scale, ends)
         ctx.bias, ctx.traits, ctx.add_rows = bias, traits, add_rows
@@ -284,9 +281,8 @@ class _GroupedBias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of y (``grad`` itself), bias and scale. The bias gradient is None if it is added to
-        ``main_grad`` in place; dY times scale is rounded to the dtype of dY before its sum. The last result is a
-        placeholder gradient for the token ``ready``."""
+        """The bias gradient is None if it is added to ``main_grad``; dY times scale is rounded to the dtype of dY
+        before its sum. The last result is a placeholder for the token ``ready``."""
         bias, scale, ends = ctx.saved_tensors
         grad_bias = grad_scale = None
         if ctx.needs_input_grad[2]:

@@ -67,9 +67,8 @@ class StackedSize(NamedTuple):
 
 
 def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) -> LinearTraits:
-    """Return the traits of a layer on the tensor-parallel group: its ``chosen`` flags,
-    ``gradient_accumulation_fusion``, and the kernels for bias and weight gradients (Apex's with "wgrad" in
-    ``config.apex_parts``). Without flags no collective runs inside the GEMM."""
+    """Apex computes weight gradients with "wgrad" in ``config.apex_parts``. Without flags no collective runs inside the
+    GEMM."""
     fuses = config.gradient_accumulation_fusion
     column_sum = choose_column_sum(config.params_dtype, fuses)
     gemms = Gemms(ApexWeightGradient() if "wgrad" in config.apex_parts else accumulate_product)
@@ -103,13 +102,13 @@ class ColumnParallelLinear(GemmLayer):
     ) -> None:
         super().__init__()
         size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
-        placed = {"groups": groups, "dtype": config.params_dtype}
+        common = {"groups": groups, "dtype": config.params_dtype}
         make = _shared_rows if size.is_shared_over(groups.tp.size) else _split_rows
-        self.weight, self.shared_weight = make(size, (input_size,), "weight", init=init_method, **placed)
+        self.weight, self.shared_weight = make(size, (input_size,), "weight", init=init_method, **common)
         self.bias: nn.Parameter | None = None
         self.shared_bias: nn.Parameter | None = None
         if bias:
-            self.bias, self.shared_bias = make(size, (), "bias", init=Zeros(), **placed)
+            self.bias, self.shared_bias = make(size, (), "bias", init=Zeros(), **common)
         self.group, self.skip_bias_add = groups.tp, skip_bias_add
         if self.shared_weight is not None and (gather_output or skip_bias_add):
             raise ValueError("rows that several ranks hold exclude gather_output and skip_bias_add")
@@ -149,9 +148,9 @@ class ColumnParallelLinear(GemmLayer):
         else:
             # gather the input and reduce its gradient once for both weights, without overlap
             entered = x if is_gathered else self._enter(x, self.group)
-            own = parallel_linear(entered, self.weight, bias, self._bare_traits, store)
+            exclusive = parallel_linear(entered, self.weight, bias, self._bare_traits, store)
             shared = parallel_linear(entered, self.shared_weight, self.shared_bias, self._bare_traits, store)
-            output = torch.cat((own, shared), dim=-1)  # shared rows come last
+            output = torch.cat((exclusive, shared), dim=-1)  # shared rows come last
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def use_gemms(self, gemms: object) -> None:
@@ -165,14 +164,13 @@ class ColumnParallelLinear(GemmLayer):
 
 
 def _split_rows(
-    size: StackedSize, rest: tuple[int, ...], name: str, **placed: Any
+    size: StackedSize, rest: tuple[int, ...], name: str, **common: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return one parameter whose rows are split over the ranks."""
-    return parameter((*size.shape, *rest), mesh={"tp": Shard(size.split_dim)}, ndim=1 + len(rest), **placed), None
+    return parameter((*size.shape, *rest), mesh={"tp": Shard(size.split_dim)}, ndim=1 + len(rest), **common), None
 
 
 def _shared_rows(
-    size: StackedSize, rest: tuple[int, ...], name: str, *, groups: ProcessGroups, **placed: Any
+    size: StackedSize, rest: tuple[int, ...], name: str, *, groups: ProcessGroups, **further_settings: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Declare the weight or bias of a stacked size with fewer blocks than ranks as two parameters, parts of the global
     tensor ``name``. Return (this rank's rows of its block, the rows that all ranks of the block hold).
@@ -186,14 +184,14 @@ def _shared_rows(
             f"{blocks} key and value heads (num_query_groups) can be shared by a tensor_model_parallel_size that is a "
             f"multiple of them, not by {groups.tp.size}"
         )
-    ranks_per_block, own = groups.tp.size // blocks, rows - size.shared
+    ranks_per_block, exclusive = groups.tp.size // blocks, rows - size.shared
     shape, none = (*size.shape, *rest), (0,) * len(rest)
     split, copied = Nested(Shard(0), Shard(1), ranks_per_block), Nested(Shard(0), Replicate(), ranks_per_block)
-    own_part = SubTensor(shape, name, Rectangle((0, 0, *none), (blocks, own, *rest)))
-    shared_part = SubTensor(shape, name, Rectangle((0, own, *none), (blocks, size.shared, *rest)))
-    common = {"ndim": 1 + len(rest), "groups": groups, **placed}
+    exclusive_part = SubTensor(shape, name, Rectangle((0, 0, *none), (blocks, exclusive, *rest)))
+    shared_part = SubTensor(shape, name, Rectangle((0, exclusive, *none), (blocks, size.shared, *rest)))
+    common = {"ndim": 1 + len(rest), "groups": groups, **further_settings}
     return (
-        parameter(own_part, mesh={"tp": split}, **common),
+        parameter(exclusive_part, mesh={"tp": split}, **common),
         parameter(shared_part, mesh={"tp": copied}, partial=("tp",), **common),
     )
 
@@ -216,11 +214,11 @@ class RowParallel(nn.Module):
     ) -> None:
         super().__init__()
         sequence_parallel = groups.stream(config.sequence_parallel).size > 1
-        placed = {"groups": groups, "dtype": config.params_dtype}
-        self.weight = parameter((output_size, input_size), init=init_method, mesh={"tp": Shard(1)}, **placed)
+        common = {"groups": groups, "dtype": config.params_dtype}
+        self.weight = parameter((output_size, input_size), init=init_method, mesh={"tp": Shard(1)}, **common)
         # partial sums: under sequence parallelism each rank adds the bias to its own positions only
         axes = ("tp",) if sequence_parallel else ()
-        self.bias = parameter((output_size,), init=Zeros(), partial=axes, **placed) if bias else None
+        self.bias = parameter((output_size,), init=Zeros(), partial=axes, **common) if bias else None
         self.group, self.skip_bias_add = groups.tp, skip_bias_add
         invariant = config.batch_invariant_mode
         self._bias_is_fused = bias and not skip_bias_add and groups.tp.size == 1 and not invariant
@@ -288,9 +286,9 @@ class ReplicatedLinear(GemmLayer):
     ) -> None:  # fmt: skip
         super().__init__()
         axes = ("tp",) if groups.stream(config.sequence_parallel).size > 1 and not whole_input else ()
-        placed = {"partial": axes, "groups": groups, "dtype": config.params_dtype}
-        self.weight = parameter((output_size, input_size), init=init_method, **placed)
-        self.bias = parameter((output_size,), init=Zeros(), **placed) if bias else None
+        common = {"partial": axes, "groups": groups, "dtype": config.params_dtype}
+        self.weight = parameter((output_size, input_size), init=init_method, **common)
+        self.bias = parameter((output_size,), init=Zeros(), **common) if bias else None
         self.traits = _traits(config, groups)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
@@ -337,14 +335,13 @@ class VocabParallelEmbedding(nn.Module):
         return operators.reduce_from_region(self._local_vectors(ids), self.group)
 
     def _local_vectors(self, ids: Tensor) -> Tensor:
-        """Return the vectors of this rank's ids, zeros for ids of other ranks; not reduced."""
+        """Zeros for ids of other ranks; not reduced."""
         local = ids - self.group.rank * self.weight.shape[0]
         absent = (local < 0) | (local >= self.num_local)
         return look_up(self.weight, local, absent, self.traits, self._add_rows)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the vectors [..., h] of ids [...], all-reduced over the tensor-parallel group; no collective in
-        backward. Raises IndexError as in the class docstring."""
+        """Return the vectors [..., h] of ids [...], all-reduced; no collective in backward. Raises IndexError."""
         check_ids(ids, self.num_embeddings, "token ids")
         return self._look_up(ids)
 
@@ -428,14 +425,14 @@ class VocabParallelOutput(GemmLayer):
         return logits if self.soft_cap is None else in_full_vectors(torch.tanh, logits / self.soft_cap) * self.soft_cap
 
     def _logit_losses(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return the tokens' losses [...] from all logits at once; their gradient overwrites them."""
+        """From all logits at once; their gradient overwrites them."""
         return vocab_parallel_losses(
             self._logits(x, weight), labels, vocab_size=self.vocab_size, divisible_by=self.divisible_by,
             group=self.group, reuse_logits=True, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def _chunked_losses(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return the tokens' losses [...], with the logits of one chunk of tokens in memory at a time."""
+        """With the logits of one chunk of tokens in memory at a time."""
         return linear_cross_entropy(
             x, weight, labels, vocab_size=self.vocab_size, traits=self.traits, chunk_tokens=self.chunk_tokens or 0,
             store=self.weight_gradient_store, logits=LogitSteps(self.bias, self.soft_cap),

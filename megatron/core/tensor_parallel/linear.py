@@ -92,13 +92,13 @@ def parallel_linear(
     all-gathers ``x`` along the first dim before, and again in backward. Backward reduces dX and adds dW and db to
     ``main_grad`` as in the module docstring; with ``store`` it defers the weight's gradient, but not the bias's."""
     seen_bias, bias_ready = (None, None) if bias is None else autograd_proxy(bias, x, traits)
-    seen: Tensor | FusedGradParam = FusedGradParam(weight)
+    proxy: Tensor | FusedGradParam = FusedGradParam(weight)
     ready = None
     if not is_deferred(x, weight, traits, store):
         store = None
-        seen, ready = autograd_proxy(weight, x, traits)
+        proxy, ready = autograd_proxy(weight, x, traits)
     for_backward = torch.is_grad_enabled() and weight.requires_grad
-    return _ParallelLinear.apply(x, seen, seen_bias, traits, store, ready, bias_ready, for_backward)
+    return _ParallelLinear.apply(x, proxy, seen_bias, traits, store, ready, bias_ready, for_backward)
 
 
 def is_deferred(x: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGradientStore | None) -> bool:
@@ -117,8 +117,8 @@ class _ParallelLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, bias: Any, traits: LinearTraits,
         store: WeightGradientStore | None, ready: Tensor | None, bias_ready: Tensor | None, for_backward: bool,
     ) -> Tensor:  # fmt: skip
-        """Return X W^T + b, after an all-gather of ``x`` with ``gather_input``. Saves the local ``x`` (not gathered) as
-        an operand and the weight; keeps the parameters on ``ctx`` for their ``main_grad``."""
+        """Saves the local ``x`` (not gathered) as an operand and the weight; keeps the parameters on ``ctx`` for their
+        ``main_grad``."""
         ctx.adds_weight, ctx.adds_bias = isinstance(weight, FusedGradParam), isinstance(bias, FusedGradParam)
         weight, bias = unwrap(weight), unwrap(bias)
         packed = traits.gemms.pack_input(x, for_backward=for_backward)
@@ -134,11 +134,10 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return dX, reduced over the group as ``traits`` say, dW and db. dW is None if it is added to ``main_grad`` or
-        put into ``store`` as a closure, db if it is added to ``main_grad``. The gradients of ``ready`` and
-        ``bias_ready`` are placeholders; other arguments have none. Waits for its collectives."""
-        weight, *kept = ctx.saved_tensors
-        x = operand_of(kept)
+        """Return dX, reduced as ``traits`` say, dW and db: None if in ``main_grad``, dW also if put into ``store`` as a
+        closure. The gradients of ``ready`` and ``bias_ready`` are placeholders. Waits for its collectives."""
+        weight, *saved = ctx.saved_tensors
+        x = operand_of(saved)
         traits, store, needs = ctx.traits, ctx.store, ctx.needs_input_grad
         needs_weight, needs_bias = needs[1] or ctx.adds_weight, needs[2] or ctx.adds_bias
         grad_weight = None
@@ -177,8 +176,8 @@ def start_input_gradient_reduction(grad_x: Tensor, traits: LinearTraits) -> Asyn
 
 
 def _weight_gradient(weight: Tensor, grad: Operand, x: Operand, traits: LinearTraits) -> Tensor | None:
-    """Return dW [o, i], or add it to ``main_grad`` in place and return None. ``grad`` and ``x`` are the operands of dY
-    and X for dW; ``x`` must be gathered already. Marks nothing as ready."""
+    """Return dW [o, i], or add it to ``main_grad`` in place and return None; ``x`` must be gathered. Marks nothing as
+    ready."""
     main_grad = fused_gradient(weight, traits)
     if main_grad is None:
         return traits.gemms.weight_gradient(grad, x)
@@ -233,6 +232,6 @@ def complete_later(weight: Tensor, grad: Tensor | None) -> None:
 
 @torch.no_grad()
 def _complete(weight: Tensor, grad: Operand, x: Operand, traits: LinearTraits) -> None:
-    """Compute a deferred weight gradient; all-gathers ``x`` under sequence parallelism."""
-    whole_x = traits.gemms.begin_gather(x, traits.group, second=True).wait() if traits.gather_input else x
-    complete_later(weight, _weight_gradient(weight, grad, whole_x, traits))
+    """All-gathers ``x`` under sequence parallelism."""
+    gathered_x = traits.gemms.begin_gather(x, traits.group, second=True).wait() if traits.gather_input else x
+    complete_later(weight, _weight_gradient(weight, grad, gathered_x, traits))

@@ -75,9 +75,9 @@ def linear_cross_entropy(
     labels = local_labels(target, len(weight), vocab_size, traits.group)
     chunk = chunk_tokens or tokens_of_a_chunk(len(weight) * x.element_size())
     deferred = linear.is_deferred(x, weight, traits, store)
-    seen, ready = (linear.FusedGradParam(weight), None) if deferred else linear.autograd_proxy(weight, x, traits)
+    proxy, ready = (linear.FusedGradParam(weight), None) if deferred else linear.autograd_proxy(weight, x, traits)
     losses = _LinearCrossEntropy.apply(
-        x, seen, labels, traits, chunk, store if deferred else None, ready, steps.soft_cap, steps.bias
+        x, proxy, labels, traits, chunk, store if deferred else None, ready, steps.soft_cap, steps.bias
     )
     return losses.view(target.shape)
 
@@ -102,8 +102,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         soft_cap: float | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """Return the losses [t] of all tokens, one chunk of logits at a time. All-gathers ``x`` with ``gather_input``
-        and the statistics of all tokens once. Saves the local ``x``, weight, labels, maxima and sums, and no logits."""
+        """One chunk of logits at a time. All-gathers ``x`` with ``gather_input`` and the statistics of all tokens once.
+        Saves the local ``x``, weight, labels, maxima and sums, and no logits."""
         ctx.adds_weight = isinstance(weight, linear.FusedGradParam)
         weight = linear.unwrap(weight)
         ctx.passes = cross_entropy_passes(x.dtype, x.device)
@@ -120,10 +120,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return dX, dW and the bias gradient; recomputes the logits chunk by chunk. All-gathers ``x`` again, and
-        reduces dX over the group, overlapped with the last dW GEMM. dW is None if it is in ``main_grad`` or its
-        delivery is deferred to ``store``. The bias gradient, summed in fp32, always goes through autograd. The seventh
-        result is a placeholder for the token."""
+        """Recompute the logits chunk by chunk. All-gathers ``x`` again, and reduces dX, overlapped with the last dW
+        GEMM. dW is None if it is in ``main_grad`` or deferred. The bias gradient, summed in fp32, goes through
+        autograd. The seventh result is a placeholder for the token."""
         x, weight, label_t, maximum_t, total_t = ctx.saved_tensors
         traits, store = ctx.traits, ctx.store
         needs_x, needs_ready = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
@@ -163,16 +162,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _gathered_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
-    """Return X [t, h] of all positions; all-gathers it with ``gather_input``."""
-    whole = all_gather_along_first_dim(x, traits.group) if traits.gather_input else x
-    return whole.detach().reshape(-1, x.shape[-1])
+    """X [t, h] of all positions."""
+    gathered = all_gather_along_first_dim(x, traits.group) if traits.gather_input else x
+    return gathered.detach().reshape(-1, x.shape[-1])
 
 
 def _logits(
     x_th: Tensor, weight: Tensor, chunk_tokens: int, steps: LogitSteps, gemms: Gemms
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (token range, its logits [c, v] with bias and soft cap applied) per chunk of ``x_th`` [t, h]. All chunks
-    reuse the same memory, so a chunk is valid only until the next one; callers may overwrite it. Without autograd."""
+    """Yield (token range, logits [c, v] with bias and soft cap). All chunks reuse the same memory; callers may
+    overwrite it. Without autograd."""
     memory = x_th.new_empty((min(chunk_tokens, len(x_th)), len(weight)))
     weight = weight.detach()
     for first in range(0, len(x_th), chunk_tokens):
@@ -186,7 +185,7 @@ def _logits(
 
 
 def _gradient_sum(weight: Tensor, traits: linear.LinearTraits) -> Tensor:
-    """Return the buffer in which chunks accumulate dW: ``main_grad``, else zeros of at least fp32."""
+    """Return ``main_grad``, else zeros of at least fp32."""
     main_grad = linear.fused_gradient(weight, traits)
     if main_grad is not None:
         return main_grad
@@ -197,8 +196,8 @@ def _gradient_sum(weight: Tensor, traits: linear.LinearTraits) -> Tensor:
 def _hand_over(
     total: Tensor, weight: Tensor, traits: linear.LinearTraits, store: linear.WeightGradientStore | None
 ) -> Tensor | None:
-    """Return dW in the weight's dtype for autograd, None if it is in ``main_grad``. With ``store``: put a closure that
-    delivers it into the store and return None. The closure keeps ``total`` alive."""
+    """Return dW in the weight's dtype, None if it is in ``main_grad`` or with ``store``, which gets a closure that
+    delivers it."""
     if store is not None:
         store.put(lambda: linear.complete_later(weight, _gradient(total, weight, traits)))
         return None

@@ -136,12 +136,11 @@ def all_to_all_hp2sp(input_: Tensor, group: AnyGroup = None) -> Tensor:
 
 
 def _sizes(sizes: Tensor | Sequence[int] | None) -> list[int] | None:
-    """Convert split sizes, a tensor or a sequence, to a list; None stays None."""
     return None if sizes is None else [int(size) for size in sizes]
 
 
 def _all_gather_parts(part: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-    """All-gather shards of ``sizes`` rows and concatenate them in rank order."""
+    """``sizes``: rows of each rank."""
     # pad to the largest: gloo all-gathers equal shapes only
     padded = part.new_zeros((max(sizes), *part.shape[1:]))
     padded[: len(part)] = part
@@ -149,10 +148,10 @@ def _all_gather_parts(part: Tensor, group: Group, sizes: Sequence[int]) -> Tenso
     return torch.cat([rows[:size] for rows, size in zip(gathered, sizes)])
 
 
-def _reduce_scatter_parts(whole: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-    """All-reduce ``whole`` and return a copy of this rank's ``sizes[rank]`` rows."""
+def _reduce_scatter_parts(full: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+    """Return a copy of this rank's ``sizes[rank]`` rows."""
     # all-reduce: gloo cannot reduce-scatter unequal shards, and torch emulates it on NCCL with broadcasts
-    return operators.all_reduce_sum(whole, group).split(list(sizes))[group.rank].contiguous()
+    return operators.all_reduce_sum(full, group).split(list(sizes))[group.rank].contiguous()
 
 
 class _UnevenGather(torch.autograd.Function):
@@ -172,9 +171,9 @@ class _UnevenScatter(torch.autograd.Function):
     """Reduce-scatter into shards of ``sizes`` rows; all-gather of the gradient."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    def forward(ctx: AutogradContext, full: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
-        return whole.clone() if group.size == 1 else _reduce_scatter_parts(whole, group, sizes)
+        return full.clone() if group.size == 1 else _reduce_scatter_parts(full, group, sizes)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -50,8 +50,8 @@ class CudaRNGStatesTracker:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Add the state ``name``, as a generator seeded with ``seed`` has it. The generator's current state is not
-        changed afterwards. Raises ValueError if the name or the seed is in use."""
+        """Add the state ``name`` of a generator seeded with ``seed``; the current state stays. Raises ValueError if
+        name or seed is in use."""
         if seed in self.seeds_ or name in self.states_:
             raise ValueError(f"random state {name}, seed {seed}: the name or the seed is in use")
         before = _state()
@@ -62,8 +62,8 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """Context that sets the generator to the state ``name`` and stores the advanced state at the end. On exit, also
-        by an exception, the generator's previous state is restored. Raises ValueError if the state does not exist."""
+        """Context with the state ``name``, which is advanced; restores the previous state. Raises ValueError if the
+        state does not exist."""
         if name not in self.states_:
             raise ValueError(f"random state {name}: does not exist; call model_parallel_cuda_manual_seed(seed) first")
         before = _state()
@@ -101,7 +101,7 @@ def model_parallel_cuda_manual_seed(
     tp_rank: int | None = None,
     ep_rank: int | None = None,
     etp_rank: int | None = None,
-    **further: object,
+    **megatron_arguments: object,
 ) -> None:
     """Seed torch on the CPU and on every GPU with ``seed``, equally on all ranks, and replace the named states of the
     tracker by three new ones. Ranks that are not given come from the running program's groups.
@@ -110,11 +110,11 @@ def model_parallel_cuda_manual_seed(
     ``expert-parallel-rng`` seed + 1024 + 100 * ep rank + etp rank (plus 2^20 if that equals the former). The other
     arguments select Megatron-LM's tracker and are ignored; unknown ones raise TypeError.
     """
-    if unknown := further.keys() - _FURTHER:
+    if unknown := megatron_arguments.keys() - _FURTHER:
         raise TypeError(f"model_parallel_cuda_manual_seed() has no arguments {', '.join(sorted(unknown))}")
     groups = get_process_groups()
-    given = {"tp": tp_rank, "ep": ep_rank, "etp": etp_rank}
-    tp, ep, etp = (getattr(groups, axis).rank if rank is None else rank for axis, rank in given.items())
+    ranks = {"tp": tp_rank, "ep": ep_rank, "etp": etp_rank}
+    tp, ep, etp = (getattr(groups, axis).rank if rank is None else rank for axis, rank in ranks.items())
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)

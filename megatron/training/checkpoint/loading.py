@@ -249,7 +249,8 @@ class Loading:
             return []
         return [
             f"{self.found.directory} holds optimizer state of --optimizer {trained_with}, this run has --optimizer "
-            f"{rule}: use {trained_with}, or add --no-load-optim to continue from its weights with fresh optimizer state"
+            f"{rule}: use {trained_with}, or add --no-load-optim to continue from its weights with fresh optimizer "
+            "state"
         ]
 
     def _other_precision(self) -> list[str]:

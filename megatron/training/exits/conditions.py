@@ -62,8 +62,7 @@ def is_eval_iteration(eval_interval: int | None, iteration: int, start_eval_at_i
 
 
 def is_save_iteration(save_interval: int | None, iteration: int, reason: ExitReason | None) -> bool:
-    """Whether ``iteration`` is a multiple of --save-interval or training stops. Ignores whether --save is set. A
-    complete run that is resumed makes no iteration, so it does not save again."""
+    """Whether ``iteration`` is a multiple of --save-interval or training stops; ignores whether --save is set."""
     return every(save_interval, iteration) or reason is not None
 
 
@@ -142,17 +141,16 @@ class ExitConditions:
             _stop_catching_in_children()
 
     def _to_catch(self) -> set[signal.Signals]:
-        """Return the signals to catch: with --save-on-signal ``EXIT_SIGNALS`` that the program neither handles nor
-        ignores (nohup), with --exit-signal-handler also --exit-signal in any case. Empty outside the main thread."""
+        """With --save-on-signal ``EXIT_SIGNALS`` that the program neither handles nor ignores (nohup), with
+        --exit-signal-handler also --exit-signal. Empty outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return set()
         free = {number for number in EXIT_SIGNALS if self.cfg.training.save_on_signal and _is_free(number)}
         return free | ({as_signal(self.cfg.training.exit_signal)} if self.cfg.training.exit_signal_handler else set())
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Handle a caught signal. The first one is only stored, and rank 0 writes a line to stderr. A later SIGINT
-        kills the data-loader workers and exits at once with code 130; one within ``DOUBLE_DELIVERY_SECONDS`` and other
-        signals are ignored."""
+        """Store the first signal. A later SIGINT kills the data-loader workers and exits with code 130; within
+        ``DOUBLE_DELIVERY_SECONDS`` it is ignored, as are other signals."""
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), time.monotonic()
             if is_first_rank():
@@ -190,8 +188,8 @@ class ExitConditions:
         return self.agreed is not None
 
     def _agree(self) -> float:
-        """Set ``agreed`` to the highest signal number that any rank received; return the maximum seconds since start
-        over ranks. All-reduces only if signals or a time limit are enabled, else uses local values."""
+        """Set ``agreed`` to the highest signal of any rank; return the maximum seconds since start. All-reduces only if
+        signals or a time limit are enabled."""
         elapsed, number = time.monotonic() - self.start_time, self.received or 0
         if (
             self.cfg.training.save_on_signal
@@ -220,7 +218,7 @@ class ExitConditions:
 
 
 def _write(line: str) -> None:
-    """Write to stderr from a signal handler, which may have interrupted a write to ``sys.stderr``."""
+    """A signal handler may have interrupted a write to ``sys.stderr``."""
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
@@ -232,14 +230,13 @@ _IGNORED: set[signal.Signals] = set()
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether no other code has set a handler for this signal."""
     handler = signal.getsignal(number)
     return handler in (signal.SIG_DFL, signal.default_int_handler) or handler == signal.SIG_IGN and number in _IGNORED
 
 
 @functools.cache
 def _stop_catching_in_children() -> None:
-    """Restore default signal actions in forked children, such as programs that a script starts."""
+    """For programs that a script starts."""
     os.register_at_fork(after_in_child=_restore_defaults)
 
 
@@ -268,8 +265,8 @@ class IgnoreExitSignals:
 
 @functools.cache
 def _leaving_flag() -> ctypes.c_byte:
-    """Return shared memory (one byte) that DataLoader workers read; it becomes 1 when this process exits. Handlers of
-    ``atexit`` run in reverse order, so this one runs before the handler of ``multiprocessing``, which ends workers."""
+    """Return one byte of shared memory; 1 when this process exits. ``atexit`` handlers run in reverse order, so this
+    one runs before that of ``multiprocessing``, which ends workers."""
     flag = multiprocessing.RawValue("b", 0)
     atexit.register(setattr, flag, "value", 1)
     return flag

@@ -42,7 +42,7 @@ class LiveEngine:
         self._mark()  # rank 0 may prepare the requests for longer than a step takes
         self._chunk.finish_param_sync()
         world = self._groups.world
-        found: list[Any] = [None]
+        outcome: list[Any] = [None]
         device = next(self._chunk.parameters()).device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             try:
@@ -54,14 +54,14 @@ class LiveEngine:
                     on_step=self._mark,
                 )
                 if world.is_first:
-                    found = [_result(engine, work)]
+                    outcome = [_result(engine, work)]
                 else:
                     engine.follow()
             finally:
                 self._chunk.train()
         if world.size > 1:
-            dist.broadcast_object_list(found, world.ranks[0], group=world.handle)
-        problem, result = found[0]
+            dist.broadcast_object_list(outcome, world.ranks[0], group=world.handle)
+        problem, result = outcome[0]
         if problem is not None:
             raise UserError(f"{self._flag}: {problem}")
         return result

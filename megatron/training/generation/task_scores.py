@@ -46,7 +46,7 @@ class TaskScores:
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """Return the scores by metric from the harness's ``{"acc,none": 0.5, "acc_stderr,none": …, "alias": …}``."""
+    """``values``: the harness's ``{"acc,none": 0.5, "acc_stderr,none": …, "alias": …}``."""
     named = {name.partition(",")[0]: value for name, value in values.items() if "," in name}
     return {
         name: float(value)

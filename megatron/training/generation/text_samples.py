@@ -37,8 +37,8 @@ class TextSamples:
         self._samplings = [
             Sampling(settings.sample_temperature, seed=cfg.model.seed + place) for place in range(len(self._ids))
         ]
-        longest = min(max(map(len, self._ids)) + settings.sample_tokens, length)
-        limits = Limits(longest, max_sequences=min(len(self._ids), _SEQUENCES))
+        max_length = min(max(map(len, self._ids)) + settings.sample_tokens, length)
+        limits = Limits(max_length, max_sequences=min(len(self._ids), _SEQUENCES))
         # no CUDA graphs: recording them takes longer than a few short texts
         self._engine = LiveEngine(FLAG, parts, limits, cuda_graphs=False)
 

@@ -94,15 +94,15 @@ def check_methods(hooks: Sequence[Hook]) -> None:
     Raises:
         UserError: lists them, each with the most similar method.
     """
-    known = [name for name in vars(Hook) if name.startswith("on_")]
+    names_of_events = [name for name in vars(Hook) if name.startswith("on_")]
     problems = []
     for hook in hooks:
         for name in dir(hook):
-            if name.startswith("on_") and name not in known and callable(getattr(hook, name, None)):
-                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                meant = f"did you mean {close[0]}? " if close else ""
-                names = ", ".join(known)
-                problems.append(f"{type(hook).__name__}.{name}: is never called; {meant}Hooks have {names}")
+            if name.startswith("on_") and name not in names_of_events and callable(getattr(hook, name, None)):
+                close = difflib.get_close_matches(name, names_of_events, n=1, cutoff=0.5)
+                hint = f"did you mean {close[0]}? " if close else ""
+                names = ", ".join(names_of_events)
+                problems.append(f"{type(hook).__name__}.{name}: is never called; {hint}Hooks have {names}")
     if problems:
         raise UserError("\n".join(problems))
 
@@ -173,9 +173,7 @@ class Hooks(Hook):
             self._tell(hook, event, *arguments)
 
     def _tell(self, hook: Hook, event: str, *arguments: object) -> None:
-        """Call the method ``event`` of one hook. If it raises and the hook has ``only_for`` set, log a warning and
-        remove the hook for the rest of the run; errors of other hooks are raised. Ignores hooks that were removed
-        before."""
+        """If the hook raises and has ``only_for`` set, log a warning and remove it for the rest of the run."""
         if hook not in self.hooks:
             return
         try:

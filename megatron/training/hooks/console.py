@@ -102,7 +102,7 @@ def evaluation_lines(iteration: int, result: EvalResult) -> list[str]:
 
 def sample_line(iteration: int, sample: Sample) -> str:
     """Return the line of a sample, with prompt and text as quoted strings: without line ends and control characters."""
-    prompt, text = (printable(json.dumps(each, ensure_ascii=False)) for each in (sample.prompt, sample.text))
+    prompt, text = (printable(json.dumps(part, ensure_ascii=False)) for part in (sample.prompt, sample.text))
     return f" sample {sample.number} at iteration {iteration} | {prompt} | {text}"
 
 

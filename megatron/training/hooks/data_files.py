@@ -111,9 +111,8 @@ class BusErrorGuard(Hook):
         self._library.signal(signal.SIGBUS, self._previous)
 
     def _report(self, number: int) -> None:
-        """Handle SIGBUS inside the faulting read. If a data file was truncated, print its error, report it to the
-        launcher and exit the process immediately with the error's exit code. Otherwise restore the previous handler and
-        return; the read then faults again."""
+        """Inside the faulting read: if a data file was truncated, print its error and exit immediately. Otherwise
+        restore the previous handler; the read then faults again."""
         error = truncated_file(self.datasets)
         if error is None:
             self._library.signal(signal.SIGBUS, self._previous)

@@ -47,15 +47,15 @@ class HuggingFaceHook(Hook):
             self._thread.join()
 
     def _convert(self, name: str) -> None:
-        """Convert the checkpoint ``<save>/name`` to ``<save>/hf/name``; runs in the background thread. Logs any error
-        and appends it to ``self.failure``, which the loop reads at the end; never raises."""
+        """Background thread. Logs any error and appends it to ``self.failure``, which the loop reads at the end; never
+        raises."""
         try:
             convert_to_hf(Path(self.save) / name, Path(self.save) / "hf" / name, self.model_type)
         except Exception as error:  # an exception that ends a thread would go unnoticed
-            known = isinstance(error, UserError | OSError)
-            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            is_expected = isinstance(error, UserError | OSError)
+            reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
             message = f"--save-hf-interval: {name} was not converted: {reason}"
-            logger.error(message, exc_info=not known)
+            logger.error(message, exc_info=not is_expected)
             self.failure = f"{self.failure}; {message}" if self.failure else message
 
 

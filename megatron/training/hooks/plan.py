@@ -33,13 +33,13 @@ class PlanHook(Hook):
             if step.metrics.skipped or step.metrics.global_batch_size != self.global_batch_size or step.metrics.plan:
                 return
         parts = mean_parts([step.metrics.step_marks for step in summary.steps])
-        found = self.watch.add(summary.steps[0].iteration, len(summary.steps), summary.elapsed, parts)
-        if found is None:
+        comparison = self.watch.add(summary.steps[0].iteration, len(summary.steps), summary.elapsed, parts)
+        if comparison is None:
             return
         if self.file is not None:
-            self.file.append(plan_record(summary, found))
-        if found.is_slower:
-            logger.warning("WARNING: %s", found.message(self.prediction))
+            self.file.append(plan_record(summary, comparison))
+        if comparison.is_slower:
+            logger.warning("WARNING: %s", comparison.message(self.prediction))
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         self.watch.add_apart("evaluation", sum(result.seconds for result in results))
@@ -51,16 +51,16 @@ class PlanHook(Hook):
         self.watch.add_apart("checkpoint saving", record["stall_seconds"])
 
 
-def plan_record(summary: IntervalSummary, found: Comparison) -> Record:
+def plan_record(summary: IntervalSummary, comparison: Comparison) -> Record:
     """Return the record of the comparison: seconds per iteration, predicted and measured, in total and by part."""
     return {
         "kind": "plan",
         "iteration": summary.iteration,
         "consumed_samples": summary.consumed_samples,
         "time": time.time(),
-        "predicted_seconds": found.predicted,
-        "measured_seconds": found.measured,
-        "limit_seconds": found.limit,
-        "parts_seconds": {name: {"predicted": a, "measured": b} for name, (a, b) in found.parts.items()},
-        "apart_seconds": found.apart,
+        "predicted_seconds": comparison.predicted,
+        "measured_seconds": comparison.measured,
+        "limit_seconds": comparison.limit,
+        "parts_seconds": {name: {"predicted": a, "measured": b} for name, (a, b) in comparison.parts.items()},
+        "apart_seconds": comparison.apart,
     }

@@ -52,8 +52,7 @@ class ProfilerHook(Hook):
         self._stop()
 
     def _update(self, iteration: int) -> None:
-        """Start or stop profiling after ``iteration``, according to ``start`` and ``end``. Close the range of the
-        finished iteration and, while profiling, open a range named after the next one."""
+        """Close the range of the finished iteration and, while profiling, open one for the next."""
         if self.running is None and self.start <= iteration < self.end:
             self.running = torch_profiler() if self.directory is not None else CudaRange()
             self.running.start()
@@ -70,8 +69,7 @@ class ProfilerHook(Hook):
             self.range = None
 
     def _stop(self) -> None:
-        """Stop profiling, if running, and close the open range. With a directory, create it and write the trace of this
-        rank; log the path, or a warning if it cannot be written, which does not end training."""
+        """Write the trace; a warning if it cannot be written, which does not end training."""
         if self.running is None:
             return
         self._close_range()

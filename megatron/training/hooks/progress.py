@@ -54,8 +54,8 @@ class ProgressHook(Hook):
         return flops / max(seconds, 1e-9) / self.world_size / 1e12
 
     def _append(self, text: str) -> None:
-        """Append one tab-separated line: time, SLURM job ID, number of GPUs, ``text``. Creates the folder. Logs a
-        warning if the file cannot be written; training continues."""
+        """One tab-separated line: time, SLURM job ID, number of GPUs, ``text``. A warning if the file cannot be
+        written."""
         job = os.environ.get("SLURM_JOB_ID", "")
         line = f"{datetime.now():{TIME_FORMAT}}\tJob ID: {job}\t# GPUs: {self.world_size}\t{text}\n"
         try:
@@ -66,9 +66,8 @@ class ProgressHook(Hook):
             logger.warning("cannot write %s (%s): training continues without this line", self.path, error.strerror)
 
     def _first_job(self) -> tuple[datetime, float]:
-        """Read ``progress.txt`` and return the start time of the first of the last consecutive jobs with the same
-        number of GPUs, and the total FLOPs before it. Skips unreadable lines. Without any, returns the current time and
-        0."""
+        """Return the start of the first of the last consecutive jobs with the same number of GPUs, and the total FLOPs
+        before it; without any the current time and 0. Skips unreadable lines."""
         start, flops_before, flops, gpus = datetime.now(), 0.0, 0.0, None
         text = b""
         with suppress(OSError):

@@ -96,8 +96,8 @@ def scalars(record: Record, cfg: LoggingConfig, world_size: int) -> dict[str, fl
 
 
 def _evaluation_scalars(record: Record, with_perplexity: bool) -> dict[str, float]:
-    """Return ``LOSS validation`` or ``LOSS test`` per loss, with ``-DATASET`` appended for named data sets, and the
-    same tag plus `` ppl`` if requested. Separate tags keep test results from overwriting validation points."""
+    """``LOSS validation`` or ``LOSS test``, with ``-DATASET`` for named sets; separate tags keep test results from
+    overwriting validation points."""
     place = "validation" if record["kind"] == "valid" else "test"
     suffix = f"-{record['dataset']}" if "dataset" in record else ""
     values = {f"{name} {place}{suffix}": value for name, value in record_losses(record).items()}
@@ -256,20 +256,20 @@ class TensorBoardSink(Sink):
         super().on_train_start(run)
         for path in [file.path for file in self.history if rolled_back and file.path.exists()]:
             for record in read_metrics(path):
-                shown = record["kind"] != "train" or every(self.point_interval, record["iteration"])
-                if shown and record["iteration"] < purge_step <= record["consumed_samples"]:
-                    self.write(record, again=True)
+                is_point = record["kind"] != "train" or every(self.point_interval, record["iteration"])
+                if is_point and record["iteration"] < purge_step <= record["consumed_samples"]:
+                    self.write(record, is_restored=True)
 
-    def write(self, record: Record, again: bool = False) -> None:
+    def write(self, record: Record, is_restored: bool = False) -> None:
         """Add the points of a record; ``again``: only the points by samples."""
         if self.writer is not None and record["kind"] == "start":
             self.write_settings(record)
         elif self.writer is not None and record["kind"] == "sample":
-            if not again:
+            if not is_restored:
                 self.writer.add_text(f"sample {record['number']}", as_code(record), record["iteration"])
         elif self.writer is not None:
             for tag, value in scalars(record, self.cfg, self.clock.throughput.world_size).items():
-                if not again:
+                if not is_restored:
                     self.writer.add_scalar(tag, value, record["iteration"])
                 self.writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
 

@@ -66,20 +66,20 @@ class LossSums:
             self.pairs = dict(zip(names, flat))
         return self
 
-    def _agreed_names(self, group: Group, known: list[str] | None) -> list[str]:
-        """Return the loss names of the last pipeline rank. Without ``known``, broadcast them over ``group`` (blocks the
-        host). With it, return ``known`` without communication; the last rank raises UserError if its names have
-        changed."""
-        if known is None:
+    def _agreed_names(self, group: Group, previous: list[str] | None) -> list[str]:
+        """Without ``previous`` names, broadcast the last pipeline rank's names (blocks the host); otherwise that rank
+        raises UserError if its names have changed."""
+        if previous is None:
             names = [list(self.pairs)]
             dist.broadcast_object_list(names, src=group.ranks[-1], group=group.handle, device=self.device)
             return names[0]
-        if group.is_last and list(self.pairs) != known:
+        if group.is_last and list(self.pairs) != previous:
             raise UserError(
-                f"the logged losses were {known} and are now {list(self.pairs)}: under --pipeline-model-parallel-size"
-                " they must be the same in every iteration, as stages pass them on by their order"
+                f"the logged losses were {previous} and are now {list(self.pairs)}: under "
+                "--pipeline-model-parallel-size they must be the same in every "
+                "iteration, as stages pass them on by their order"
             )
-        return known
+        return previous
 
     def count(self) -> Tensor:
         """Return the sum of the counts of all losses, fp64 scalar: 0 if no token contributes."""
@@ -90,9 +90,9 @@ class LossSums:
         (by more than 0.1 %) than was counted before the forward pass, because its weight is then wrong. Ignores losses
         that were not counted. Waits for the device."""
         for name, count in counted.items():
-            found = float(self.pairs[name][1]) if name in self.pairs else None
-            if found is None or abs(found - float(count)) > 1e-3 * max(found, 1.0):
-                have = "no" if found is None else f"{found:g}"
+            num_tokens = float(self.pairs[name][1]) if name in self.pairs else None
+            if num_tokens is None or abs(num_tokens - float(count)) > 1e-3 * max(num_tokens, 1.0):
+                have = "no" if num_tokens is None else f"{num_tokens:g}"
                 raise UserError(
                     f"loss_func: sums {name!r} over {have} tokens of the first global batch, and loss_counts counted "
                     f"{float(count):g}; return the same counts"

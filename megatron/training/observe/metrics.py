@@ -66,7 +66,7 @@ class PlanFigures(NamedTuple):
 @dataclass(kw_only=True)
 class StepMetrics:
     """Measurements of one iteration. Losses are means per valid token over the global batch, equal on all ranks.
-    The order of the fields is that of the keys in ``metrics.jsonl``."""
+    Fields are in the order of the keys in ``metrics.jsonl``."""
 
     losses: Mapping[str, Scalar]
     """Losses by name."""
@@ -192,8 +192,8 @@ def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) ->
     materialized. Contains no wall-clock value."""
     record: Record = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
     record.update(metrics.losses)
-    others = ("losses", "statistics", "plan", "invalid", "elapsed", "step_marks")
-    record.update({name: value for name, value in vars(metrics).items() if name not in others and value is not None})
+    excluded = ("losses", "statistics", "plan", "invalid", "elapsed", "step_marks")
+    record.update({name: value for name, value in vars(metrics).items() if name not in excluded and value is not None})
     if metrics.plan is not None:
         names = ("imbalance", "tokens", "cp_sizes")
         record["plan"] = {name: getattr(metrics.plan, name) for name in names}
@@ -242,8 +242,8 @@ def save_record(
 
 def record_losses(record: Record) -> dict[str, float]:
     """Return the losses in a train or evaluation record: all keys that are not other fields."""
-    others = {"kind", "iteration", "consumed_samples", "dataset", "final", *StepMetrics.__dataclass_fields__}
-    return {key: value for key, value in record.items() if key not in others}
+    measurements = {"kind", "iteration", "consumed_samples", "dataset", "final", *StepMetrics.__dataclass_fields__}
+    return {key: value for key, value in record.items() if key not in measurements}
 
 
 def encode(record: Record) -> bytes:
@@ -348,9 +348,8 @@ class MetricsFile:
             self._num_lost, self._warned = 0, False
 
     def _write(self, data: bytes, durable: bool) -> None:
-        """Append ``data`` to the file, creating the folder; with ``durable`` also fsync. First truncate the remainder
-        of a failed write. On an OSError, truncate to the size before this write and raise it. Does not change the
-        queue."""
+        """Append, and with ``durable`` fsync, after truncating the remainder of a failed write. On an OSError, truncate
+        to the size before and raise it. Does not change the queue."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open_to_append(self.path, buffering=0) as file:
             size = file.tell() if self._size is None else self._size
@@ -370,7 +369,7 @@ class MetricsFile:
 
     def _cut(self, iteration: int) -> None:
         """Move the records that :meth:`resume` removes to the ``.cut`` file, then replace the file atomically; fsync
-        both. Sets ``num_cut`` and logs it. Does nothing if no record must go. Raises OSError."""
+        both. Sets ``num_cut``. Raises OSError."""
 
         def stays(line: bytes) -> bool:
             record = decode(line)

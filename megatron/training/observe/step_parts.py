@@ -41,8 +41,8 @@ def mark(is_cuda: bool) -> Mark:
     return event
 
 
-def _is_reached(each: Mark) -> bool:
-    return isinstance(each, float) or each.query()
+def _is_reached(mark: Mark) -> bool:
+    return isinstance(mark, float) or mark.query()
 
 
 def _seconds(start: Mark, end: Mark) -> float:
@@ -57,13 +57,13 @@ def mean_parts(steps: Sequence[StepMarks | None]) -> dict[str, float]:
     """Return mean seconds per iteration: ``forward_backward`` and ``update`` on the device, ``data_wait`` and
     ``device_wait`` on the host. Iterations without marks, and those that the device has not finished, do not
     count; {} if none is left."""
-    marks = [each for each in steps if each is not None and _is_reached(each.end)]
+    marks = [step for step in steps if step is not None and _is_reached(step.end)]
     if not marks:
         return {}
     sums = {
-        "forward_backward": sum(_seconds(each.forward, each.update) for each in marks),
-        "update": sum(_seconds(each.update, each.end) for each in marks),
-        "data_wait": sum(each.data_wait for each in marks),
-        "device_wait": sum(each.device_wait for each in marks),
+        "forward_backward": sum(_seconds(step.forward, step.update) for step in marks),
+        "update": sum(_seconds(step.update, step.end) for step in marks),
+        "data_wait": sum(step.data_wait for step in marks),
+        "device_wait": sum(step.device_wait for step in marks),
     }
     return {name: seconds / len(marks) for name, seconds in sums.items()}

@@ -84,9 +84,9 @@ def nearest_rate(cfg: PretrainConfig) -> MeasuredRate | None:
         return None
     without_axes = max((rate for rate in same if not rate.axes), key=lambda rate: rate.tflops)
     per_axis = [
-        max(rates, key=lambda rate: rate.axes[axis])
+        max(smaller, key=lambda rate: rate.axes[axis])
         for axis, size in used.items()
-        if (rates := [rate for rate in same if set(rate.axes) == {axis} and rate.axes[axis] <= size])
+        if (smaller := [rate for rate in same if set(rate.axes) == {axis} and rate.axes[axis] <= size])
     ]
     slowest = min([without_axes, *per_axis], key=lambda rate: rate.tflops)
     in_fp8 = [rate for rate in rates if cfg.model.fp8 and rate.kind == model_kind(cfg) and not rate.axes]

@@ -55,8 +55,8 @@ def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) ->
         def vocab_size(self) -> int:
             return vocab_size
 
-        def random_length(self, generator: np.random.Generator, longest: int) -> int:
-            return int(generator.integers(longest // 4, longest + 1))  # ensures padding in every batch
+        def random_length(self, generator: np.random.Generator, max_length: int) -> int:
+            return int(generator.integers(max_length // 4, max_length + 1))  # ensures padding in every batch
 
         def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, object, object]:
             return SyntheticSamples(self, 1 << 20), None, None
@@ -86,7 +86,7 @@ def trace(
     update = parts.optimizer.update
 
     def noting_update(skip_update: Tensor | None = None) -> Update:
-        gradients[:] = [_copy(each) for each in parts.optimizer.gradient_shards()]
+        gradients[:] = [_copy(shard) for shard in parts.optimizer.gradient_shards()]
         return update(skip_update)
 
     parts.optimizer.update = noting_update  # type: ignore[method-assign]
@@ -106,10 +106,10 @@ def _copy(shard: ShardedTensor) -> ShardedTensor:
 
 def weight_shards(parts: Components) -> list[ShardedTensor]:
     """Return this rank's weights as rectangles of global tensors (no copies)."""
-    found: list[ShardedTensor] = []
+    weights: list[ShardedTensor] = []
     for chunk in parts.checkpointer.chunks:
-        found += module_tensors(chunk, groups=parts.groups).values()
-    return found
+        weights += module_tensors(chunk, groups=parts.groups).values()
+    return weights
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def build_reference(traces: Iterable[Trace]) -> Reference:
     steps = []
     for one in traces:
         kinds = {"gradient": one.gradients, "weight": one.weights}
-        tensors = {kind: {each.name: _copy(each).local for each in shards} for kind, shards in kinds.items()}
+        tensors = {kind: {shard.name: _copy(shard).local for shard in shards} for kind, shards in kinds.items()}
         steps.append(ReferenceStep(one.losses, one.norm, tensors))
     return steps
 
@@ -161,22 +161,22 @@ def compare(one: Trace, reference: ReferenceStep) -> StepReport:
     cells = []
     for kind, shards in (("gradient", one.gradients), ("weight", one.weights)):
         for shard in shards:
-            whole = reference.tensors[kind].get(shard.name)
+            full = reference.tensors[kind].get(shard.name)
             error = math.inf
-            if whole is not None and tuple(whole.shape) == tuple(shard.global_shape):
-                error = _error(shard, whole, reference.norm)
+            if full is not None and tuple(full.shape) == tuple(shard.global_shape):
+                error = _error(shard, full, reference.norm)
             cells.append(Compared(kind, shard.name, shard.rectangle, error, int(tensor_hash(shard.local))))
     return StepReport(one.losses, one.norm, cells)
 
 
-def _error(shard: ShardedTensor, whole: Tensor, norm: float | None) -> float:
-    """Return the largest absolute difference divided by the full reference tensor's largest magnitude, or by the
-    gradient norm (else 1) if that is all-zero. 0 for an empty shard, infinity for NaN."""
+def _error(shard: ShardedTensor, full: Tensor, norm: float | None) -> float:
+    """Return the largest absolute difference over the full tensor's largest magnitude, or over the gradient norm (else
+    1) if that is all-zero. 0 for an empty shard, infinity for NaN."""
     local = shard.local.detach()
     if local.numel() == 0:
         return 0.0
-    difference = float((local - shard.rectangle.of(whole).to(local.device)).abs().max())
-    scale = float(whole.abs().max()) or norm or 1.0
+    difference = float((local - shard.rectangle.of(full).to(local.device)).abs().max())
+    scale = float(full.abs().max()) or norm or 1.0
     return difference / scale if math.isfinite(difference) else math.inf
 
 
@@ -223,15 +223,15 @@ def judge(reference: Reference, reports: Sequence[Sequence[StepReport]], toleran
     for step, expected in enumerate(reference):
         ranks = [report[step] for report in reports]
         limit = tolerance if step else 0.0  # initial weights must be bit-identical
-        loss = _scalars(step, "loss", expected.losses, [each.losses for each in ranks], limit)
-        norms = [{} if each.norm is None else {"gradient norm": each.norm} for each in ranks]
+        loss = _scalars(step, "loss", expected.losses, [report.losses for report in ranks], limit)
+        norms = [{} if report.norm is None else {"gradient norm": report.norm} for report in ranks]
         norm = _scalars(step, "norm", {} if expected.norm is None else {"gradient norm": expected.norm}, norms, limit)
         worst: dict[str, tuple[float, str]] = {}
-        found: dict[str, list[Difference]] = {}
+        by_kind: dict[str, list[Difference]] = {}
         for kind, tensors in expected.tensors.items():
-            cells = [cell for each in ranks for cell in each.cells if cell.kind == kind]
-            found[kind], worst[kind] = _tensors(step, kind, tensors, cells, limit)
-        verdict.differences += [*loss, *found["gradient"], *norm, *found["weight"]]
+            cells = [cell for report in ranks for cell in report.cells if cell.kind == kind]
+            by_kind[kind], worst[kind] = _tensors(step, kind, tensors, cells, limit)
+        verdict.differences += [*loss, *by_kind["gradient"], *norm, *by_kind["weight"]]
         if step:
             row = {"step": step, "losses": ranks[0].losses, "reference losses": expected.losses}
             verdict.rows.append(row | {"norm": ranks[0].norm, "reference norm": expected.norm, **worst})
@@ -239,12 +239,12 @@ def judge(reference: Reference, reports: Sequence[Sequence[StepReport]], toleran
 
 
 def _scalars(
-    step: int, kind: str, expected: dict[str, float], found: Sequence[dict[str, float]], limit: float
+    step: int, kind: str, expected: dict[str, float], scalars: Sequence[dict[str, float]], limit: float
 ) -> list[Difference]:
-    """Return the differences above ``limit`` (relative, absolute for an expected 0) of scalar values, by rank. A rank
-    with other names than expected gives one infinite difference; NaN always differs."""
+    """A rank with other names than expected gives one infinite difference; NaN always differs. ``limit`` is relative,
+    absolute for an expected 0."""
     differences = []
-    for rank, values in enumerate(found):
+    for rank, values in enumerate(scalars):
         if set(values) != set(expected):
             detail = f"is {sorted(values)} on rank {rank}, expected {sorted(expected)}"
             differences.append(Difference(step, kind, kind, math.inf, detail))
@@ -260,25 +260,25 @@ def _scalars(
 def _tensors(
     step: int, kind: str, expected: dict[str, Tensor], cells: Sequence[Compared], limit: float
 ) -> tuple[list[Difference], tuple[float, str]]:
-    """Return (differences of one kind, (largest error, its name)); names that ``expected`` lacks come last. The
-    rectangles of all ranks must cover a tensor exactly once, replicas of weights have equal digests, each
-    ``cell.error`` be at most ``limit`` (no cell: inf). Reads only the shapes of ``expected``."""
+    """Return (differences, (largest error, its name)). The rectangles of all ranks must cover a tensor exactly once,
+    replicas of weights have equal digests, each ``cell.error`` be at most ``limit`` (no cell: inf). Reads only the
+    shapes of ``expected``."""
     by_name: dict[str, list[Compared]] = {name: [] for name in expected}
     for cell in cells:
         by_name.setdefault(cell.name, []).append(cell)
     differences: list[Difference] = []
     worst = (0.0, "")
-    for name, own in by_name.items():
+    for name, local in by_name.items():
         if name not in expected:
             differences.append(Difference(step, kind, name, math.inf, "does not exist on one rank"))
             continue
-        problem = coverage_problem(expected[name].shape, {cell.rectangle for cell in own})
+        problem = coverage_problem(expected[name].shape, {cell.rectangle for cell in local})
         problem = f"is not there exactly once: the ranks {problem}" if problem else ""
         if not problem and kind == "weight":
-            problem = disagreement(own)
+            problem = disagreement(local)
         if problem:
             differences.append(Difference(step, kind, name, math.inf, problem))
-        error = max((cell.error for cell in own), default=math.inf)
+        error = max((cell.error for cell in local), default=math.inf)
         worst = max(worst, (error, name))
         if not error <= limit:
             differences.append(Difference(step, kind, name, error))

@@ -72,8 +72,8 @@ class FailureStore:
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of ``rank``; None before the first one."""
-        found = self._read(f"heartbeat/{rank}")
-        return None if found is None else Heartbeat(**found)
+        stored = self._read(f"heartbeat/{rank}")
+        return None if stored is None else Heartbeat(**stored)
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         """Return the last heartbeat of every rank that has sent one, by rank."""
@@ -97,11 +97,11 @@ class FailureStore:
     def reports(self) -> dict[int, Report]:
         """Return the main-thread errors that ranks have reported so far, by rank; ranks without a report are absent.
         One request per rank. Does not wait for missing reports."""
-        found = {rank: self._read(f"raised/{rank}") for rank in self.ranks}
+        stored = {rank: self._read(f"raised/{rank}") for rank in self.ranks}
         return {
-            rank: Report(each["what"], Failure(**each["failure"]), each["elsewhere"])
-            for rank, each in found.items()
-            if each is not None
+            rank: Report(report["what"], Failure(**report["failure"]), report["elsewhere"])
+            for rank, report in stored.items()
+            if report is not None
         }
 
     def declare(self, failure: Failure) -> None:
@@ -111,8 +111,8 @@ class FailureStore:
 
     def failure(self) -> Failure | None:
         """Return the run's first failure, or None."""
-        found = self._read("failure")
-        return None if found is None else Failure(**found)
+        stored = self._read("failure")
+        return None if stored is None else Failure(**stored)
 
     def acknowledge(self) -> None:
         """Record that this rank has read the failure."""
@@ -140,5 +140,5 @@ class FailureStore:
 
     def answers(self) -> dict[int, Answer]:
         """Return the answers received so far, by rank."""
-        found = {rank: self._read(f"answer/{rank}") for rank in self.ranks}
-        return {rank: Answer(**each) for rank, each in found.items() if each is not None}
+        stored = {rank: self._read(f"answer/{rank}") for rank in self.ranks}
+        return {rank: Answer(**answer) for rank, answer in stored.items() if answer is not None}

@@ -51,7 +51,7 @@ class Listener(threading.Thread):
             )
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Write the signal to the pipe too, in case the wake-up descriptor was changed. Python runs this later."""
+        """Write to the pipe too, in case the wake-up descriptor was changed. Python runs this later."""
         os.write(self._writer, bytes([number]))
 
     def _set_wakeup(self) -> None:
@@ -59,12 +59,12 @@ class Listener(threading.Thread):
             signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def _remove_wakeup(self) -> None:
-        """Remove the wake-up descriptor during a fork: a signal to the child must not reach this process."""
+        """During a fork: a signal to the child must not reach this process."""
         if self._catching and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
 
     def _restore_sigterm(self) -> None:
-        """Restore the default SIGTERM action, so that forked children (data-loader workers) die of it."""
+        """Forked children (data-loader workers) die of SIGTERM."""
         if self._catching:
             self._remove_wakeup()
             self._catching = False
@@ -98,9 +98,8 @@ class Listener(threading.Thread):
                 self._terminate(time.monotonic() - self._terminated)
 
     def _look_at_the_monitor(self) -> None:
-        """End the process, blaming the store, if the monitor's current round has waited for it longer than
-        ``limits.heartbeat``; not while the run is finishing or already ending. A suspension of this process restarts
-        the measured wait."""
+        """End the process, blaming the store, if the current round has waited for it longer than ``limits.heartbeat``.
+        A suspension of this process restarts the measured wait."""
         now = time.monotonic()
         if now - self._looked > self.monitor.limits.heartbeat / 2 and self.monitor.round_began is not None:
             self.monitor.round_began = now  # this process was suspended in the middle of a round
@@ -110,9 +109,8 @@ class Listener(threading.Thread):
             self.monitor.end(self.monitor.store_is_silent(f"no answer for {blocked:.0f} s"))
 
     def _terminate(self, seconds: float) -> None:
-        """Handle a SIGTERM received ``seconds`` ago: wake the monitor. Returns until the grace time has passed and the
-        monitor has run ``ROUNDS_AFTER_SIGTERM`` rounds, in which a rank's failure can be read, or waits for the store;
-        then exits with code 143, or reports the lost store. Does nothing while the monitor ends the process."""
+        """Wake the monitor ``seconds`` after a SIGTERM. After the grace time and ``ROUNDS_AFTER_SIGTERM`` rounds, in
+        which a failure can be read, exit with code 143, or report the lost store."""
         self.monitor.wake.set()
         heard = self.monitor.rounds >= self._rounds_until_leaving or self.monitor.blocked > self.monitor.limits.interval
         if seconds < self.monitor.limits.grace or not heard or self.monitor.ending:

@@ -102,18 +102,18 @@ def find_process(place: LaunchInfo, rank: int) -> Process | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(OSError, AttributeError):
         connection.settimeout(5.0)
         connection.connect(_presence_name(place, rank))
-        known = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        pid, user, _ = CREDENTIALS.unpack(known)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        pid, user, _ = CREDENTIALS.unpack(credentials)
         return Process.open(pid) if user == os.getuid() else None
     return None
 
 
 def find_local_ranks(arrivals: Sequence[Arrival], place: LaunchInfo) -> LocalRanks:
     """Return the other ranks that claim to run on this machine and whose process is verified by the kernel."""
-    here = arrivals[place.rank].machine
-    candidates = [rank for rank, each in enumerate(arrivals) if rank != place.rank and each.machine == here]
-    found = {rank: process for rank in candidates if (process := find_process(place, rank)) is not None}
-    return LocalRanks(found, place.rank)
+    machine = arrivals[place.rank].machine
+    candidates = [rank for rank, arrival in enumerate(arrivals) if rank != place.rank and arrival.machine == machine]
+    processes = {rank: process for rank in candidates if (process := find_process(place, rank)) is not None}
+    return LocalRanks(processes, place.rank)
 
 
 class LocalRanks:
@@ -130,7 +130,7 @@ class LocalRanks:
     @property
     def descriptors(self) -> list[int]:
         """File descriptors that become readable as soon as a process ends."""
-        return [each.handle for each in self.processes.values() if each.handle is not None]
+        return [process.handle for process in self.processes.values() if process.handle is not None]
 
     def dead(self) -> list[int]:
         return [rank for rank, process in self.processes.items() if not process.alive]

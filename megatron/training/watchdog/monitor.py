@@ -85,9 +85,9 @@ class Monitor(threading.Thread):
         self.wake = threading.Event()
         """Event that starts the next round immediately."""
         self.finishing = self.stopped = False
-        self.own_error = ""
+        self.error_here = ""
         """Traceback of the error on which the main thread is exiting, or an empty string."""
-        self.told = self.leaving = False
+        self.knows_failure = self.leaving = False
         """A failure of the run was received; the main thread is exiting on an error that is already reported."""
         self.round_began: float | None = None
         self.ending = False
@@ -133,9 +133,8 @@ class Monitor(threading.Thread):
             self.wake.clear()
 
     def _attempt_round(self) -> None:
-        """Run one round. Pass an error of the store (RuntimeError, OSError) to `_store_is_gone` with the seconds since
-        its first failure, which a successful round resets; log any other error and let training continue. Never
-        raises."""
+        """Pass an error of the store (RuntimeError, OSError) to `_store_is_gone` with the seconds since its first
+        failure; log any other error and let training continue. Never raises."""
         try:
             self._round()
             self._store_lost = None
@@ -147,37 +146,35 @@ class Monitor(threading.Thread):
             logger.exception("the watchdog failed; training continues")
 
     def _round(self) -> None:
-        """Publish this rank's heartbeat, re-arm the C-level timer, then read the failure: if one is declared,
-        acknowledge it and end the process. Else answer an open inquiry and, unless this rank is finishing, judge the
-        other ranks and declare what was found, which the next round reads. Raises RuntimeError or OSError if the store
-        is lost."""
+        """Publish the heartbeat, re-arm the C-level timer, read the failure: end if one is declared. Else answer an
+        inquiry, judge other ranks and declare the result, which the next round reads. Raises RuntimeError or OSError if
+        the store is lost."""
         self.rounds += 1
         self.store.publish(self.progress.heartbeat(self.rounds))
         if self._guards_itself:  # later than the limit of other ranks, so that they report this rank and its reason
             stacks.leave_if_locked(self.limits.heartbeat + self.limits.spreading)
         failure = self.store.failure()
         if failure is not None:
-            self.told = True
+            self.knows_failure = True
             self.store.acknowledge()
             self.end(failure)
         elif self.store.inquired():
             self.store.answer(self._answer())
-        if failure is None and not self.finishing and (found := self._judge_everybody()) is not None:
-            self.store.declare(found)
+        if failure is None and not self.finishing and (failure_here := self._judge_everybody()) is not None:
+            self.store.declare(failure_here)
             self.wake.set()
 
     # ---- judging
 
     def _judge_everybody(self) -> Failure | None:
-        """Return the first failure found, or None. Checks local ranks by their processes (dead ones that had finished
-        are no failure). By heartbeats, rank 0 checks all ranks, others check rank 0. Rank 0 also checks its local
-        progress, unless it is at a debugger prompt; without progress, `_find_culprit` names the rank."""
+        """Return the first failure. Local ranks are checked by their processes; by heartbeats, rank 0 checks all ranks,
+        others check rank 0. Rank 0 also checks its local progress, unless it is at a debugger prompt."""
         for rank in self.local_ranks.dead():
             if not self.store.finished(rank):
                 return self._death(rank, self.store.heartbeat(rank))
         for rank in range(1, len(self.arrivals)) if self.rank == 0 else [0]:
-            if (found := self._judge(rank)) is not None:
-                return found
+            if (failure := self._judge(rank)) is not None:
+                return failure
         one = self.progress.heartbeat()
         if self.rank > 0 or one.silence <= one.allowed or stacks.is_debugged(self.main_thread):
             return None
@@ -188,9 +185,8 @@ class Monitor(threading.Thread):
         return Failure(rank, f"its process {self.arrivals[rank].pid} died{words}")
 
     def _judge(self, rank: int) -> Failure | None:
-        """Return a failure of ``rank`` if its heartbeat stopped, or None; None if it has finished. If its main thread
-        makes no progress, ask all ranks for their stacks (blocks up to ``limits.spreading`` s); the returned failure
-        may then name another rank."""
+        """Return a failure if the heartbeat of ``rank`` stopped. Without progress of its main thread, all ranks are
+        asked for their stacks (blocks up to ``limits.spreading`` s): the failure may name another rank."""
         heartbeat = self.store.heartbeat(rank) or UNHEARD
         if self.store.finished(rank):
             return None
@@ -205,9 +201,9 @@ class Monitor(threading.Thread):
         return self._find_culprit() if heartbeat.silence > heartbeat.allowed else None
 
     def _find_culprit(self) -> Failure:
-        """Return a failure that names the rank most likely to block all others. Asks every rank for its stack and waits
-        up to ``limits.spreading`` seconds for the answers. Prefers ranks without an answer, then the lowest iteration,
-        then ranks that wait for data, then ranks that wait neither in a collective nor for the GPU."""
+        """Ask every rank for its stack (up to ``limits.spreading`` s) and name the one most likely to block all others:
+        without an answer, then the lowest iteration, then waiting for data, then waiting neither in a collective nor
+        for the GPU."""
         self.store.inquire()
         self.store.answer(self._answer())
         limit = time.monotonic() + self.limits.spreading
@@ -227,66 +223,64 @@ class Monitor(threading.Thread):
         return Failure(rank, f"{last.where}: no progress for {last.silence:.0f} s{silent}", stack)
 
     def _answer(self) -> Answer:
-        if self.own_error:  # the main thread has already left the failed collective
-            return Answer(True, self.own_error)
+        if self.error_here:  # the main thread has already left the failed collective
+            return Answer(True, self.error_here)
         return stacks.thread_stack(self.main_thread)
 
     # ---- the main thread exits on an error
 
-    def main_thread_raised(self, own: Report, *, consequence: bool, speak: Callable[[Failure], None]) -> None:
+    def main_thread_raised(self, report: Report, *, consequence: bool, speak: Callable[[Failure], None]) -> None:
         """Report the main thread's error and wait until other ranks know, since this process may host the store. Called
         by the main thread; blocks. If the error may only be a ``consequence`` of another rank's failure, wait until
         that rank is found, else declare the rank with the least progress. If another rank failed first, the process
         ends in this call. If the failure is this rank's or common to all, call ``speak`` before declaring it: a
         launcher may end this process right after."""
-        self.own_error = own.failure.detail
+        self.error_here = report.failure.detail
         self.wake.set()
         if consequence:
             self.progress.mark("lost another rank", long=True)
-            own = dataclasses.replace(own, elsewhere=True)
+            report = dataclasses.replace(report, elsewhere=True)
             with contextlib.suppress(RuntimeError, OSError):
-                self.store.report(own)
-            dies_meanwhile = 0.0 if stacks.has_timed_out(own.what) else self.limits.heartbeat
+                self.store.report(report)
+            dies_meanwhile = 0.0 if stacks.has_timed_out(report.what) else self.limits.heartbeat
             self._wait(
                 dies_meanwhile + self.limits.spreading, lambda: self.store.failure() is not None or self._same_error()
             )
         with contextlib.suppress(RuntimeError, OSError):
             if self.store.failure() is None:
                 if consequence and not self._same_error():
-                    found = self._find_culprit()
+                    failure = self._find_culprit()
                 else:
-                    found = self._first_failure(own)
-                if found.together or found.rank == self.rank:
-                    speak(found)
-                self.store.declare(found)
+                    failure = self._first_failure(report)
+                if failure.together or failure.rank == self.rank:
+                    speak(failure)
+                self.store.declare(failure)
             self.wake.set()
             first = self.store.failure()
             if first is not None and not first.together and first.rank != self.rank:
                 self._wait(self.limits.heartbeat, lambda: False)
         self._wait(self.limits.spreading, self.store.others_know)
 
-    def _first_failure(self, own: Report) -> Failure:
-        """Publish ``own``, wait for other ranks' reports or a declared failure (``limits.grace`` s;
-        ``limits.heartbeat`` s if its cause is elsewhere), and return the failure that caused them; declares nothing. An
-        error raised by all ranks is attributed to none (``together``). Else takes the lowest rank, errors with their
-        cause elsewhere last: the order of arrival is no evidence."""
-        self.store.report(own)
-        patience = self.limits.heartbeat if own.elsewhere else self.limits.grace
+    def _first_failure(self, report: Report) -> Failure:
+        """Publish ``report`` and return the first failure after ``limits.grace`` s (``limits.heartbeat`` s if its cause
+        is elsewhere); declares nothing. An error of all ranks is attributed to none (``together``). Else the lowest
+        rank, errors with their cause elsewhere last: the order of arrival is no evidence."""
+        self.store.report(report)
+        patience = self.limits.heartbeat if report.elsewhere else self.limits.grace
         self._wait(patience, lambda: self.store.failure() is not None or self.store.all_reported())
         reports = self.store.reports()
         if self._same_error():
-            return dataclasses.replace(own.failure, reason=own.what, together=True)
-        return min(reports.values(), key=lambda each: (each.elsewhere, each.failure.rank)).failure
+            return dataclasses.replace(report.failure, reason=report.what, together=True)
+        return min(reports.values(), key=lambda candidate: (candidate.elsewhere, candidate.failure.rank)).failure
 
     def _same_error(self) -> bool:
-        """Return whether every rank has raised an error with the same message, so that no rank is the cause."""
+        """No rank is the cause of an error that all raised."""
         reports = self.store.reports()
-        return len(reports) == len(self.arrivals) and len({each.what for each in reports.values()}) == 1
+        return len(reports) == len(self.arrivals) and len({report.what for report in reports.values()}) == 1
 
     def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
-        """Block the calling thread, polling every 0.05 s, until ``condition`` holds, ``seconds`` have passed or
-        ``leaving`` is set. Does not return which. Ignores errors of the store; the monitor's round handles a lost
-        store."""
+        """Poll every 0.05 s until ``condition`` holds, ``seconds`` have passed or ``leaving`` is set. Ignores errors of
+        the store."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit and not self.leaving:
             with contextlib.suppress(RuntimeError, OSError):
@@ -309,10 +303,11 @@ class Monitor(threading.Thread):
         return Failure(None, f"rank 0 on {self.arrivals[0].host} holds it and is gone or out of reach ({reason})")
 
     def _store_is_gone(self, error: Exception, seconds: float) -> None:
-        """Handle an error of the store that has lasted ``seconds``. End the process if a local rank is dead or the
-        error has lasted longer than ``limits.heartbeat`` / 3 and ``limits.grace``, but not while the run is finishing.
-        If this rank is already exiting on a known failure, only set ``leaving``, which ends all waits."""
-        if self.told and self.own_error:  # the store's host raised the same error and exited first: not a new failure
+        """End the process if a local rank is dead or the error has lasted longer than ``limits.heartbeat`` / 3 and
+        ``limits.grace``, but not while the run is finishing. If this rank is already exiting, only set ``leaving``."""
+        if (
+            self.knows_failure and self.error_here
+        ):  # the store's host raised the same error and exited first: not a new failure
             self.leaving = True
             return
         holder_died = bool(self.local_ranks.dead())
@@ -325,8 +320,8 @@ class Monitor(threading.Thread):
         thread. First waits ``limits.grace`` seconds. Returns instead if the run has stopped, or if the main thread is
         exiting on the failing error and reports it itself."""
         self.ending = True
-        self._wait(self.limits.grace, lambda: self.stopped or bool(self.own_error))
-        if self.stopped or self.own_error and (failure.together or failure.rank == self.rank):
+        self._wait(self.limits.grace, lambda: self.stopped or bool(self.error_here))
+        if self.stopped or self.error_here and (failure.together or failure.rank == self.rank):
             self.ending = False
             return
         with self._one_ends:
@@ -343,12 +338,12 @@ class Monitor(threading.Thread):
             os._exit(EXIT_CODE)
 
     def _report(self, failure: Failure) -> str:
-        """Return the text written above the stacks: the failure, its traceback (on the failing rank and once per host),
-        the error of this rank if it is a consequence, and where this rank's main thread is."""
-        own = failure.rank == self.rank
+        """Return the text above the stacks: the failure, its traceback (on the failing rank and once per host), the
+        error of this rank if it is a consequence, and the state of its main thread."""
+        is_this_rank = failure.rank == self.rank
         head = f"watchdog: {failure}\n"
-        if failure.detail and (own or self.local_ranks.is_first):
+        if failure.detail and (is_this_rank or self.local_ranks.is_first):
             head += failure.detail.rstrip() + "\n"
-        if self.own_error and not own:
-            head += f"watchdog: rank {self.rank} noticed it by this error:\n{self.own_error.rstrip()}\n"
+        if self.error_here and not is_this_rank:
+            head += f"watchdog: rank {self.rank} noticed it by this error:\n{self.error_here.rstrip()}\n"
         return head + f"watchdog: rank {self.rank} stops at {self.progress.heartbeat().where}; its Python stacks:\n"

@@ -66,7 +66,7 @@ class RankProgress:
         self.phase, self.iteration, self.ticks = STARTING, 0, 0
         self.allowed = float("inf")
         self.ordinary = False
-        self.longest = 0.0
+        self.longest_silence = 0.0
         self.last = time.monotonic()
 
     def mark(self, phase: str, *, long: bool = False) -> None:
@@ -75,11 +75,11 @@ class RankProgress:
         this mark counts for it, unless it followed a ``long`` mark."""
         now = time.monotonic()
         if self.ordinary:
-            self.longest = max(self.longest, now - self.last)
+            self.longest_silence = max(self.longest_silence, now - self.last)
         self.last, self.phase = now, phase
         self.ticks += 1
         self.ordinary = not long
-        self.allowed = max(self.long_timeout if long else self.timeout, 3 * self.longest)
+        self.allowed = max(self.long_timeout if long else self.timeout, 3 * self.longest_silence)
 
     def forgive(self, seconds: float) -> None:
         """Ignore ``seconds`` of silence during which the whole process was suspended."""

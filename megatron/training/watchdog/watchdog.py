@@ -38,7 +38,7 @@ class Watchdog:
         self.timeout = cfg.checks.watchdog_timeout_seconds
         works = self.timeout > 0 and not dist.is_initialized()
         self.place = LaunchInfo.from_environment() if works else None
-        self.alone = works and launched_world_size() in (None, 1)
+        self.is_single = works and launched_world_size() in (None, 1)
         self.progress = RankProgress(self.timeout, 60.0 * cfg.distributed.distributed_timeout_minutes)
         self.folder = None if cfg.checkpoint.save is None else Path(cfg.checkpoint.save) / "stacks"
         self._presence: Presence | None = None
@@ -53,26 +53,25 @@ class Watchdog:
         """Meet the other ranks (blocks until all have arrived) and start monitor and listener. A single process needs
         no rendezvous and watches only itself. Does nothing if the watchdog is inactive. Raises ``RendezvousError`` if a
         rank is missing. Returns itself."""
-        if self.alone:
+        if self.is_single:
             store = FailureStore(dist.HashStore(), 0, 1)
             self._start(store, [Arrival.of_this_process(1)], LocalRanks({}, 0), agent_holds_store=False)
         elif self.place is not None:
-            own, arrivals = self._meet(self.place)
+            store_of_ranks, arrivals = self._meet(self.place)
             local_ranks = find_local_ranks(arrivals, self.place)
-            store = FailureStore(own, self.place.rank, len(arrivals))
+            store = FailureStore(store_of_ranks, self.place.rank, len(arrivals))
             self._start(store, arrivals, local_ranks, agent_holds_store=self.place.agent_holds_store)
         return self
 
     def _meet(self, place: LaunchInfo) -> tuple[dist.Store, list[Arrival]]:
-        """Return the watchdog's store and the arrivals of all ranks; set ``self.store`` for the process groups. Blocks
-        until all ranks have arrived. Raises ``RendezvousError`` if a rank is missing, after writing this rank's stacks
-        to its file."""
+        """Also set ``self.store`` for the process groups. Blocks until all ranks have arrived; ``RendezvousError``,
+        after writing this rank's stacks, if one is missing."""
         patience = max(self.timeout, 1.0)
         self._presence = Presence(place)
         try:
             self.store = dist.PrefixStore("groups", open_store(place, patience, holds=place.holds_store))
-            own = dist.PrefixStore("watchdog", open_store(place, patience))
-            return own, roll_call(own, place, patience)
+            store = dist.PrefixStore("watchdog", open_store(place, patience))
+            return store, roll_call(store, place, patience)
         except RendezvousError as error:
             self._write_why(str(error))
             raise
@@ -80,8 +79,7 @@ class Watchdog:
     def _start(
         self, store: FailureStore, arrivals: list[Arrival], local_ranks: LocalRanks, *, agent_holds_store: bool
     ) -> None:
-        """Create the monitor and the listener of this rank and start both threads. First catch SIGTERM, unless the
-        configuration handles that signal itself (--save-on-signal, --exit-signal-handler)."""
+        """Catch SIGTERM first, unless the configuration handles it (--save-on-signal, --exit-signal-handler)."""
         self._monitor = Monitor(
             store,
             arrivals,
@@ -98,7 +96,7 @@ class Watchdog:
         self._listener.start()
 
     def _write_why(self, reason: str) -> None:
-        """Write the stacks for a missing rank to the stacks folder; the error itself prints the message to stderr."""
+        """The error itself prints the message to stderr."""
         if self.folder is not None and self.place is not None:
             path = self.folder / f"rank-{self.place.rank}.txt"
             write_stacks(f"watchdog: {reason}\n", path, also_stderr=False)
@@ -115,22 +113,21 @@ class Watchdog:
         """Report the main thread's ``error`` to all ranks before files and logs are closed; blocks until they know.
         Does nothing if inactive, for a successful exit, a single process or a second call. Sets SIGALRM, which ends a
         process that hangs here or has not exited 30 s later."""
-        if self._monitor is None or self.alone or self._monitor.own_error or _is_success(error):
+        if self._monitor is None or self.is_single or self._monitor.error_here or _is_success(error):
             return
         for_user, what = isinstance(error, UserError), error_message(error)
         trace = "".join(traceback.format_exception(error))
         failure = Failure(self._monitor.rank, f"{self.progress.heartbeat().where}: {what}", trace, for_user)
-        own = Report(what, failure, isinstance(error, UserError) and error.elsewhere)
+        report = Report(what, failure, isinstance(error, UserError) and error.elsewhere)
         signal.alarm(LEAVE_SECONDS + round(self.timeout))  # ends the process if the store does not answer
         self._monitor.main_thread_raised(
-            own, consequence=is_consequence(error), speak=lambda first: self._speak(error, first)
+            report, consequence=is_consequence(error), speak=lambda first: self._speak(error, first)
         )
         signal.alarm(LEAVE_SECONDS)
 
     def _speak(self, error: BaseException, failure: Failure) -> None:
-        """Write this rank's error to the launcher's error file, with the traceback unless it is a ``UserError``. Print
-        a ``UserError`` to stderr and mark it as reported; for another error print only a line, and only if all ranks
-        raised it. If all ranks raised the same error, only the first rank of each host prints."""
+        """Write this rank's error to the launcher's file, with the traceback unless it is a ``UserError``; print that,
+        or for another error a line if all ranks raised it. An error of all ranks is printed once per host."""
         assert self._monitor is not None
         speaks = self._monitor.local_ranks.is_first or not failure.together
         notify_launcher(error_message(error), None if failure.for_user else error)

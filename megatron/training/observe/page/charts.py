@@ -67,7 +67,6 @@ def finite(series: Series) -> Series:
 
 
 def _runs(count: int, buckets: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of ``buckets`` runs of about equal length."""
     for index in range(buckets):
         yield count * index // buckets, count * (index + 1) // buckets
 
@@ -78,13 +77,13 @@ def thinned(series: Series, buckets: int = BUCKETS) -> Series:
     count = len(series.x)
     if count <= 2 * buckets:
         return series
-    found = Series()
+    extremes = Series()
     for start, stop in _runs(count, buckets):
         part = series.y[start:stop]
         low, high = part.index(min(part)), part.index(max(part))
         for place in sorted({low, high}):
-            found.add(series.x[start + place], part[place])
-    return found
+            extremes.add(series.x[start + place], part[place])
+    return extremes
 
 
 def means(series: Series, buckets: int = BUCKETS) -> Series:
@@ -92,10 +91,10 @@ def means(series: Series, buckets: int = BUCKETS) -> Series:
     count = len(series.x)
     if count <= 2 * buckets:
         return series
-    found = Series()
+    means = Series()
     for start, stop in _runs(count, buckets):
-        found.add(series.x[(start + stop) // 2], sum(series.y[start:stop]) / (stop - start))
-    return found
+        means.add(series.x[(start + stop) // 2], sum(series.y[start:stop]) / (stop - start))
+    return means
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -104,7 +103,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     step = 10.0 ** math.floor(math.log10(span / most))
     step = next(step * factor for factor in (1, 2, 5, 10) if span / (step * factor) <= most)
     first = math.ceil(low / step - 1e-9)
-    return [step * each for each in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [step * index for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def short(value: float) -> str:
@@ -132,7 +131,7 @@ def value_range(chart: Chart, lines: Sequence[Line]) -> tuple[tuple[float, float
     low, high, note = values[0], values[-1], ""
     limit = SPIKE * values[int(0.95 * (len(values) - 1))]
     if chart.cut_spikes and len(values) >= 20 and high > limit > 0:
-        above = [each for each in values if each > limit]
+        above = [value for value in values if value > limit]
         high, note = limit, f"{len(above)} above {short(limit)}, largest {short(above[-1])}"
     low, high = widened(min(low, 0.0) if chart.from_zero else low, high)
     margin = 0.04 * (high - low)
@@ -163,7 +162,7 @@ def draw(chart: Chart, x_range: tuple[int, int]) -> str:
                 drawn.append(_path(frame, means(line.series), f"strong {color}", ""))
     grid = "".join(
         f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        for y in (frame.place(frame.x[0], each)[1] for each in ticks(*y_range))
+        for y in (frame.place(frame.x[0], tick)[1] for tick in ticks(*y_range))
     )
     missing = sum(len(line.series.y) for line in chart.lines) - sum(len(line.series.y) for line in lines)
     notes = [note] if note else []
@@ -171,7 +170,7 @@ def draw(chart: Chart, x_range: tuple[int, int]) -> str:
     return (
         f'<figure id="{escape(chart.key)}" data-x0="{frame.x[0]}" data-x1="{frame.x[1]}" data-y0="{y_range[0]}"'
         f' data-y1="{y_range[1]}"><figcaption>{escape(chart.title)}'
-        f'{"".join(f"<small>{escape(each)}</small>" for each in notes)}</figcaption><div class="plot">'
+        f'{"".join(f"<small>{escape(note)}</small>" for note in notes)}</figcaption><div class="plot">'
         f'<div class="ys">{_labels(frame, ticks(*y_range))}</div>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img"'
         f' aria-label="{escape(chart.title)}">{grid}{"".join(drawn)}</svg>'
@@ -180,7 +179,7 @@ def draw(chart: Chart, x_range: tuple[int, int]) -> str:
 
 
 def _path(frame: Frame, series: Series, classes: str, label: str, dots: bool = False) -> str:
-    """Return a line through the points, or a dot (a line of no length) at each."""
+    """Return a line, or a dot (a line of no length) at each point."""
     places = (frame.place(x, y) for x, y in zip(series.x, series.y))
     if dots:
         data = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
@@ -191,17 +190,17 @@ def _path(frame: Frame, series: Series, classes: str, label: str, dots: bool = F
 
 
 def _labels(frame: Frame, values: Sequence[float]) -> str:
-    """Return the labels of the y axis, as shares of the height from the top."""
+    """Positions are shares of the height from the top."""
     return "".join(
-        f'<span style="top:{100 * frame.place(frame.x[0], each)[1] / HEIGHT:.1f}%">{short(each)}</span>'
-        for each in values
+        f'<span style="top:{100 * frame.place(frame.x[0], value)[1] / HEIGHT:.1f}%">{short(value)}</span>'
+        for value in values
     )
 
 
 def _x_labels(frame: Frame) -> str:
     return "".join(
-        f'<span style="left:{100 * (each - frame.x[0]) / (frame.x[1] - frame.x[0]):.1f}%">{short(each)}</span>'
-        for each in ticks(*frame.x, most=4)
+        f'<span style="left:{100 * (tick - frame.x[0]) / (frame.x[1] - frame.x[0]):.1f}%">{short(tick)}</span>'
+        for tick in ticks(*frame.x, most=4)
     )
 
 
@@ -210,7 +209,7 @@ def draw_rows(rows: Sequence[tuple[str, str, Sequence[int]]], x_range: tuple[int
     frame = Frame(widened(*x_range), (0.0, 1.0))
     drawn = []
     for label, kind, iterations in rows:
-        xs = sorted({round(frame.place(each, 0)[0], 1) for each in iterations})
+        xs = sorted({round(frame.place(iteration, 0)[0], 1) for iteration in iterations})
         marks = "".join(f"M{x} 3V17" for x in xs)
         drawn.append(
             f'<div class="row"><span>{escape(label)} <b>{len(iterations)}</b></span>'

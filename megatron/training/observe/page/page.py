@@ -120,10 +120,10 @@ def duration(seconds: float) -> str:
 def remaining(run: Run) -> float | None:
     """Return the seconds until the end at the mean pace since the first start, with evaluations and saves; None if
     unknown."""
-    done = run.iteration - (x_range(run)[0] - 1)
-    if not run.wall or done <= 0 or run.train_iters <= run.iteration:
+    num_iterations = run.iteration - (x_range(run)[0] - 1)
+    if not run.wall or num_iterations <= 0 or run.train_iters <= run.iteration:
         return None
-    return run.wall / done * (run.train_iters - run.iteration)
+    return run.wall / num_iterations * (run.train_iters - run.iteration)
 
 
 def speeds(run: Run) -> dict[str, tuple[str, str]]:
@@ -137,33 +137,33 @@ def speeds(run: Run) -> dict[str, tuple[str, str]]:
 def key_figures(run: Run) -> list[tuple[str, str]]:
     """Return (name, value) of the most important figures; unknown ones are absent."""
     total = f" of {run.train_iters:,}" if run.train_iters else ""
-    found = [("iteration", f"{run.iteration:,}{total}"), ("samples", short(run.samples)), ("tokens", short(run.tokens))]
+    facts = [("iteration", f"{run.iteration:,}{total}"), ("samples", short(run.samples)), ("tokens", short(run.tokens))]
     for loss in run.losses[:1]:
         if recent := finite(run.train[loss]).y[-100:]:
-            found.append((f"{loss}, mean of the last {len(recent)}", f"{sum(recent) / len(recent):.4f}"))
+            facts.append((f"{loss}, mean of the last {len(recent)}", f"{sum(recent) / len(recent):.4f}"))
     for (loss, data), series in list(run.evaluation.items())[:2]:
-        known = finite(series)
-        for lowest, iteration in sorted(zip(known.y, known.x))[:1]:
-            found.append((f"lowest {loss}, {data}", f"{lowest:.4f} at {iteration:,}"))
+        measured = finite(series)
+        for lowest, iteration in sorted(zip(measured.y, measured.x))[:1]:
+            facts.append((f"lowest {loss}, {data}", f"{lowest:.4f} at {iteration:,}"))
     for key, (name, _) in speeds(run).items():
         values = sorted(run.timing.get(key, Series()).y)
         if values and values[-1] > 0:
             middle = values[len(values) // 2]
-            found.append((f"{name}, median", f"{middle:.1%}" if key == "mfu" else short(middle)))
+            facts.append((f"{name}, median", f"{middle:.1%}" if key == "mfu" else short(middle)))
     peaks = [max(series.y) for name, series in run.timing.items() if name.startswith("memory/") and "max" in name]
     if peaks and max(peaks) > 0:
-        found.append(("memory, peak", f"{max(peaks) / 2**30:.2f} GiB"))
+        facts.append(("memory, peak", f"{max(peaks) / 2**30:.2f} GiB"))
     if run.num_skipped:
-        found.append(("skipped iterations", f"{run.num_skipped:,}"))
+        facts.append(("skipped iterations", f"{run.num_skipped:,}"))
     if run.num_nan:
-        found.append(("NaN iterations", f"{run.num_nan:,}"))
+        facts.append(("NaN iterations", f"{run.num_nan:,}"))
     if run.wall:
-        found.append(("wall time", duration(run.wall)))
-        found.append(("goodput", f"{min(run.seconds.get('iterations', 0.0) / run.wall, 1):.1%}"))
+        facts.append(("wall time", duration(run.wall)))
+        facts.append(("goodput", f"{min(run.seconds.get('iterations', 0.0) / run.wall, 1):.1%}"))
     left = remaining(run)
     if run.status == "running" and left is not None:
-        found.append(("remaining, about", duration(left)))
-    return found
+        facts.append(("remaining, about", duration(left)))
+    return facts
 
 
 def _head(run: Run, name: str) -> str:
@@ -185,7 +185,7 @@ def _head(run: Run, name: str) -> str:
 def x_range(run: Run) -> tuple[int, int]:
     """Return the first and last iteration of the run's series."""
     series = [*run.train.values(), *run.evaluation.values(), *run.timing.values()]
-    xs = [each.x[place] for each in series for place in (0, -1)]
+    xs = [line.x[place] for line in series for place in (0, -1)]
     return (min(xs), max(xs)) if xs else (0, 1)
 
 
@@ -194,7 +194,7 @@ def _slug(text: str) -> str:
 
 
 def _charts(key: str, title: str, charts: Sequence[Chart], run: Run) -> str:
-    """Return a section of charts; the first of the page is wide."""
+    """The first of the page is wide."""
     span = x_range(run)
     drawn = list(filter(None, (draw(chart, span) for chart in charts)))
     if key == "losses" and drawn:
@@ -209,7 +209,7 @@ def learning_charts(run: Run) -> list[Chart]:
         lines = [Line("training", run.train[loss])] if loss in run.train else []
         lines += [Line(data, series, "dots") for (name, data), series in run.evaluation.items() if name == loss]
         charts.append(Chart(f"chart-{_slug(loss)}", f"{loss} (mean per token)", lines))
-    others = {
+    further_charts = {
         "learning_rate": "learning rate",
         "grad_norm": "gradient norm",
         "params_norm": "parameter norm",
@@ -218,7 +218,7 @@ def learning_charts(run: Run) -> list[Chart]:
         "global_batch_size": "global batch size",
         "weight_decay": "weight decay",
     }
-    for key, title in others.items():
+    for key, title in further_charts.items():
         series = run.train.get(key, Series())
         is_constant = key in ("loss_scale", "global_batch_size") and len(set(series.y)) == 1
         if series.x and not is_constant:
@@ -240,7 +240,7 @@ def speed_charts(run: Run) -> list[Chart]:
         name: name[7:].removeprefix("mem-").removesuffix("-bytes") for name in run.timing if name.endswith("-bytes")
     }
     memory = [
-        Line(short_name, Series(run.timing[name].x, [each / 2**30 for each in run.timing[name].y]))
+        Line(short_name, Series(run.timing[name].x, [num_bytes / 2**30 for num_bytes in run.timing[name].y]))
         for name, short_name in names.items()
     ]
     charts.append(Chart("chart-memory", "memory, GiB", memory, from_zero=True))
@@ -249,8 +249,8 @@ def speed_charts(run: Run) -> list[Chart]:
 
 def by_layer(run: Run, name: str) -> list[tuple[str, Series]]:
     """Return (layer, series) of a statistic, at most ``MOST_LAYERS`` evenly spaced ones."""
-    found = [(key[: -len(name) - 1], series) for key, series in run.statistics.items() if key.endswith(f"/{name}")]
-    return [found[place] for place in evenly(len(found), MOST_LAYERS)]
+    layers = [(key[: -len(name) - 1], series) for key, series in run.statistics.items() if key.endswith(f"/{name}")]
+    return [layers[place] for place in evenly(len(layers), MOST_LAYERS)]
 
 
 def layer_charts(run: Run) -> list[Chart]:
@@ -292,24 +292,22 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 def _samples(run: Run) -> str:
-    """Return the texts that the model wrote, by prompt and iteration."""
     return _section("samples", "Samples", "".join(_texts(number, run) for number in sorted(run.texts)))
 
 
 def _texts(number: int, run: Run) -> str:
-    found = run.texts[number]
-    shown = [found[place] for place in evenly(len(found), MOST_TEXTS)]
-    few = "" if len(shown) == len(found) else f" <small>{len(shown)} of {len(found)} samples</small>"
+    texts = run.texts[number]
+    selected = [texts[place] for place in evenly(len(texts), MOST_TEXTS)]
+    few = "" if len(selected) == len(texts) else f" <small>{len(selected)} of {len(texts)} samples</small>"
     rows = "".join(
-        f"<dt>iteration {each.iteration:,}</dt>"
-        f"<dd><b>{escape(each.prompt[:MOST_CHARACTERS])}</b>{escape(each.text[:MOST_CHARACTERS])}{_end(each)}</dd>"
-        for each in shown
+        f"<dt>iteration {sample.iteration:,}</dt>"
+        f"<dd><b>{escape(sample.prompt[:MOST_CHARACTERS])}</b>{escape(sample.text[:MOST_CHARACTERS])}{_end(sample)}</dd>"
+        for sample in selected
     )
     return f'<h3>Prompt {number}{few}</h3><dl class="texts">{rows}</dl>'
 
 
 def _end(sample: SampleText) -> str:
-    """Return the mark of a text that does not end where the model ended it."""
     if len(sample.text) > MOST_CHARACTERS:
         return f" <small>… {MOST_CHARACTERS:,} of {len(sample.text):,} characters</small>"
     return " <small>… cut at --sample-tokens</small>" if sample.cut else ""
@@ -319,7 +317,6 @@ def _end(sample: SampleText) -> str:
 
 
 def _plan(run: Run) -> str:
-    """Return the comparison with the planner's prediction, and the prediction by kind."""
     prediction = table(run.start, "prediction")
     if not prediction:
         return ""
@@ -340,32 +337,31 @@ def _plan(run: Run) -> str:
     if rows:
         head = '<tr><th>part</th><th class="num">planned, s</th><th class="num">measured, s</th></tr>'
         lines.append(f'<div class="scroll"><table>{head}{rows}</table></div>')
-    known = {name: float(value) for name, value in table(prediction, "parts").items() if is_number(value)}  # type: ignore[arg-type]
-    if shares := plan_shares(known):
+    by_kind = {name: float(value) for name, value in table(prediction, "parts").items() if is_number(value)}  # type: ignore[arg-type]
+    if shares := plan_shares(by_kind):
         text = ", ".join(f"{name} {value:.3g} s" for name, value in shares.items())
         lines.append(f'<p class="soft">Plan by kind: {escape(text)}.</p>')
     return _section("plan", "Plan and measurement", "".join(lines))
 
 
 def _timeline(run: Run) -> str:
-    """Return rows of marks, and a table of the events."""
     if not run.events:
         return ""
     rows = []
     for label, (style, kinds) in ROWS.items():
-        found = [each.iteration for each in run.events if each.kind in kinds]
-        if found:
-            rows.append((label, style, found))
-    shown = [each for each in run.events if each.kind not in ("evaluation", "save")]
-    shown = (shown or run.events)[-MOST_EVENTS:]
+        iterations = [event.iteration for event in run.events if event.kind in kinds]
+        if iterations:
+            rows.append((label, style, iterations))
+    selected = [event for event in run.events if event.kind not in ("evaluation", "save")]
+    selected = (selected or run.events)[-MOST_EVENTS:]
     cells = "".join(
-        f'<tr><td class="num">{each.iteration:,}</td><td>{escape(each.kind)}</td><td>'
-        f"{'' if each.time is None else f'{datetime.fromtimestamp(each.time):%Y-%m-%d %H:%M:%S}'}</td>"
-        f"<td>{escape(each.text)}</td></tr>"
-        for each in shown
+        f'<tr><td class="num">{event.iteration:,}</td><td>{escape(event.kind)}</td><td>'
+        f"{'' if event.time is None else f'{datetime.fromtimestamp(event.time):%Y-%m-%d %H:%M:%S}'}</td>"
+        f"<td>{escape(event.text)}</td></tr>"
+        for event in selected
     )
     head = '<tr><th class="num">iteration</th><th>event</th><th>time</th><th></th></tr>'
-    few = "" if len(shown) == len(run.events) else f" <small>{len(shown)} of {len(run.events)}</small>"
+    few = "" if len(selected) == len(run.events) else f" <small>{len(selected)} of {len(run.events)}</small>"
     details = (
         f'<details open><summary>Events{few}</summary><div class="scroll"><table>{head}{cells}</table></div></details>'
     )
@@ -373,7 +369,7 @@ def _timeline(run: Run) -> str:
 
 
 def _time_use(run: Run) -> str:
-    """Return the wall time by use; the rest is starting, loading and the time between processes."""
+    """The rest is starting, loading and the time between processes."""
     if not run.wall:
         return ""
     uses = {name: seconds for name, seconds in run.seconds.items() if seconds > 0}
@@ -390,11 +386,10 @@ def _time_use(run: Run) -> str:
 
 
 def _settings(run: Run) -> str:
-    """Return the settings that were given or differ from defaults, then all of the last checkpoint."""
     first = _rows(sorted(run.settings.items())) if run.settings else ""
-    others = [(name, value) for name, value in sorted(run.all_settings.items()) if name not in run.settings]
-    more = f"<details><summary>{len(others)} other settings of the last checkpoint</summary>{_rows(others)}</details>"
-    return _section("settings", "Settings", first + (more if others else ""))
+    more = [(name, value) for name, value in sorted(run.all_settings.items()) if name not in run.settings]
+    details = f"<details><summary>{len(more)} other settings of the last checkpoint</summary>{_rows(more)}</details>"
+    return _section("settings", "Settings", first + (details if more else ""))
 
 
 def _hardware(run: Run) -> dict[str, object]:

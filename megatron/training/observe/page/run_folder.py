@@ -162,7 +162,7 @@ def read_run(path: Path, now: float, log: Path | None = None) -> Run:
     """
     folder = path if path.is_dir() else path.parent
     metrics = folder / METRICS_FILE if path.is_dir() else path
-    files = [each for each in (metrics, folder / TIMING_FILE) if each.is_file()]
+    files = [file for file in (metrics, folder / TIMING_FILE) if file.is_file()]
     if not files:
         raise UserError(f"{path}: no {METRICS_FILE} there; give the folder of --save or --tensorboard-dir")
     run = Run(folder)
@@ -178,13 +178,13 @@ def read_run(path: Path, now: float, log: Path | None = None) -> Run:
     _add_checkpoint(run)
     if log is not None:
         _add_log(run, log)
-    _find_status(run, now - max(each.stat().st_mtime for each in files))
-    run.events.sort(key=lambda each: each.iteration)
+    _find_status(run, now - max(file.stat().st_mtime for file in files))
+    run.events.sort(key=lambda event: event.iteration)
     return run
 
 
 def _stride(metrics: Path) -> int:
-    """Return the interval of iterations whose statistics are read, estimated from the size of a line."""
+    """Estimated from the size of a line."""
     with open_regular(metrics) as lines:
         first = lines.readline(1 << 20)
     return 1 if _STATISTICS not in first else max(1, metrics.stat().st_size // len(first) // STATISTICS_POINTS)
@@ -198,8 +198,8 @@ def records(path: Path, problems: list[str], every_statistics: int = 1) -> Itera
         with open_regular(path) as lines:
             for index, line in enumerate(lines):
                 if index % every_statistics and line.endswith(b"\n"):
-                    head, found, _ = line.partition(_STATISTICS)
-                    line = head + b"}\n" if found else line
+                    head, mark, _ = line.partition(_STATISTICS)
+                    line = head + b"}\n" if mark else line
                 record = decode(line)
                 if record is not None and isinstance(record.get("kind"), str):
                     yield record
@@ -249,7 +249,6 @@ def _add_metrics(run: Run, record: Record) -> None:
 
 
 def _add_times(run: Run) -> None:
-    """Add the records of ``timing.jsonl``."""
     path = run.folder / TIMING_FILE
     if not path.exists():
         run.problems.append(f"{TIMING_FILE}: missing: no rates, memory, times and settings of processes")
@@ -302,12 +301,12 @@ def _add_process(run: Run, record: Record, when: float | None) -> None:
         run.status, run.reason = str(record.get("ending")), str(record.get("reason", ""))
         run.events.append(Event(iteration, "failure" if failed else "end", run.reason, when))
         return
-    again = bool(run.start)
-    changed = changes(table(run.start, "settings"), table(record, "settings")) if again else ""
+    is_restart = bool(run.start)
+    changed = changes(table(run.start, "settings"), table(record, "settings")) if is_restart else ""
     text = f"{int(number(record, 'world_size'))} ranks" + (f"; changed settings: {changed}" if changed else "")
-    if again and run.status == "" and not _cut_end(run.folder, iteration):
+    if is_restart and run.status == "" and not _cut_end(run.folder, iteration):
         text += "; the process before recorded no end"
-    run.events.append(Event(iteration, "restart" if again else "start", text, when))
+    run.events.append(Event(iteration, "restart" if is_restart else "start", text, when))
     run.start, run.status, run.reason = record, "", ""
     run.settings, run.versions = table(record, "settings"), table(record, "environment")
     run.train_iters = int(number(record, "train_iters"))
@@ -317,7 +316,7 @@ def _add_process(run: Run, record: Record, when: float | None) -> None:
 def _cut_end(folder: Path, iteration: int) -> bool:
     """Whether a process that continued from ``iteration`` moved the end of an earlier one aside."""
     path = folder / f"{TIMING_FILE}.cut-{iteration}"
-    return path.exists() and any(each["kind"] == "end" for each in records(path, []))
+    return path.exists() and any(record["kind"] == "end" for record in records(path, []))
 
 
 def changes(before: dict[str, object], after: dict[str, object]) -> str:
@@ -327,13 +326,13 @@ def changes(before: dict[str, object], after: dict[str, object]) -> str:
 
 
 def _add_cuts(run: Run) -> None:
-    """Add rollbacks: records that a resumed process moved to ``….cut-ITERATION``, their ends, and their lost time."""
+    """Rollbacks: records that a resumed process moved to ``….cut-ITERATION``, their ends, and their lost time."""
     for path in sorted(run.folder.glob(f"{METRICS_FILE}.cut-*")):
         iteration = path.name.rpartition("-")[2]
         if not iteration.isdecimal():
             continue
         moved = records(path, [], every_statistics=1 << 30)
-        lost = [each["iteration"] for each in moved if each["kind"] == "train"]
+        lost = [record["iteration"] for record in moved if record["kind"] == "train"]
         if lost:
             text = f"{counted(len(lost), 'iteration')} up to {max(lost)} computed again"
             run.events.append(Event(int(iteration), "rollback", text))
@@ -348,7 +347,6 @@ def _add_cuts(run: Run) -> None:
 
 
 def _add_checkpoint(run: Run) -> None:
-    """Add the settings of the last checkpoint, and its versions if no process recorded them."""
     try:
         which = read_tracker(run.folder)
         objects = read_json(Path(checkpoint_directory(run.folder, which)) / MANIFEST).get("objects")
@@ -364,7 +362,6 @@ def _add_checkpoint(run: Run) -> None:
 
 
 def _add_log(run: Run, log: Path) -> None:
-    """Add the last lines of a log that look like warnings or errors."""
     try:
         with open_regular(log) as lines:
             for raw in lines:
@@ -377,7 +374,7 @@ def _add_log(run: Run, log: Path) -> None:
 
 
 def _find_status(run: Run, age: float) -> None:
-    """Set the status of a run without a recorded end by the ``age`` of its files."""
+    """``age``: seconds since the last write."""
     if run.status in ("finished", "stopped", "failed"):
         return
     pace = run.timing.get("seconds_per_iteration", Series()).y

@@ -319,7 +319,7 @@ def saves_of_different_speed(rank, world):
         return 7
 
     behind.start(writer.WritePlan([], {}), work, lambda phase: None, "a save")
-    while not behind.done(wait=False):
+    while not behind.has_finished(wait=False):
         time.sleep(0.01)
     seconds, found = time.perf_counter() - began, (behind.busy, behind.take()[0])
     behind.close()

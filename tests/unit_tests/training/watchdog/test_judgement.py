@@ -159,7 +159,7 @@ def test_a_rank_that_raises_alone_is_named_after_a_moment():
 def test_an_error_that_all_ranks_have_heard_of_outlives_the_store(monkeypatch):
     """Rank 0 holds the store and leaves as soon as all know: that is no death which the others must report."""
     second = monitors(2)[1]
-    second.own_error = "trace"
+    second.error_here = "trace"
     second.store.declare(Failure(0, "the data is damaged", for_user=True, together=True))
     second.local_ranks = SimpleNamespace(dead=lambda: [0])
     second._guards_itself = False  # no timer that would end this process
