@@ -65,12 +65,14 @@ def read_answer(client):
 def test_waiting_connections_beyond_the_limit_are_closed_and_others_are_answered(tokenizer, beginning):
     with running_server(tokenizer, max_connections=10) as (url, _):
         clients = [connect(url, beginning) for _ in range(30)]
+        for client in clients if beginning.endswith(b"\r\n\r\n") else ():
+            client.recv(4096)  # a connection is idle only after its answer
         time.sleep(0.2)
         began = time.monotonic()
         assert httpx.get(url + "/health").status_code == 200
         assert httpx.post(url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
-        assert time.monotonic() - began < 3
-        assert [is_closed(client, 1) for client in clients[:20]] == [True] * 20
+        assert time.monotonic() - began < 10
+        assert [is_closed(client, 5) for client in clients[:20]] == [True] * 20
         assert not is_closed(clients[-1], 0.1)
 
 
@@ -254,7 +256,7 @@ def test_open_requests_get_errors_in_form_when_the_server_ends(tokenizer, monkey
             service.program.handle_exit(2, None)
         for thread in threads:
             thread.join(20)
-        assert is_closed(half, 5) and time.monotonic() - began < 5
+        assert is_closed(half, 10) and time.monotonic() - began < 20
     assert answers["full"].status_code == 503
     assert "the server stops" in answers["full"].json()["error"]["message"]
     *_, error, done, end = answers["stream"].text.split("\n\n")
