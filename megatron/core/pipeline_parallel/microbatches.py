@@ -129,15 +129,17 @@ def message_shape(
     device = torch.device("cpu")
     if dist.get_backend(groups.pp_up.handle) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    return MessageShape(tuple(shapes), model.config.pipeline_dtype, device)
+    num_frozen = getattr(model, "num_frozen_tensors", 0)
+    return MessageShape(tuple(shapes), model.config.pipeline_dtype, device, num_frozen=num_frozen)
 
 
 def of_rows(shape: MessageShape, row_lengths: Sequence[int], seq_length: int) -> MessageShape:
     """Replace hidden states [s, b, h] by [n, 1, h] for packed rows of ``row_lengths`` tokens. Rows are split over the
-    same ranks as ``seq_length`` was; [n, 1, h] has the maximum n = s * b."""
-    ((local_length, batch, hidden),) = shape.shapes
+    same ranks as ``seq_length`` was; [n, 1, h] has the maximum n = s * b. Models may differ in h only."""
+    ((local_length, batch),) = {(length, batch) for length, batch, _ in shape.shapes}
     lengths = tuple(length * local_length // seq_length for length in row_lengths)
-    return shape._replace(shapes=((local_length * batch, 1, hidden),), lengths=lengths)
+    shapes = tuple((local_length * batch, 1, hidden) for _, _, hidden in shape.shapes)
+    return shape._replace(shapes=shapes, lengths=lengths)
 
 
 def choose_runner() -> Callable[..., list[MicroBatchResult]]:

@@ -9,7 +9,8 @@ its receives in the same order, as early as it wants. On GPUs only streams wait,
     ``_ShapedWire``    as ``_GroupWire``, but each message is preceded by its shapes, for which the host waits.
     ``_MailboxWire``   copy engines between GPUs of one host; a message can arrive before its receive is posted.
 
-A message is one tensor, or several for encoder-decoder models, with the same shapes at every stage boundary. The
+A message is one tensor, or several for encoder-decoder models and frozen models next to the trained one, with the same
+shapes at every stage boundary. Backward messages omit the tensors of frozen models. The
 length may differ between micro-batches if every rank knows all lengths in advance (``MessageShape.lengths``).
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megatron.core.groups.copy_engines.exchange import CopyEngines
 
 Message = tuple[Tensor, ...]
+Entry = TypeVar("Entry")
 
 
 class MessageShape(NamedTuple):
@@ -40,12 +42,19 @@ class MessageShape(NamedTuple):
     device: torch.device
     lengths: tuple[int, ...] | None = None
     """First dim of the messages by micro-batch, if it varies; ``shapes`` then has the maximum. None: constant."""
+    num_frozen: int = 0
+    """Number of tensors at the end without gradients, which only forward messages have."""
 
-    def of(self, microbatch: int) -> MessageShape:
-        """Return the message shape of one micro-batch."""
-        if self.lengths is None:
-            return self
-        return self._replace(shapes=tuple((self.lengths[microbatch], *shape[1:]) for shape in self.shapes))
+    def of(self, action: Action) -> MessageShape:
+        """Return the shape of the message that ``action`` sends."""
+        shapes = self.shapes if action.kind == "F" else self.with_gradients(self.shapes)
+        if self.lengths is not None:
+            shapes = tuple((self.lengths[action.microbatch], *shape[1:]) for shape in shapes)
+        return self._replace(shapes=shapes)
+
+    def with_gradients(self, message: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        """Return the entries of ``message`` (tensors or shapes) that have gradients."""
+        return message[: len(message) - self.num_frozen]
 
     @property
     def sizes(self) -> list[int]:
@@ -221,7 +230,7 @@ class Messages:
         while place not in self._posted:
             sent = expected.popleft()
             self._posted[RankAction(place.rank, sent)] = self._wire.start_receive(
-                lane, lane.number[sent], self.message.of(sent.microbatch)
+                lane, lane.number[sent], self.message.of(sent)
             )
 
     def receive(self, action: Action) -> Message | None:
@@ -247,7 +256,7 @@ class Messages:
             # detach as a remote message would be: the next chunk's backward must stop here and send its gradient
             self._at_home[RankAction(self.rank, action)] = tuple(tensor.detach() for tensor in message)
             return
-        shapes, expected = tuple(tuple(tensor.shape) for tensor in message), self.message.of(action.microbatch).shapes
+        shapes, expected = tuple(tuple(tensor.shape) for tensor in message), self.message.of(action).shapes
         dtypes = {tensor.dtype for tensor in message}
         if self.sends_shapes and len(shapes) == len(expected):
             expected = shapes

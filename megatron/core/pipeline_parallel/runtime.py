@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.actions import Action, Schedule
 from megatron.core.pipeline_parallel.loss_weights import weighted_sum
 from megatron.core.pipeline_parallel.p2p import Message, Messages
 from megatron.core.pipeline_parallel.results import MicroBatchResult, logged_pairs
-from megatron.core.pipeline_parallel.stage_model import DefersWeightGradients, set_input
+from megatron.core.pipeline_parallel.stage_model import DefersWeightGradients, output_tensors, set_input
 from megatron.core.tensor_parallel.linear import WeightGradientStore
 
 ForwardEvent = Literal["reads", "has batch", "done", "generates"]
@@ -63,7 +63,8 @@ class _InFlight:
     """Forward state of a micro-batch, kept until its backward."""
 
     received: Message | None
-    """Input tensors from the previous stage, leaves of the autograd graph; None on the first stage."""
+    """Input tensors from the previous stage that have gradients, leaves of the autograd graph; None on the first
+    stage."""
     roots: Sequence[object]
     """The loss, or the gradient edges of the output tensors; an entry is None if its tensor requires no gradient."""
     weight_gradients: Sequence[Callable[[], None]] = ()
@@ -120,8 +121,9 @@ class PipelineRun:
         work, chunk = self.work, self.work.chunks[action.chunk]
         train = self.schedule.has_backward
         received = self.messages.receive(action)
+        with_gradients = self.messages.message.with_gradients
         if received is not None and train:
-            for tensor in received:
+            for tensor in with_gradients(received):
                 tensor.requires_grad_()  # a leaf: backward sends its .grad to the previous stage
         set_input(chunk, received)
         roots: Sequence[object]
@@ -135,11 +137,13 @@ class PipelineRun:
                 message = output_tensors(output)
                 self.messages.send(action, message)
                 # a gradient edge keeps the graph but not the output, whose memory is freed after the send
-                roots = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in message]
+                edges = with_gradients(message)
+                roots = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in edges]
         # otherwise the model would keep the input alive until its next forward
         set_input(chunk, None)
         if train:
-            self._in_flight[action.chunk, action.microbatch] = _InFlight(received, roots)
+            leaves = None if received is None else with_gradients(received)
+            self._in_flight[action.chunk, action.microbatch] = _InFlight(leaves, roots)
 
     def _event(self, event: ForwardEvent) -> None:
         if self.work.on_forward is not None:
@@ -217,8 +221,3 @@ def deferred_weight_gradients(chunks: Sequence[nn.Module], split: bool) -> Itera
     finally:
         for module, _ in layers:
             module.weight_gradient_store = None
-
-
-def output_tensors(output: Tensor | Sequence[Tensor]) -> Message:
-    """Return the tensors of a stage's output, which is a tensor or a tuple of tensors and None (skipped)."""
-    return (output,) if isinstance(output, Tensor) else tuple(tensor for tensor in output if tensor is not None)

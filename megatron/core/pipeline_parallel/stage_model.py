@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.groups.process_groups import ProcessGroups
@@ -52,6 +52,11 @@ def set_input(chunk: nn.Module, message: Message | None) -> None:
         receive(message[0] if message is not None and len(message) == 1 else message)
     elif message is not None:
         raise ValueError(f"{type(model).__name__} is a later pipeline stage: it needs set_input_tensor(tensor)")
+
+
+def output_tensors(output: Tensor | Sequence[Tensor]) -> Message:
+    """Return the tensors of a stage's output, which is a tensor or a tuple of tensors and None (skipped)."""
+    return (output,) if isinstance(output, Tensor) else tuple(tensor for tensor in output if tensor is not None)
 
 
 def message_shapes(

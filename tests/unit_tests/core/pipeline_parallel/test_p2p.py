@@ -141,6 +141,24 @@ def test_micro_batches_have_lengths_of_their_own(monkeypatch, through_engines):
         first.send(Action("F", 0, 0), (rows[1],))
 
 
+@pytest.mark.parametrize("through_engines", [False, True])
+def test_gradients_of_frozen_tensors_are_not_sent(monkeypatch, through_engines):
+    """The last tensor of each forward message is frozen; the tensors of a row differ in the last dim only."""
+    engines = engines_of(2) if through_engines else None
+    monkeypatch.setattr(p2p, "dist", Backend())
+    both = MessageShape(((4, 2, 3), (4, 2, 5)), torch.float64, CPU, num_frozen=1)
+    first, last = ends(engines=engines, shape=of_rows(both, [6, 16], 8))
+    rows = [tuple(torch.randn(n, 1, hidden, dtype=torch.float64) for hidden in (3, 5)) for n in (3, 8)]
+    for number in range(2):
+        first.send(Action("F", 0, number), rows[number])
+        last.send(Action("B", 0, number), rows[number][:1])
+    for number in range(2):
+        assert_equal(last.receive(Action("F", 0, number)), rows[number])
+        assert_equal(first.receive(Action("B", 0, number)), rows[number][:1])
+    with pytest.raises(ValueError, match=r"\(3, 1, 5\) torch.float64, but stages pass on \(3, 1, 3\)"):
+        last.send(Action("B", 0, 0), rows[0])
+
+
 def test_a_message_is_kept_until_it_has_been_sent(monkeypatch):
     backend = Backend()
     monkeypatch.setattr(p2p, "dist", backend)
