@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import nn
 
 from megatron.core.distributed import DataParallel
 from megatron.core.groups.process_groups import ProcessGroups
@@ -14,6 +17,7 @@ from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.data.loader import BatchReader
 from megatron.training.evaluate import EvalSet
 from megatron.training.hooks.base import Hook
+from megatron.training.start.companions import Companion, pair_stages
 from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
 
@@ -38,3 +42,10 @@ class Components:
     hooks: Sequence[Hook] = ()
     on_forward: Callable[[ForwardEvent, bool], None] | None = None
     """Called with the events of every forward step (see ``Work``)."""
+    companions: Sequence[Companion] = ()
+    """Frozen models next to ``model``."""
+
+    @cached_property
+    def stages(self) -> Sequence[nn.Module]:
+        """Chunks that schedules run: each chunk of ``model``, paired with the same chunk of all companions."""
+        return pair_stages(self.model, self.companions, self.groups)

@@ -56,6 +56,7 @@ from megatron.training.report.out_of_memory import (
 )
 from megatron.training.report.plan.summary import predict_run
 from megatron.training.rules.inputs import check_inputs
+from megatron.training.start.companions import build_companions
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
 from megatron.training.start.weight_edits import build_weight_edits
 from megatron.training.stored_settings import weight_settings
@@ -209,7 +210,8 @@ def _cause(error: Exception, cfg: PretrainConfig, parts: Components) -> UserErro
     file (it kills a DataLoader worker, whose exit names no file). None if ``error`` explains itself."""
     if is_out_of_memory(error):
         where = f"in iteration {parts.state.iteration + 1}"
-        held = measure(parts.model, parts.optimizer)
+        frozen = (chunk for companion in parts.companions for chunk in companion.model)
+        held = measure([*parts.model, *frozen], parts.optimizer)
         return _out_of_memory(error, cfg, parts.task, parts.groups, held, where)
     return truncated_file(parts.datasets)
 
@@ -301,6 +303,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     )
     parts = Components(task, groups, model, optimizer, scheduler, TrainState(), checkpointer)
     try:
+        parts.companions = build_companions(task, groups)
         return _load(parts, cfg)
     except BaseException:
         checkpointer.unlock()

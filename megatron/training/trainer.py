@@ -48,7 +48,7 @@ class Trainer:
         self.state, self.timers = parts.state, parts.task.timers
         self.hooks = Hooks(cfg.logging.log_interval, parts.hooks)
         self.last_mark = time.perf_counter()
-        self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups, parts.on_forward)
+        self.evaluator = Evaluator(cfg, parts.task, parts.stages, parts.groups, parts.on_forward)
         self.task_scores: TaskScores | None = None
         if cfg.validation.eval_tasks is not None:
             self.task_scores = TaskScores(cfg, parts, parts.task.tokenizer)
@@ -227,7 +227,7 @@ class Trainer:
         task.loss_weights.set(parts.optimizer.scale_loss(1.0 / counts.clamp(min=1.0)))
         return {
             "forward_step_func": task.forward_step,
-            "model": parts.model,
+            "model": parts.stages,
             "loss_weights": task.loss_weights,
             "on_forward": parts.on_forward,
             **task.batches.split(batches, self._num_microbatches(size), cfg.training.micro_batch_size),

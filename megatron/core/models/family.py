@@ -108,6 +108,9 @@ class ModelFamily:
     """Batch tensors of two or more dims that every context-parallel rank needs in full."""
     weight_settings: tuple[str, ...] = ()
     """Settings that the meaning of its weights depends on, in addition to the settings of common layers."""
+    companions: str = ""
+    """Function (settings) -> {name: resolved settings} of the frozen models that its task needs, as
+    ``"package.module:function"``, imported when it is used (``training/checkpoint/companion_settings.py``)."""
     is_default: bool = False
     """Whether checkpoints and programs that name no family mean this one."""
     is_causal: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
@@ -98,6 +99,11 @@ class PretrainConfig:
         """Return the description of the model; torch-free unless --spec is set. ``vocab_size`` is unpadded, 0 if
         unknown."""
         return self.family.describe(self, vocab_size)
+
+    @functools.cached_property
+    def companions(self) -> Mapping[str, PretrainConfig]:
+        """Settings of the frozen models next to the trained one, by name. May read their folders."""
+        return pkgutil.resolve_name(self.family.companions)(self) if self.family.companions else {}
 
     def with_settings(self, **changes: Any) -> PretrainConfig:
         """Return a copy with other values for these fields; derived settings are not updated."""

@@ -26,7 +26,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order, resolve
 from megatron.training.report.advice import fit_rows
 from megatron.training.report.expert_hints import expert_hints
-from megatron.training.report.memory import memory_rows
+from megatron.training.report.memory import describe_companion, memory_rows
 from megatron.training.report.pipeline import pipeline_rows
 from megatron.training.report.plan.summary import prediction_rows
 from megatron.training.report.rates import cost_rows
@@ -164,12 +164,13 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
     if vocab_size is not None:
         yield "vocabulary", f"{vocab_size} ({source}), padded to {model.stored_vocabulary}"
     without = "" if vocab_size else " without the embedding"
+    unknown = ""
     if model.unknown:
-        without += f" and without {', '.join(model.unknown)}, which has no describe(config, place)"
+        unknown = f" and without {', '.join(model.unknown)}, which has no describe(config, place)"
     layers = sorted({sum(branch.num_parameters for branch in layer) for layer in model.layers})
     per_layer = " to ".join(f"{count:,}" for count in (layers[:1] + layers[1:][-1:]))
     stored = f"; {model.padding:,} more of padding" if model.padding else ""
-    yield "parameters", f"{model.num_parameters:,}{without}, of which {per_layer} per layer{stored}"
+    yield "parameters", f"{model.num_parameters:,}{without}{unknown}, of which {per_layer} per layer{stored}"
     if config.mtp_num_layers is not None:
         num_parameters = sum(piece.num_parameters for piece in model.predictions)
         yield "multi-token prediction", f"{config.mtp_num_layers} further, with {num_parameters:,} of these parameters"
@@ -178,6 +179,11 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
         shared = config.moe_shared_expert_intermediate_size
         yield "experts", widths + (f", and a shared one of width {shared}" if shared else "")
         yield "active parameters", f"{model.num_active_parameters:,} per token"
+    for name, companion in cfg.companions.items():
+        shape = f"{companion.model.num_layers} layers, width {companion.model.hidden_size}"
+        count = describe_companion(companion, vocab_size or 0).num_parameters
+        folder = companion.checkpoint.load_hf or companion.checkpoint.load
+        yield f"companion {name}", f"{shape}, {count:,} frozen parameters{without}, of {folder}"
 
 
 def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:

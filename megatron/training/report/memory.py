@@ -56,6 +56,14 @@ class RankMemory:
     """Optimizer state in host memory; not in ``total``."""
     host_activations: int = 0
     """Offloaded activations in host memory at the peak; not in ``total``."""
+    frozen: int = 0
+    """Bytes of ``weights`` that belong to frozen models next to the trained one."""
+
+    def with_frozen(self, weights: int, working: int) -> RankMemory:
+        """Return a copy with a frozen model's ``weights`` and temporary memory."""
+        return replace(
+            self, weights=self.weights + weights, working=self.working + working, frozen=self.frozen + weights
+        )
 
     @property
     def total(self) -> int:
@@ -73,8 +81,30 @@ def estimate_memory(cfg: PretrainConfig, vocab_size: int, model: ModelDescriptio
         peak_activations(schedule, weight=[float(size(cfg, model, stage)) for stage in stages].__getitem__)
         for size in (stage_activations, offloaded_activations)
     )
-    memories = (_rank_memory(cfg, model, stages[rank::ranks], int(saved[rank])) for rank in range(ranks))
-    return [replace(memory, host_activations=int(size)) for memory, size in zip(memories, host)]
+    trained = (_rank_memory(cfg, model, stages[rank::ranks], int(saved[rank])) for rank in range(ranks))
+    memories = [replace(memory, host_activations=int(size)) for memory, size in zip(trained, host)]
+    for companion in cfg.companions.values():
+        added = _companion_memory(cfg, companion, vocab_size)
+        memories = [memory.with_frozen(*sizes) for memory, sizes in zip(memories, added)]
+    return memories
+
+
+def _companion_memory(cfg: PretrainConfig, companion: PretrainConfig, vocab_size: int) -> Iterator[tuple[int, int]]:
+    """Yield for each pipeline rank the bytes of a frozen model's weights, which every data-parallel rank holds in full,
+    and of its temporary memory: the activations of one piece, since nothing is saved for a backward pass."""
+    model = describe_companion(companion, vocab_size)
+    stages = run_stages(companion, vocab_size or None, model)
+    ranks = cfg.model.pipeline_model_parallel_size
+    for rank in range(ranks):
+        pieces = [stage_pieces(model, stage) for stage in stages[rank::ranks]]
+        elements = sum(stored.elements for chunk in pieces for stored in stored_parameters(companion, chunk))
+        largest = max((kept_bytes([piece]) for chunk in pieces for piece in chunk), default=0.0)
+        yield elements * activation_bytes(companion.model), int(largest * _tokens(cfg))
+
+
+def describe_companion(companion: PretrainConfig, vocab_size: int) -> ModelDescription:
+    """Return the description of a frozen model in a run whose tokenizer has ``vocab_size`` entries (0: unknown)."""
+    return companion.describe(max(vocab_size, companion.tokenizer.vocab_size or 0) if vocab_size else 0)
 
 
 def _rank_memory(
@@ -427,6 +457,11 @@ def memory_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str
         cells = "".join(f"{getattr(memory, name) / 2**30:13.2f}" for name in columns)
         mark = "   <- the most" if len(ranks) > 1 and index == totals.index(max(totals)) else ""
         yield f"  pipeline rank {index}" if len(ranks) > 1 else "  every rank", cells + mark
+    if cfg.companions:
+        yield (
+            "  of weights: frozen models",
+            f"at most {max(memory.frozen for memory in ranks) / 2**30:.2f} GiB per rank",
+        )
     yield from _host_rows(ranks)
     live = microbatches_alive(cfg)
     yield "  alive at most", f"{', '.join(f'{count:g}' for count in live)} micro-batches x chunks by pipeline rank"

@@ -6,8 +6,11 @@ files is one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.core.config.cli import Problem
-from megatron.core.config.problems import collect_rules
+from megatron.core.config.errors import UserError
+from megatron.core.config.problems import Problems, collect_rules
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules import (
     backends,
@@ -49,5 +52,17 @@ RULES = collect_rules(
 def check(cfg: PretrainConfig) -> list[Problem]:
     """Return all problems of a resolved configuration; an empty list means that it can run."""
     rules = [*RULES, *collect_rules(data)] if cfg.needs_data else RULES
-    problems = [problem for rule in rules for problem in rule(cfg)] or list(sites_exist(cfg))  # needs valid sizes
+    problems = [problem for rule in rules for problem in rule(cfg)]
+    problems = problems or list(sites_exist(cfg)) or list(_companion_problems(cfg))  # these need valid sizes
     return list({str(problem): problem for problem in problems}.values())
+
+
+def _companion_problems(cfg: PretrainConfig) -> Problems:
+    """Yield the problems of the frozen models next to the trained one, with their names in front."""
+    try:
+        companions = cfg.companions
+    except UserError as error:  # a folder that cannot be read
+        yield Problem("companions", str(error))
+        return
+    for name, companion in companions.items():
+        yield from (replace(problem, flag=f"companion {name}: {problem.flag}") for problem in check(companion))

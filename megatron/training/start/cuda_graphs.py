@@ -36,6 +36,7 @@ from megatron.core.fp8.recipe import fp8_stacks
 from megatron.core.fusions.cuda_graphs import Recorder, record_cuda_graph
 from megatron.core.pipeline_parallel.loss_weights import LossWeights, weighted_sum
 from megatron.core.pipeline_parallel.microbatches import choose_runner
+from megatron.core.pipeline_parallel.paired_stage import trained_chunk
 from megatron.core.pipeline_parallel.results import MicroBatchResult, logged_pairs
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import to_device
@@ -94,7 +95,7 @@ class GraphedForwardBackward:
         same object in every call. ``options`` reach the warm-up calls only; replays take one model chunk. Waits for
         pending updates of weights. Returns replayed results as clones, since replays overwrite their outputs. Raises
         UserError for one form of micro-batches more than ``MOST_RECORDINGS``."""
-        for chunk in model:
+        for chunk in map(trained_chunk, model):
             if isinstance(chunk, DataParallel):
                 chunk.finish_updates()  # replays call no hooks that would wait
         with nullcontext() if self.stream is None else _on(self.stream):

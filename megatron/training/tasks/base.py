@@ -70,7 +70,8 @@ class Task:
 
     def loss_func(self, batch: dict[str, Tensor], output: Tensor) -> LossPairs:
         """Return ``{name: (sum of losses, count)}`` of this rank's tokens for all of :attr:`losses`; backward starts
-        from the sums times :attr:`loss_weights`. Further names are only logged."""
+        from the sums times :attr:`loss_weights`. Further names are only logged. With frozen models
+        (``ModelFamily.companions``) ``output`` is a ``PairedOutput``."""
         raise NotImplementedError
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:

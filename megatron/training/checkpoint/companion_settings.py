@@ -1,0 +1,85 @@
+"""Settings of frozen models next to the trained one: sizes of another model, everything else of the run.
+
+A model family names a function (``ModelFamily.companions``) that returns these settings by name. Parallel layout,
+precision, kernels, tokenizer and sequence length are the run's, because both models see the same batches on the same
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+from megatron.core.config.fp8 import Fp8Config
+from megatron.core.config.memory import RecomputeConfig
+from megatron.core.config.model_parallel_config import PrecisionConfig
+from megatron.core.config.pipeline import PipelineConfig
+from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
+from megatron.export.hf import load_hf_settings
+from megatron.training.checkpoint.files import find_checkpoint
+from megatron.training.checkpoint.other_formats import MODEL, with_settings
+from megatron.training.checkpoint.settings import load_checkpoint_args
+from megatron.training.config.checkpointing import CheckpointConfig
+from megatron.training.config.flat import flat_class, optional_groups
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolve import resolve
+from megatron.training.config.validation import ValidationConfig
+from megatron.training.stored_settings import stored_family
+
+_SHARED = {"seq_length", "decoder_seq_length"} | {
+    field.name for group in (PrecisionConfig, TokenizerConfig) for field in fields(group)
+} - {"vocab_size"}
+"""Settings of a model that are the run's."""
+_AT_DEFAULTS = (PipelineConfig, RecomputeConfig, Fp8Config, CheckpointConfig, ValidationConfig)
+"""Groups of settings that are neither the run's nor the model's."""
+_OF_TRAINING = {"qk_clip", "log_max_attention_logit"}
+"""Settings of a model without a meaning for frozen weights."""
+_FIXED = {"skip_train": True, "needs_data": False, "resolved": False, "explicit": frozenset()}
+
+
+def load_companion_config(cfg: PretrainConfig, folder: str, step: int | None = None) -> PretrainConfig:
+    """Return the settings of the model in ``folder``, in the layout of the run ``cfg``.
+
+    Args:
+        cfg: resolved settings of the run.
+        folder: a --save directory, or a Hugging Face folder if there is no checkpoint and ``step`` is None.
+        step: iteration to load; None: the latest.
+
+    Raises:
+        UserError: the folder holds no model, or one of an unknown family.
+    """
+    if step is None and (Path(folder) / "config.json").is_file() and find_checkpoint(folder) is None:
+        return companion_config(cfg, load_hf_settings(folder), folder, load_hf=folder)
+    return companion_config(cfg, load_checkpoint_args(folder, step), folder, load=folder, ckpt_step=step)
+
+
+def companion_config(
+    cfg: PretrainConfig, settings: Mapping[str, object], where: str, **checkpoint: str | int | None
+) -> PretrainConfig:
+    """Return resolved settings, not checked by rules, of a model in the layout of the run ``cfg``.
+
+    Args:
+        cfg: resolved settings of the run.
+        settings: settings of the model by field, ``model_family`` included (default: the default family). Missing ones
+            have the defaults of the flags.
+        where: source of ``settings``, for messages.
+        checkpoint: fields of ``CheckpointConfig``: the weights to load.
+    """
+    family = stored_family(settings, where).name
+    kind = flat_class(family)
+    groups = (*_AT_DEFAULTS, *optional_groups(kind))
+    other = {*MODEL, "encoder_num_layers", *(field.name for group in groups for field in fields(group))} - _SHARED
+    of_run = {field.name for field in fields(kind)} - other
+    chunks = virtual_pipeline_size(cfg.model)
+    flat = kind(**{
+        **{name: value for name, value in cfg.flat.values().items() if name in of_run},
+        **_FIXED,
+        **checkpoint,
+        "model_family": family,
+        # as many chunks as the trained model has; the number of layers per chunk follows
+        "num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None,
+    })  # fmt: skip
+    own = {name: value for name, value in settings.items() if name not in _SHARED | _OF_TRAINING}
+    return resolve(with_settings(flat, own, where), cfg.world_size)

@@ -1,0 +1,97 @@
+"""Frozen models next to the trained one: build them in the same layout, load their weights, pair their stages.
+
+They have no optimizer, no gradient buffers and no data-parallel wrapper: every data-parallel rank holds full weights,
+also under FSDP2. Checkpoints of the run do not contain them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron.core.config.errors import UserError
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.exchange import from_first_rank
+from megatron.core.dist_checkpointing.reader import load_from, together_reader
+from megatron.core.fp8.recipe import PREFIX as SCALES
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.pipeline_parallel.paired_stage import PairedStage
+from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.checkpoint.files import find_checkpoint
+from megatron.training.checkpoint.other_formats import load_hf_weights
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.initialize import training_device
+from megatron.training.start.parallelize import build_model
+from megatron.training.tasks.base import Task
+from megatron.training.tasks.language_model import task_class
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Companion:
+    """Frozen model in evaluation mode."""
+
+    name: str
+    cfg: PretrainConfig
+    model: list[nn.Module]
+    """This rank's chunks, as many as the trained model has."""
+
+
+def build_companion(name: str, cfg: PretrainConfig, tokenizer: Tokenizer | None, groups: ProcessGroups) -> Companion:
+    """Build this rank's chunks of the model of ``cfg`` and load the weights of its ``load`` or ``load_hf`` folder.
+    Collective. Raises UserError without a folder, CheckpointError if the folder does not fit."""
+    if cfg.checkpoint.load is None and cfg.checkpoint.load_hf is None:
+        raise UserError(f"companion {name}: has no weights; set load or load_hf in its settings")
+    model = build_model(task_class(cfg.model_family)(cfg, tokenizer), training_device())
+    for chunk in model:
+        chunk.requires_grad_(False).eval()
+    if cfg.checkpoint.load_hf is not None:
+        load_hf_weights(cfg.checkpoint.load_hf, model, None, groups)
+    else:
+        _load_checkpoint(cfg, model, groups)
+    logger.info("companion %s: frozen model of %s", name, cfg.checkpoint.load_hf or cfg.checkpoint.load)
+    return Companion(name, cfg, model)
+
+
+def _load_checkpoint(cfg: PretrainConfig, model: Sequence[nn.Module], groups: ProcessGroups) -> None:
+    """Fill the weights from the checkpoint that ``load`` and ``ckpt_step`` select, and nothing else. Collective. Raises
+    CheckpointError on all ranks if there is none, it is damaged, or names or shapes differ."""
+
+    def find() -> str:
+        checkpoint = find_checkpoint(cfg.checkpoint.load, cfg.checkpoint.ckpt_step)
+        if checkpoint is None:
+            raise CheckpointError(f"{cfg.checkpoint.load} holds no checkpoint")
+        return checkpoint.directory
+
+    reader = together_reader(from_first_rank(find, groups.world), groups.world)
+    tensors: dict[str, ShardedTensor] = {}
+    for chunk in model:
+        tensors |= module_tensors(chunk, prefix="model.", groups=groups)
+    load_from(reader, tensors, allow_unused=("optimizer.", "rng.", SCALES), group=groups.world)
+
+
+def build_companions(task: Task, groups: ProcessGroups) -> list[Companion]:
+    """Build the frozen models that the family of ``task`` asks for, with its tokenizer. Collective."""
+    return [build_companion(name, cfg, task.tokenizer, groups) for name, cfg in task.cfg.companions.items()]
+
+
+def pair_stages(
+    model: Sequence[nn.Module], companions: Sequence[Companion], groups: ProcessGroups
+) -> Sequence[nn.Module]:
+    """Return the chunks of ``model``, each paired with the same chunk of all companions if there are any."""
+    if not companions:
+        return model
+    return [
+        PairedStage(
+            chunk,
+            {companion.name: companion.model[index] for companion in companions},
+            groups,
+            is_last=groups.pp.is_last and index == len(model) - 1,
+        )
+        for index, chunk in enumerate(model)
+    ]
