@@ -12,11 +12,9 @@ EXIT_FAILED = 1
 
 
 class UserError(ValueError):
-    """Problem of a flag, a file or the environment that the user can fix; the message is complete.
-
-    It names the flag or file, the value, the reason and the fix. A program prints it and exits without a
-    traceback. Every other exception is a bug of this library or of user code and keeps its traceback.
-    """
+    """Problem of a flag, a file or the environment that the user can fix. The complete message names it, the value, the
+    reason and the fix; programs print it without a traceback. Every other exception is a bug and keeps its
+    traceback."""
 
     elsewhere: bool = False
     """Another rank has the cause and says more about it."""
@@ -41,10 +39,8 @@ def printable(text: str) -> str:
 
 
 class MissingModule(UserError, ImportError):
-    """A module of Megatron-LM is imported that this library does not have.
-
-    An ``ImportError``, for programs that continue without the module.
-    """
+    """Import of a Megatron-LM module that this library lacks: an ``ImportError``, for programs that continue without
+    it."""
 
     def __init__(self, module: str, reason: str) -> None:
         super().__init__(f"{module}: {reason}")
@@ -56,11 +52,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def call_all(calls: Iterable[Callable[[], Result]]) -> list[Result]:
-    """Call all ``calls``, also after a UserError, and return their results. Other errors propagate at once.
-
-    Raises:
-        UserError: the problems of all calls, each line once; in their class if all have the same class.
-    """
+    """Call all ``calls``, also after a UserError, and return their results. The UserError then has each line once, in
+    the class of all problems if they have the same. Other errors propagate at once."""
     results: list[Result] = []
     messages: dict[str, UserError] = {}
     for call in calls:

@@ -77,13 +77,10 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
 
     @classmethod
     def in_our_words(cls, arguments: dict[str, object]) -> dict[str, object]:
-        """Return ``arguments`` of Megatron-LM's constructor under the names that they have here, a new dict:
-        older names (which win), single values for lists, fused activations, activation functions. Drops settings of the
-        training loop and, without CUDA graphs, cuda_graph_* settings. Other names stay unchecked.
-
-        Raises:
-            ConfigError: an activation that this library does not have.
-        """
+        """Return ``arguments`` of Megatron-LM's constructor under the names that they have here, a new dict: older
+        names (which win), single values for lists, activations. Drops settings of the training loop and, without CUDA
+        graphs, cuda_graph_* settings. Other names stay unchecked. ConfigError for an activation that this library does
+        not have."""
         # older names take precedence: ``dataclasses.replace`` passes all fields in addition to the requested names
         settings = {name: value for name, value in arguments.items() if name not in _RENAMED}
         settings |= {_RENAMED[name]: value for name, value in arguments.items() if name in _RENAMED}

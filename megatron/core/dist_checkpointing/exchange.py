@@ -43,8 +43,7 @@ def all_gather_json(value: object, group: Group) -> list[Any]:
 
 
 def from_first_rank(make: Callable[[], T], group: Group) -> T:
-    """Call ``make()`` on group rank 0 and return its JSON result on every rank. Collective; if ``make`` fails, all
-    ranks raise CheckpointError, as :func:`together`."""
+    """Return the JSON result of ``make()`` on group rank 0 on every rank. Collective; errors as :func:`together`."""
 
     def only_first() -> Any:
         return make() if group.is_first else None
@@ -53,12 +52,10 @@ def from_first_rank(make: Callable[[], T], group: Group) -> T:
 
 
 def together(action: Callable[[], T], group: Group, error: type[UserError] = CheckpointError) -> list[T]:
-    """Run ``action`` on every rank of ``group`` and all-gather the JSON results, by group rank. Collective.
-
-    If ``action`` raises a ValueError or OSError on any rank, all ranks raise ``error`` (or CheckpointDamagedError),
-    naming the first failing rank. A rank whose exception is neither a ``UserError`` nor an ``OSError`` (a bug) raises
-    it unchanged. Other exception types are not caught: then other ranks block in the all-gather.
-    """
+    """Run ``action`` on every rank of ``group`` and all-gather the JSON results, by group rank. Collective. After a
+    ValueError or OSError on any rank, all ranks raise ``error`` (or CheckpointDamagedError), naming the first; a rank
+    with a bug, not a ``UserError`` or ``OSError``, raises it unchanged. Other exceptions are not caught: other ranks
+    then block."""
     result: Any = None
     message = None
     damaged = False

@@ -23,12 +23,8 @@ CHECKPOINT_FILE = re.compile(
 
 
 def read_regular_file(path: str | os.PathLike, limit: int, *, follow: bool = False) -> bytes:
-    """Return the bytes of ``path``; ``follow`` also allows a symbolic link to a regular file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CheckpointDamagedError: not a regular file, a link (unless ``follow``), over ``limit`` bytes, or unreadable.
-    """
+    """Return the bytes of ``path``; ``follow`` also allows a symbolic link. Raises FileNotFoundError, or
+    CheckpointDamagedError if it is not a regular file, a link, over ``limit`` bytes, or unreadable."""
     try:
         return read_file(path, limit, follow=follow)
     except FileNotFoundError:
@@ -38,12 +34,8 @@ def read_regular_file(path: str | os.PathLike, limit: int, *, follow: bool = Fal
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Read an untrusted JSON file that contains an object; follows a symbolic link.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CheckpointDamagedError: unreadable, not a regular file, over 1 GiB, not JSON, or not an object.
-    """
+    """Read an untrusted JSON file with an object; follows a symbolic link. Raises FileNotFoundError, or
+    CheckpointDamagedError if it is unreadable, not a regular file, over 1 GiB, not JSON, or not an object."""
     data = read_regular_file(path, MAX_JSON, follow=True)
     try:
         value = parse_json(data)
@@ -73,12 +65,8 @@ def checkpoint_directory(folder: str | os.PathLike, which: int | str) -> str:
 
 
 def read_tracker(folder: str | os.PathLike) -> int | str:
-    """Return the iteration in the tracker file of ``folder``, or ``"release"``.
-
-    Raises:
-        CheckpointError: the content is neither, or the file is not a small regular file.
-        FileNotFoundError: the tracker does not exist.
-    """
+    """Return the iteration in the tracker file of ``folder``, or ``"release"``. Raises CheckpointError for other
+    content or a file that is not small and regular, FileNotFoundError without tracker."""
     path = Path(folder) / TRACKER
     text = read_regular_file(path, MAX_TRACKER_BYTES, follow=True).decode("utf-8", errors="replace").strip()
     if text == RELEASE:

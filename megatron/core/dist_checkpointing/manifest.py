@@ -202,12 +202,7 @@ def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: Mapping[str
 
 def read_manifest(directory: str | os.PathLike) -> Manifest:
     """Return the manifest of ``directory`` after checking that exactly its ``*.safetensors`` files exist, in their
-    sizes. Does not look at assets or other files, and reads no tensor data.
-
-    Raises:
-        CheckpointDamagedError: the manifest is missing or damaged; or the list of all missing, foreign or wrongly sized
-            files.
-    """
+    sizes; reads no tensor data. CheckpointDamagedError lists all missing, foreign or wrongly sized files."""
     directory = Path(directory)
     path = directory / MANIFEST
     try:
@@ -236,8 +231,8 @@ def read_manifest(directory: str | os.PathLike) -> Manifest:
 
 
 def check_coverage(tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise ``CheckpointError`` unless the chunks of every tensor cover it exactly once; lists all tensors that fail.
-    Tensors without elements need no chunks. Entries must be well-formed."""
+    """Raise ``CheckpointError`` with all tensors that their chunks do not cover exactly once; without elements they
+    need none."""
     problems = []
     for name, entry in tensors.items():
         chunks = [chunk_rectangle(chunk) for chunk in entry["chunks"]]

@@ -127,16 +127,8 @@ class _OfThread(threading.local):
 
 
 class CheckpointReader:
-    """Reader of one checkpoint directory; needs no process group.
-
-    Opening checks the manifest and that all files exist with the right size, but no tensor data.
-
-    Args:
-        checkpoint_dir: ``…/iter_0001000``.
-
-    Raises:
-        CheckpointDamagedError: the manifest is damaged, or files are missing, foreign or have the wrong size.
-    """
+    """Reader of one checkpoint directory (``…/iter_0001000``); needs no process group. Opening checks the manifest and
+    that all files exist with the right size, but no tensor data; CheckpointDamagedError otherwise."""
 
     num_threads = 4
 
@@ -162,8 +154,8 @@ class CheckpointReader:
         return misfits({name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries}, tensors)
 
     def read(self, name: str) -> Tensor:
-        """Read a full global tensor into new CPU memory, in its stored dtype, with checks of its checksums. Raises
-        CheckpointDamagedError for damage, KeyError for an unknown name."""
+        """Read a full global tensor into new CPU memory. CheckpointDamagedError for damage, KeyError for an unknown
+        name."""
         entry = self.manifest["tensors"][name]
         full = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
         self.read_into(ShardedTensor(name, full, tuple(entry["shape"]), (0,) * full.ndim))
@@ -172,13 +164,9 @@ class CheckpointReader:
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
         """Fill ``tensor.local`` in place from the chunks that intersect it, cast to its dtype; waits for copies to a
-        GPU. Does not compare the global shape (see :meth:`misfits`). Several threads may call it.
-
-        Raises:
-            CheckpointDamagedError: a checksum differs, a file is truncated, or chunks do not cover the shard; it may be
-                filled in part.
-            KeyError: the name is not stored.
-        """
+        GPU. Does not compare the global shape (see :meth:`misfits`). Several threads may call it. KeyError for a name
+        that is not stored. CheckpointDamagedError, with the tensor filled in part, for a wrong checksum, a truncated
+        file, or missing chunks."""
         entry = self.manifest["tensors"][tensor.name]
         dtype = DTYPES[entry["dtype"]]
         filled = 0
@@ -261,8 +249,7 @@ class CheckpointReader:
             raise CheckpointDamagedError(f"{path}: cannot be read ({error.strerror})") from error
 
     def verify_assets(self) -> list[str]:
-        """Return a message for each copied file (asset) that is missing, unreadable or has another CRC-32; empty if all
-        are intact. Reads all of them, and raises nothing."""
+        """Return a message for each copied file (asset) that is missing, unreadable or has another CRC-32."""
         problems = []
         for name, entry in self.manifest["assets"].items():
             try:
@@ -274,8 +261,8 @@ class CheckpointReader:
         return problems
 
     def verify(self) -> None:
-        """Check every tensor and asset against its checksums; raise ``CheckpointDamagedError`` that lists the first
-        damage of each. Reads one full tensor at a time into CPU memory. No process group."""
+        """Raise ``CheckpointDamagedError`` with the first damage of each tensor and asset. Reads one full tensor at a
+        time."""
         problems = self.verify_assets()
         for name in self.names:
             try:

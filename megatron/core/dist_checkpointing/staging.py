@@ -29,12 +29,8 @@ Slab = tuple[Tensor, list[tuple[int, int]]]
 
 
 class Staging:
-    """Queue of copied tensor blocks; a single writer thread consumes them in the order of ``stage``.
-
-    Args:
-        limit: maximum bytes of host memory; at least one slab is used.
-        device: device type of the tensors.
-    """
+    """Queue of copied tensor blocks for a single writer thread, in the order of ``stage``. ``limit``: maximum bytes of
+    host memory (at least one slab); ``device``: device type of the tensors."""
 
     def __init__(self, limit: float, device: str) -> None:
         self.stream = torch.cuda.Stream() if device == "cuda" else None
@@ -121,8 +117,7 @@ class Staging:
 
 def free_host_memory() -> float:
     """Return the available host memory in bytes: the minimum of MemAvailable and the remaining limit of a version-2
-    cgroup, where page cache counts as free. MemAvailable only, if there is no such limit or its files cannot be
-    read."""
+    cgroup, if any, where page cache counts as free."""
     free = 1024.0 * _fields("/proc/meminfo").get("MemAvailable:", 0)
     with contextlib.suppress(OSError, ValueError):  # "max": no limit
         folder = Path("/sys/fs/cgroup")

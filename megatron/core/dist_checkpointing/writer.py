@@ -320,8 +320,8 @@ def safetensors_header(
 
 
 def host_blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of ``tensor`` in host blocks of ``BLOCK_BYTES`` (the last one shorter): views of CPU memory, or
-    copies of device memory, for which the host waits one by one."""
+    """Yield the bytes in blocks of ``BLOCK_BYTES``: views of CPU memory, or copies of device memory, waiting for
+    each."""
     data = flat_bytes(tensor)
     # one block at a time: a host copy of the full tensor could exceed the free memory
     for start in range(0, data.numel(), BLOCK_BYTES):

@@ -23,14 +23,8 @@ from megatron.core.statistics import StatisticsSum
 
 
 class DataParallel(nn.Module):
-    """Base class of data-parallel wrappers of one model chunk. The constructor derives parameter placements from
-    Megatron-LM's attributes (``adopt_declarations``) for parameters that have none, so that hand-written models need no
-    other setup.
-
-    Args:
-        module: one model chunk.
-        groups: this rank's process groups.
-    """
+    """Base class of data-parallel wrappers of one model chunk. The constructor derives the placements of parameters
+    without one from Megatron-LM's attributes (``adopt_declarations``)."""
 
     sums_gradients = True
     """Whether the data-parallel reduction is a sum (Megatron-LM's is a mean). The schedules read it to scale losses."""
@@ -75,7 +69,7 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable gradient reduction in backward; use it for all micro-batches but the last. The base class changes
+        """Disable gradient reduction in backward, for all micro-batches but the last. The base class changes
         nothing."""
         yield
 
@@ -104,12 +98,11 @@ class DataParallel(nn.Module):
         raise NotImplementedError
 
     def finish_param_sync(self) -> None:
-        """Complete the weight all-gathers, so that the weights may be read or written. Forward passes,
-        ``state_dict`` and ``load_state_dict`` wait automatically."""
+        """Complete the weight all-gathers. Forward passes, ``state_dict`` and ``load_state_dict`` wait
+        automatically."""
 
     def finish_gathers(self) -> None:
-        """Wait for the weight all-gathers in flight; unlike :meth:`finish_param_sync`, weights that forward passes do
-        not read may be missing."""
+        """Wait for the weight all-gathers in flight; weights that forward passes do not read may be missing."""
         self.finish_param_sync()
 
     def gather_exact_weights(self) -> None:
@@ -133,28 +126,22 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 class UpdatedGathers:
-    """All-gathers of weights. Each starts once the updates of its weights are queued.
-
-    Args:
-        chunks: this rank's chunks; their forward passes wait for updates.
-        parameters: parameters that will be updated.
-    """
+    """All-gathers of the weights of ``chunks``. Each starts once the updates of its ``parameters`` are queued."""
 
     def __init__(self, chunks: Iterable[DataParallel], parameters: Iterable[nn.Parameter]) -> None:
         self._unfinished = set(parameters)
         self._waiting = [chunk.gathers_of_updated(self._unfinished) for chunk in chunks]
 
     def advance(self, updated: Iterable[nn.Parameter]) -> None:
-        """Start the all-gathers that follow the updates of the parameters ``updated``. Collective: all start in the
-        same order on all ranks."""
+        """Start the all-gathers that follow these updates. Collective: in the same order on all ranks."""
         self._unfinished.difference_update(updated)
         for gathers in self._waiting:
             next(gathers, None)
 
 
 def weight_updates(chunks: Sequence[nn.Module], device: torch.device, *, overlaps: bool) -> WeightUpdates:
-    """Build the queue of updates of an optimizer. With ``overlaps`` they run during the next forward pass if all
-    ``chunks`` can wait for them."""
+    """Build the queue of updates. With ``overlaps`` they run during the next forward pass if all ``chunks`` can
+    wait."""
     can_wait = all(isinstance(chunk, DataParallel) and chunk.overlaps_updates for chunk in chunks)
     updates = WeightUpdates(device, overlaps=overlaps and can_wait)
     for chunk in chunks:

@@ -118,8 +118,7 @@ class DistributedDataParallel(DataParallel):
 
     @property
     def overlaps_updates(self) -> bool:
-        """Whether forward passes can wait for the update of each parameter separately: not if all weights are gathered
-        at once."""
+        """Whether forward passes can wait for each update: not if all weights are gathered at once."""
         return self.ddp_config.overlap_param_gather or not any(bucket.gathers for bucket in self._buckets())
 
     def expect_updates(self, updates: WeightUpdates) -> None:

@@ -71,15 +71,9 @@ class BufferKind(NamedTuple):
 
 
 class Bucket:
-    """Contiguous range of a buffer that one collective reduces (and one all-gather of weights fills).
-
-    Args:
-        grads: flat view of the gradients.
-        weights: flat tensor for the weights with the same layout if the optimizer state is sharded; else None.
-            Parameters become views of it.
-        places: elements of each parameter in the bucket.
-        layout: reduction groups and collective, storage.
-    """
+    """Contiguous range of a buffer that one collective reduces (and one all-gather of weights fills). ``grads`` is a
+    flat view; ``weights`` a flat tensor of the same layout if the optimizer state is sharded, else None: parameters
+    become views of it. ``places``: elements of each parameter in the bucket."""
 
     def __init__(
         self, grads: Tensor, weights: Tensor | None, places: dict[nn.Parameter, slice], layout: BufferLayout
@@ -109,8 +103,8 @@ class Bucket:
         """Whether GEMMs have gathered copies to read."""
 
     def reset(self) -> None:
-        """Mark all gradients as not ready and the reduction as not started, before an iteration. Weights that GEMMs do
-        not read are freed again if something else has read them."""
+        """Start an iteration: no gradient is ready. Frees weights that GEMMs do not read if something else has read
+        them."""
         self.pending = len(self.parameters)
         self._sum, self.started = None, False
         if self._has_copies and self._gather is None:  # else the end of the all-gather frees them, after the update
@@ -267,15 +261,9 @@ class Bucket:
 
 
 class ParamAndGradBuffer:
-    """Flat storage of the gradients, and with sharded optimizer state of the weights, of parameters of one dtype. The
-    constructor sets ``main_grad``, ``grad_added_to_main_grad`` and ``grad_ready`` on every parameter. With sharded
-    optimizer state it also moves ``parameter.data`` into flat weight buffers.
-
-    Args:
-        parameters: parameters of one kind and one reduction group, in creation order.
-        kind: dtypes, storage and cuts.
-        layout: bucket sizes, groups and collective.
-    """
+    """Flat storage of the gradients, and with sharded optimizer state of the weights, of ``parameters`` of one kind and
+    one reduction group. The constructor sets ``main_grad``, ``grad_added_to_main_grad`` and ``grad_ready`` on every
+    parameter, and moves ``parameter.data`` into flat weight buffers."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], kind: BufferKind, layout: BufferLayout) -> None:
         self.layout = layout = replace(layout, storage=kind.storage)
@@ -332,10 +320,9 @@ class ParamAndGradBuffer:
             bucket.reset()
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
-        """Count the gradient of ``parameter`` in the last micro-batch as ready, then start the reduction of every
-        complete bucket, in bucket order up to the first incomplete one. Does nothing if its bucket is reduced after
-        backward (``is_last``). Raises RuntimeError if its bucket is already complete or started, i.e. an earlier
-        micro-batch ran outside ``no_sync``."""
+        """Count the gradient of the last micro-batch as ready, then start the reductions of complete buckets in order,
+        up to the first incomplete one (not if ``is_last``). RuntimeError if the bucket is complete or started already,
+        i.e. an earlier micro-batch ran outside ``no_sync``."""
         # Start buckets in a fixed order even if gradients become ready in another one: ranks may run backward in
         # different orders (unused branches, experts without tokens), and collectives in different orders deadlock.
         arrived = self.buckets_by_parameter[parameter]
@@ -375,9 +362,8 @@ class ParamAndGradBuffer:
 
 
 def group_by_kind(parameters: Iterable[nn.Parameter], reduce_in_fp32: bool) -> dict[BufferKind, list[nn.Parameter]]:
-    """Group parameters by the properties that a buffer shares: dtype, gradient dtype, declared storage, and whether the
-    update rule owns matrices. Each list keeps the given order. The gradient dtype is fp32 for bf16 and fp16 parameters
-    if ``reduce_in_fp32``, else the dtype of the parameter."""
+    """Group parameters by dtype, gradient dtype (fp32 for 16 bits with ``reduce_in_fp32``), declared storage, and
+    whether the update rule owns matrices. Each list keeps the given order."""
     kinds: dict[BufferKind, list[nn.Parameter]] = {}
     for parameter in parameters:
         spec, dtype = spec_or_replicated(parameter), parameter.dtype

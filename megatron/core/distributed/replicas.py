@@ -38,9 +38,8 @@ class ReplicaDifference(NamedTuple):
 
 
 def tensor_hash(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return a 64-bit, position-dependent hash of the bits of ``tensor``, an int64 scalar on ``device`` (default: that
-    of the tensor), where it is computed. No host sync. The hash is the sum modulo 2^64 of the bits of each element plus
-    one, times an odd weight that depends on its position. A change of a single element always changes the hash."""
+    """Return a 64-bit, position-dependent hash of the bits of ``tensor``, int64 on ``device``. No host sync. Sum modulo
+    2^64 of each element's bits plus one, times an odd weight: a change of a single element changes the hash."""
     bits = tensor.detach().contiguous().view(-1).view(_INTEGER[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=device or bits.device)
     for first in range(0, bits.numel(), _HASHED_AT_ONCE):
@@ -61,15 +60,9 @@ def weight_rectangles(module: nn.Module, groups: ProcessGroups) -> Iterator[Shar
 def check_replicas(
     modules: Sequence[nn.Module], groups: ProcessGroups, additional: Iterable[ShardedTensor] = ()
 ) -> list[ReplicaDifference]:
-    """Return the replicas that are not bit-identical to the replica of the first rank in their group; empty if equal.
-    Collective over all ranks; waits for the device. Each rank returns the differences within its groups, so every rank
-    of a group returns the same entries for that group.
-
-    Args:
-        modules: this rank's model chunks.
-        groups: this rank's process groups.
-        additional: further tensors, such as ``MegatronOptimizer.replicas()``.
-    """
+    """Return the replicas (of weights and ``additional`` tensors, such as ``MegatronOptimizer.replicas()``) that are
+    not bit-identical to that of the first rank in their group. Collective over all ranks; waits for the device. Every
+    rank of a group returns the same entries for that group."""
     tensors = [tensor for module in modules for tensor in weight_rectangles(module, groups)] + list(additional)
     device = tensors[0].local.device if tensors else None  # a weight; offloaded state is hashed there too
     hashes = torch.stack([tensor_hash(tensor.local, device) for tensor in tensors]).tolist() if tensors else []

@@ -149,8 +149,7 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply every gradient shard in place (``main_grad`` and ``grad``, which share memory); call it after
-        ``finish_grad_sync``, which sets ``main_grad``."""
+        """Multiply every gradient shard in place, after ``finish_grad_sync``, which sets ``main_grad``."""
         for parameter in self._trained:
             parameter.main_grad.mul_(scaling_factor)  # type: ignore[attr-defined]
 
@@ -168,8 +167,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         self.start_param_sync()
 
     def start_param_sync(self) -> None:
-        """Let the next forward pass compute the scales of fp8 weights again, after the shards have changed. No
-        collective; call it on all ranks."""
+        """Let the next forward pass compute the scales of fp8 weights again. No collective; call it on all ranks."""
         if self._scales is not None:
             self._scales.are_old = True
 

@@ -12,12 +12,8 @@ from megatron.core.host_memory import SideStream
 
 class WeightUpdates:
     """Queue of the updates of one optimizer. Until the current stream has waited, it may neither read the weights nor
-    read or write the gradients of the parameters in the queue.
-
-    Args:
-        device: device of the weights.
-        overlaps: whether updates run on a side stream; else on the current stream, and nothing ever waits.
-    """
+    use the gradients of the queued parameters. Without ``overlaps`` updates run on the current stream, and nothing
+    waits."""
 
     def __init__(self, device: torch.device, *, overlaps: bool) -> None:
         self._current = SideStream(device)  # only its events

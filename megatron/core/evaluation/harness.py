@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
-    """Return the harness's model (``lm_eval.api.model.TemplateLM``) that scores and generates with ``engine``. Raises
-    UserError without the package."""
+    """Return the harness's model (``TemplateLM``) that scores and generates with ``engine``. UserError without the
+    package."""
     check_package("evaluation")
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
@@ -170,8 +170,7 @@ def build_request(
 def generate_texts(
     engine: Engine, tokenizer: Tokenizer, jobs: Sequence[tuple[str, dict[str, Any]]], adapter: Any
 ) -> list[str]:
-    """Return the text generated after each context with the harness's settings, before the first stop string and
-    without special tokens."""
+    """Return the text after each context, before the first stop string and without special tokens."""
     running: dict[int, tuple[int, TextStream, list[str]]] = {}
     texts = [""] * len(jobs)
     for index, (context, settings) in enumerate(jobs):

@@ -119,13 +119,8 @@ def shard_in_fp8(module: nn.Module, num_ranks: int) -> list[str]:
 
 
 class ScalesOfShards:
-    """Scales of the ``weights`` that are gathered in fp8, DTensor parameters.
-
-    Args:
-        weights: parameters of one module, by their copies.
-        dtype: dtype that the model computes in.
-        group: ranks that hold the other rows.
-    """
+    """Scales of the ``weights`` of one module that are gathered in fp8, DTensor parameters by their copies. ``dtype``:
+    that of the computation. ``group``: ranks that hold the other rows."""
 
     def __init__(self, weights: Sequence[tuple[GatheredCopy, nn.Parameter]], dtype: torch.dtype, group: Group) -> None:
         self._weights, self._dtype, self._group = list(weights), dtype, group

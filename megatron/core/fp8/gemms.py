@@ -46,15 +46,9 @@ class Clock:
 
 
 class Fp8Gemms(Gemms):
-    """GEMMs of one layer in fp8; subclasses define the casts.
-
-    Args:
-        weights: weights of the layer; their copies are made together.
-        clock: steps of the model chunk.
-        gradient_format: dtype of dY.
-        accumulate: as of :class:`Gemms`, for weight gradients in higher precision.
-        weight_gradients: whether dW is computed in fp8.
-    """
+    """GEMMs of one layer in fp8; subclasses define the casts. Copies of ``weights`` are made together.
+    ``gradient_format``: dtype of dY. ``accumulate``: as of :class:`Gemms`, for weight gradients in higher precision;
+    ``weight_gradients``: whether dW is computed in fp8."""
 
     reads_weight = False
     fast_output = True
@@ -185,14 +179,9 @@ def _flat(x: Quantized) -> Quantized:
 
 
 class PerTensorGemms(Fp8Gemms):
-    """One scale per matrix, taken over the ranks of ``groups``, which hold its parts.
-
-    Args:
-        groups: tensor- and context-parallel ranks, together.
-        weight_groups: tensor-parallel ranks.
-        history: delayed scales; None: each matrix is scaled by its values.
-        name: name of the layer, for ``history``.
-    """
+    """One scale per matrix, over the ranks of ``groups`` (tensor- and context-parallel) or ``weight_groups``
+    (tensor-parallel), which hold its parts. ``history``: delayed scales of the layer ``name``; None: each matrix is
+    scaled by its values."""
 
     def __init__(
         self, *arguments: object, groups: Sequence[Group], weight_groups: Sequence[Group],

@@ -29,13 +29,8 @@ PREFIX = "fp8."
 
 
 class Fp8Stack:
-    """fp8 state of the layers of one stack on this rank, and the recipe that gives them their GEMMs.
-
-    Args:
-        config: configuration of the stack.
-        num_layers: layers of the full stack.
-        groups: this rank's process groups.
-    """
+    """fp8 state of the layers of one stack on this rank, and the recipe that gives them their GEMMs. ``num_layers``: of
+    the full stack."""
 
     def __init__(self, config: TransformerConfig, num_layers: int, groups: ProcessGroups) -> None:
         self.config, self.groups = config, groups

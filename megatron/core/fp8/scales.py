@@ -45,13 +45,8 @@ def current_amax(x: Tensor, groups: Iterable[Group]) -> Tensor:
 
 
 class ScaleHistory:
-    """Delayed scales of the matrices of one model chunk: a row per matrix (input or gradient of a layer).
-
-    Args:
-        length: entries of a history.
-        uses_maximum: whether a scale follows from the maximum of the history instead of its newest entry.
-        margin: scales are divided by 2^margin.
-    """
+    """Delayed scales of the matrices of one model chunk: a row per matrix (input or gradient of a layer). ``length``:
+    entries; ``uses_maximum``: of the history instead of its newest entry; scales are divided by 2^``margin``."""
 
     def __init__(self, length: int, *, uses_maximum: bool, margin: int) -> None:
         self.length, self.uses_maximum, self.margin = length, uses_maximum, margin

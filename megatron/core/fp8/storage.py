@@ -34,12 +34,8 @@ from megatron.core.groups.process_groups import Group
 
 
 class GatheredCopy:
-    """fp8 copy of a weight [o, i]; the attribute ``fp8_copy`` of the parameter.
-
-    Args:
-        square: whether 128 x 128 blocks have a scale each, else one scale for the weight.
-        groups: ranks that hold other parts of the weight with the same scale (tensor parallelism).
-    """
+    """fp8 copy of a weight [o, i]; the attribute ``fp8_copy`` of the parameter. ``square``: one scale per 128 x 128
+    block instead of one. ``groups``: tensor-parallel ranks that hold other parts with the same scale."""
 
     def __init__(self, shape: tuple[int, ...], *, square: bool, groups: Sequence[Group]) -> None:
         self.shape, self.square, self.groups = shape, square, groups

@@ -58,10 +58,8 @@ class DynamicGradScaler:
         self.hysteresis_tracker = hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """Update scale and counters after a step; ``found_inf``: a gradient was not finite. An overflow resets the
-        count of finite steps; if ``hysteresis`` overflows have occurred since the last growth, it multiplies the scale
-        by ``backoff_factor``, down to ``min_scale``. After ``growth_interval`` finite steps in a row the scale grows by
-        ``growth_factor``. No collective: all ranks must pass the same ``found_inf``."""
+        """Update scale and counters after a step; ``found_inf``: a gradient was not finite. No collective: all ranks
+        must pass the same value."""
         if found_inf:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1

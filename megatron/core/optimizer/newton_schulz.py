@@ -90,10 +90,7 @@ SymmetricProduct = Callable[[Tensor, Tensor, Tensor | None, float, float], Tenso
 
 
 def orthogonalize(
-    matrices: Tensor,
-    steps: list[Triple],
-    precision: Precision,
-    product: SymmetricProduct = symmetric_product_reference,
+    matrices: Tensor, steps: list[Triple], precision: Precision, product: SymmetricProduct = symmetric_product_reference
 ) -> Tensor:
     """Return the nearly orthogonal factors of ``matrices`` [k, m, n], fp32 or fp64, in :func:`factor_dtype`.
     ``precision`` is that of GEMMs on fp32 matrices: bf16 operands (medium), TF32 on GPUs (high) or fp32 (highest); fp64

@@ -63,13 +63,12 @@ class Schedule:
         return chunk * self.num_ranks + rank
 
     def source(self, rank: int, action: Action) -> RankAction | None:
-        """Return the action whose output is the input of ``action``; it may run on the same rank. None for the first
-        stage's F, the last stage's B, and W."""
+        """Return the action whose output is the input, maybe on the same rank; None for F of the first stage, B of the
+        last, and W."""
         return self._neighbour(rank, action, {"F": -1, "B": 1, "W": 0}[action.kind])
 
     def target(self, rank: int, action: Action) -> RankAction | None:
-        """Return the action that receives the output of ``action``; None for the last stage's F, the first stage's B,
-        and W."""
+        """Return the action that receives the output; None for F of the last stage, B of the first, and W."""
         return self._neighbour(rank, action, {"F": 1, "B": -1, "W": 0}[action.kind])
 
     def _neighbour(self, rank: int, action: Action, step: int) -> RankAction | None:

@@ -51,19 +51,10 @@ _SHARPNESS = 8  # minimize the 8-norm of stage costs: close to their maximum, bu
 
 
 def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: float, back: float) -> list[int]:
-    """Split consecutive items (layers or branches) over stages to minimize the cost of the slowest stage. Solved by
-    dynamic programming over stages; the objective is the 8-norm of stage costs. Raises LayoutError if there are fewer
-    items than ``sum(smallest)``.
-
-    Args:
-        costs: cost of each item, in order.
-        smallest: minimum number of items per stage.
-        front: additional cost of the first stage.
-        back: additional cost of the last stage.
-
-    Returns:
-        Number of items per stage.
-    """
+    """Return the number of consecutive items (layers or branches) per stage that minimizes the 8-norm of stage costs,
+    by dynamic programming. ``costs``: of each item; ``smallest``: minimum number of items per stage; ``front``,
+    ``back``: additional cost of the first and last stage. LayoutError if there are fewer items than
+    ``sum(smallest)``."""
     return list(_balanced_counts(tuple(costs), tuple(smallest), front, back))
 
 

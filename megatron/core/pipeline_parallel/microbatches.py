@@ -40,20 +40,10 @@ def run_without_pipeline(
     forward_only: bool = False,
     **options: object,
 ) -> list[MicroBatchResult]:
-    """Run all micro-batches through an unpipelined model; return one result per micro-batch. Gradients accumulate in
-    the parameters. Backward passes before the last run inside ``model.no_sync()``; no data-parallel reduction is waited
-    for.
-
-    Args:
-        forward_step_func: forward step (see the module docstring).
-        data_iterator: iterator over micro-batches.
-        model: the model, or a list with one model.
-        num_microbatches: number of micro-batches to run.
-        forward_only: whether to skip backward.
-        options: ``loss_weights`` and ``on_forward`` (see ``Work``); ``collect_non_loss_data``: whether to collect
-            ``loss_func(output, non_loss_data=True)`` instead, without backward. Others, such as ``seq_length`` and
-            ``micro_batch_size``, are ignored; ``run_pipeline`` needs them.
-    """
+    """Run all micro-batches through an unpipelined model; return one result per micro-batch. Gradients accumulate;
+    backward passes before the last run inside ``model.no_sync()``. ``options``: ``loss_weights``, ``on_forward`` (see
+    ``Work``), and ``collect_non_loss_data``: collect ``loss_func(output, non_loss_data=True)`` without backward.
+    Others, which ``run_pipeline`` needs, are ignored."""
     chunks = _chunks(model)
     iterators = chunk_iterators(data_iterator, 1)
     only_forward = forward_only or options.get("collect_non_loss_data", False)
@@ -73,25 +63,12 @@ def run_pipeline(
     forward_only: bool = False,
     **options: Any,
 ) -> list[MicroBatchResult]:
-    """Run all micro-batches through the pipeline with the schedule of the model's configuration; forward-only with
-    ``forward_only`` or ``collect_non_loss_data``. Every rank of the pipeline must call it with the same settings.
-    Gradients accumulate in the parameters; backward passes before a chunk's last run in its ``no_sync()``.
-
-    Args:
-        forward_step_func: forward step (see the module docstring).
-        data_iterator: one iterator, or a list with one per chunk.
-        model: this rank's chunk, or its chunks in the order in which a micro-batch visits them.
-        num_microbatches: number of micro-batches to run.
-        seq_length: full sequence length, before context and sequence parallelism split it.
-        micro_batch_size: sequences per micro-batch.
-        forward_only: whether to skip backward.
-        options: ``loss_weights``, ``on_forward`` and ``collect_non_loss_data`` as in ``run_without_pipeline``;
-            ``decoder_seq_length`` for encoder-decoder models, where ``seq_length`` is the encoder's; ``row_lengths`` if
-            every micro-batch is one row of packed sequences: tokens per row, at most ``seq_length * micro_batch_size``.
-
-    Returns:
-        One result per micro-batch on the last stage; an empty list on other stages.
-    """
+    """Run all micro-batches through the pipeline with the configuration's schedule; return one result per micro-batch
+    on the last stage, else an empty list. Every rank must call it with the same settings. ``data_iterator`` and
+    ``model``: one, or a list by chunk in the order of visits. ``seq_length``: full length, before ranks split it.
+    ``options`` as in :func:`run_without_pipeline`; also ``decoder_seq_length`` (``seq_length`` is then the encoder's),
+    and ``row_lengths`` if every micro-batch is one row of packed sequences: tokens per row, at most ``seq_length *
+    micro_batch_size``."""
     chunks = _chunks(model)
     config: Any = unwrapped(chunks[0]).config
     groups = parallel_state.get_process_groups()
@@ -123,8 +100,7 @@ def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
 def message_shape(
     model: Any, groups: ProcessGroups, lengths: tuple[int, int | None], micro_batch_size: int
 ) -> MessageShape:
-    """Return the message shape between stages in ``config.pipeline_dtype`` (see ``message_shapes``). The device is the
-    current GPU with NCCL, else the CPU."""
+    """Return the shape of messages in ``config.pipeline_dtype``, on the current GPU with NCCL, else the CPU."""
     shapes = message_shapes(model, groups, lengths, micro_batch_size)
     device = torch.device("cpu")
     if dist.get_backend(groups.pp_up.handle) == "nccl":

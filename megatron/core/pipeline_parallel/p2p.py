@@ -270,7 +270,6 @@ class Messages:
         self._wire.send(lane, lane.number[action], tuple(tensor.detach().contiguous() for tensor in message))
 
     def finish(self) -> None:
-        """Wait until all messages have been sent (NCCL: in stream order); assert that every expected message was
-        received."""
+        """Wait until all messages have been sent (NCCL: in stream order); asserts that all were received."""
         self._wire.finish()
         assert not self._posted and not any(self._expected.values()), "messages that no action asked for"

@@ -23,8 +23,7 @@ class MicroBatchResult:
 
 
 def logged_pairs(losses: LossPairs) -> dict[str, Tensor]:
-    """Return the losses of a micro-batch as detached fp64 tensors [sum, count]. Raises UserError unless ``losses`` maps
-    names to (sum, count)."""
+    """Return detached fp64 tensors [sum, count]; UserError unless ``losses`` maps names to (sum, count)."""
     if not isinstance(losses, Mapping) or not all(len(pair) == 2 for pair in losses.values()):
         raise UserError(f"loss_func: returned {type(losses).__name__}; return {{name: (sum of losses, count)}}")
     return {name: as_sum_and_count(tuple(pair)) for name, pair in losses.items()}

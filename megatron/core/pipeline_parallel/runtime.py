@@ -72,15 +72,8 @@ class _InFlight:
 
 
 class PipelineRun:
-    """Execution of ``schedule`` for one global batch on this rank.
-
-    Args:
-        schedule: actions of all ranks.
-        rank: this rank in the pipeline.
-        work: model chunks, data and loss functions.
-        messages: p2p communication of this rank.
-        lookahead: number of following actions whose receives are posted before the current action runs.
-    """
+    """Execution of ``schedule`` for one global batch on this rank of the pipeline. ``lookahead``: number of following
+    actions whose receives are posted before the current action runs."""
 
     def __init__(self, schedule: Schedule, rank: int, work: Work, messages: Messages, *, lookahead: int = 1) -> None:
         self.schedule, self.rank, self.work, self.messages = schedule, rank, work, messages
@@ -99,11 +92,9 @@ class PipelineRun:
         """The last B and the last W of each chunk: only in these may data-parallel reduction start."""
 
     def run(self) -> list[MicroBatchResult]:
-        """Run this rank's actions in order and return the results of all micro-batches; empty on ranks without the
-        loss. Gradients accumulate in the parameters. Every rank of the pipeline must call it, once.
-
-        Before each action posts its receive and the receives of the next ``lookahead`` actions. At the end waits until
-        all messages have been sent (NCCL: in stream order)."""
+        """Run this rank's actions in order; return the results of all micro-batches, empty without the loss. Every rank
+        of the pipeline must call it, once. Before each action posts its receive and those of the next ``lookahead``
+        actions; waits at the end until all messages have been sent (NCCL: in stream order)."""
         step = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         with deferred_weight_gradients(self.work.chunks, self.schedule.splits_backward) as self._stores:
             for index, action in enumerate(self.actions):

@@ -60,8 +60,7 @@ LOSS = "loss"
 
 
 class _LossFunctions:
-    """Adapter of a program's forward step: scales its losses and converts them to the runtime's form. ``results``
-    collects the last value that ``loss_func`` returned for every micro-batch."""
+    """Adapter of a program's forward step. ``results``: last value that ``loss_func`` returned per micro-batch."""
 
     def __init__(self, forward_step: Callable, chunks: Sequence[nn.Module], num_microbatches: int) -> None:
         """Without a config: mean losses, no scaling. If the chunk's wrapper sums gradients and losses are not per
@@ -139,21 +138,11 @@ def _forward_backward(
     collect_non_loss_data: bool = False,
     **options: object,
 ) -> list[object]:
-    """Run all micro-batches and, after a backward, call ``config.finalize_model_grads_func`` if it is set. Return the
-    last value that ``loss_func`` returned for each micro-batch; an empty list on stages without the loss. See the
-    module docstring. Raises TypeError for an unknown argument.
-
-    Args:
-        runner: ``run_without_pipeline`` or ``run_pipeline``.
-        forward_step_func: ``(data_iterator, model) -> (output, loss_func)``.
-        data_iterator: an iterator, or a list with one per chunk of an interleaved pipeline.
-        model: this rank's chunk, or a list of its chunks.
-        num_microbatches: micro-batches of the global batch per data-parallel rank.
-        forward_only: whether to skip backward. ``loss_func`` may then be None; the result is the output.
-        collect_non_loss_data: whether to return ``loss_func(output, non_loss_data=True)`` instead; no backward.
-        options: ``seq_length`` and ``micro_batch_size`` (required with a pipeline), ``decoder_seq_length`` and
-            ``row_lengths``; see ``microbatches.py``. Other Megatron-LM arguments are ignored.
-    """
+    """Run all micro-batches by ``runner`` and, after a backward, ``config.finalize_model_grads_func``. Return the last
+    value of ``loss_func`` per micro-batch, on stages with the loss. ``forward_only``: without ``loss_func`` the result
+    is the output. ``collect_non_loss_data``: return ``loss_func(output, non_loss_data=True)``; no backward.
+    ``options``: ``seq_length`` and ``micro_batch_size`` (with a pipeline), ``decoder_seq_length``, ``row_lengths``;
+    other Megatron-LM arguments are ignored, unknown ones raise TypeError."""
     if unknown := sorted(options.keys() - _OPTIONS - _WITHOUT_EFFECT):
         raise TypeError(f"forward_backward_func() has no arguments {', '.join(unknown)}")
     options = {name: value for name, value in options.items() if name in _OPTIONS}

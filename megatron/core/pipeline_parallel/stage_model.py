@@ -20,8 +20,7 @@ class StageModel(Protocol):
     config: ModelParallelConfig
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Store the previous stage's output for the next ``forward``: a tensor, a tuple if there are several, or None
-        to release it."""
+        """Store the previous stage's output for the next ``forward``: a tensor, a tuple, or None to release it."""
 
     def message_shapes(self, lengths: tuple[int, int | None], micro_batch_size: int) -> Sequence[tuple[int, ...]]:
         """Return the shapes of the tensors that stages exchange. ``lengths`` is (encoder or only sequence length,

@@ -79,15 +79,9 @@ def chosen_bucket_size(
 
 
 def cut_buffer(sizes: Sequence[int], separate: Sequence[bool], bucket_size: int | None, rule: CutRule) -> BufferCut:
-    """Assign parameters to buckets and to offsets in the buffer, in the given order. Always returns at least one
-    bucket.
-
-    Args:
-        sizes: elements of each parameter, in memory order.
-        separate: whether the parameter gets a separate bucket.
-        bucket_size: elements from which a bucket is closed; None: never.
-        rule: alignment, and where shards may be cut.
-    """
+    """Assign parameters to buckets (at least one) and to offsets in the buffer. ``sizes``: elements in memory order;
+    ``separate``: whether a parameter gets a separate bucket; ``bucket_size``: elements from which a bucket is closed,
+    None: never."""
     padded = [-(-size // rule.unit) * rule.unit for size in sizes]
     alignment, regions = rule.bucket_alignment, rule.num_shards if rule.full else 1
     starts: list[int] = []

@@ -65,14 +65,9 @@ def sharing_axes(shard: ParameterShard, copies: Group, groups: ProcessGroups) ->
 
 
 class Deal:
-    """Assignment of parameters with the same ``axes`` to ranks. All ranks pass the same parameters in the same order.
-    Expert-parallel ranks share nothing: each deals its local experts.
-
-    Args:
-        shards: this rank's shards.
-        axes: groups that share the work.
-        cost: function (logical full shape, spec) -> cost of a unit.
-    """
+    """Assignment of parameters with the same ``axes`` to ranks, which pass the same parameters in the same order.
+    Expert-parallel ranks share nothing: each deals its local experts. ``cost``: (logical full shape, spec) -> cost of a
+    unit."""
 
     def __init__(
         self,

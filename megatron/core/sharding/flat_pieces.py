@@ -20,17 +20,10 @@ from megatron.core.sharding.rectangles import Rectangle
 def flat_pieces(
     spec: ParameterSpec, groups: ProcessGroups, span: tuple[int, int], flat: Tensor
 ) -> Iterator[tuple[Rectangle, Tensor]]:
-    """Yield (rectangle of the global tensor, its values) for a flat range of this rank's shard, in memory order.
-    Padding is omitted. A range of a matrix gives at most three rectangles: the end of a row, full rows, the start of a
-    row.
-
-    Args:
-        spec: placement of the parameter.
-        groups: this rank's process groups.
-        span: element range (begin, end) in the local shard.
-        flat: elements of this range in any shape (weights, gradients or moments); the yielded values are views of it
-            if it is contiguous.
-    """
+    """Yield (rectangle of the global tensor, its values) for the element range ``span`` (begin, end) of this rank's
+    shard, in memory order without padding. ``flat``: these elements in any shape (weights, gradients or moments);
+    values are views of it if it is contiguous. A range of a matrix gives at most three rectangles: end of a row, full
+    rows, start of a row."""
     shard = stored_rectangle(spec, groups)
     memory, cursor = flat.detach().reshape(-1), 0
     for at, lengths in _split_flat_range(list(shard.lengths), *span):

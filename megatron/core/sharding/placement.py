@@ -215,8 +215,7 @@ def parameter(
 
 
 def declare(param: Tensor, **fields: Any) -> None:
-    """Replace ``fields`` of the parameter's spec, for example ``storage`` or ``update_rule``. Call it after the model
-    is built and before it is wrapped for data parallelism."""
+    """Replace ``fields`` of the spec, for example ``storage``, before the model is wrapped for data parallelism."""
     param.spec = replace(spec_or_replicated(param), **fields)  # type: ignore[attr-defined]
 
 
@@ -228,8 +227,7 @@ def declare_row_parts(linear: nn.Module, matrices: tuple[int, ...], heads: tuple
 
 
 def data_parallel_groups(spec: ParameterSpec | None, groups: ProcessGroups) -> DataParallelGroups:
-    """Return the data-parallel groups (reduce, shard, replica, model) of a parameter. None is a parameter without a
-    spec, i.e. a replicated dense parameter."""
+    """Return the data-parallel groups of a parameter; None is a replicated dense parameter."""
     return groups.expert if spec is not None and spec.is_expert else groups.dense
 
 
@@ -301,8 +299,7 @@ def local_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
 
 
 def local_view(param: Tensor, spec: ParameterSpec, groups: ProcessGroups) -> Tensor:
-    """Return the unpadded elements of a contiguous local tensor (parameter, gradient or moment), a detached view in the
-    logical shape."""
+    """Return the unpadded elements of a contiguous local tensor, a detached view in the logical shape."""
     stored = stored_rectangle(spec, groups)
     return Rectangle.whole(stored.within(spec.shape).lengths).of(param.detach().view(stored.lengths))
 
@@ -319,12 +316,10 @@ def spec_or_replicated(param: Tensor) -> ParameterSpec:
 
 
 def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
-    """Attach a spec to parameters without one, from Megatron-LM's attributes if they have any.
-    ``sequence_parallel = True``: the local gradient is a partial sum over this tensor-parallel rank's positions.
-    ``sequence_parallel = False``: every rank computes the full gradient. ``tensor_model_parallel = True`` with
-    ``partition_dim``: the dim is sharded evenly over tensor-parallel ranks. Other parameters stay without a spec.
-    Raises UserError for an invalid ``partition_dim``, a ``partition_stride`` other than 1, or ``allreduce = False``
-    (Megatron-LM's mark of expert parameters)."""
+    """Attach a spec to parameters without one, from Megatron-LM's attributes. ``sequence_parallel``: True: the local
+    gradient is a partial sum over this rank's positions, False: each rank computes all of it. ``tensor_model_parallel``
+    with ``partition_dim``: that dim is sharded evenly. Others stay without a spec. UserError for an invalid
+    ``partition_dim``, a ``partition_stride`` other than 1, or ``allreduce = False`` (mark of expert parameters)."""
     for name, param in model.named_parameters():
         if not hasattr(param, "spec"):
             spec = _declared_by_attributes(name, param, groups)
@@ -358,9 +353,8 @@ def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroup
 
 
 def require_declarations(model: nn.Module) -> None:
-    """Check that every parameter has a spec; call it with sequence parallelism. Each tensor-parallel rank then sees
-    only its positions, and without a spec it is unknown whether the gradient must be all-reduced over them. Raises
-    UserError if a parameter has no spec; the message lists up to eight such parameters with their modules."""
+    """Check that every parameter has a spec, for sequence parallelism: without one it is unknown whether the gradient
+    must be all-reduced over positions. UserError lists up to eight parameters with their modules."""
     undeclared = [
         f"{prefix + '.' if prefix else ''}{name} ({type(module).__name__})"
         for prefix, module in model.named_modules()

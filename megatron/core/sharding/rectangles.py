@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 
 class Rectangle(NamedTuple):
-    """Index range ``offsets[d]`` to ``offsets[d] + lengths[d]`` along every dim d. Empty (a length is 0) if a shard
-    consists of padding only."""
+    """Index range ``offsets[d]`` to ``offsets[d] + lengths[d]`` along every dim d; empty for shards of padding only."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]

@@ -97,18 +97,9 @@ def stored_tensors(
 def flat_range_tensors(
     name: str, flat: Tensor, parameter: Tensor, span: tuple[int, int], *, groups: ProcessGroups, prefix: str = ""
 ) -> dict[str, ShardedTensor]:
-    """Convert a flat range of a parameter's local memory to sharded tensors by key; they are views of a contiguous
-    ``flat``. Keys are ``prefix`` + global name (for a part of a global tensor: the local name), with ``@index``
-    appended if the range is not the full local parameter.
-
-    Args:
-        name: parameter name in the module.
-        flat: elements of the range in any shape: weights, gradients or moments.
-        parameter: parameter with the placement.
-        span: element range (begin, end) in the local parameter.
-        groups: this rank's process groups.
-        prefix: prefix of the global name.
-    """
+    """Convert the element range ``span`` (begin, end) of a parameter's local memory, with values ``flat`` in any shape,
+    to sharded tensors by key; views of a contiguous ``flat``. Keys are ``prefix`` + global name (for a part of a global
+    tensor: the local name ``name``), with ``@index`` appended if the range is not the full parameter."""
     spec = spec_or_replicated(parameter)
     full_name, key, shape = prefix + global_name(name, spec), prefix + _key(name, spec), tuple(spec.shape)
     is_one = span == (0, parameter.numel())

@@ -34,8 +34,8 @@ class AutogradHandle:
         self._started: Tensor | None = _Begin.apply(x, self)
 
     def wait(self) -> Tensor:
-        """Wait (on CUDA: in stream order) and return the result, a tensor with a gradient. Call it exactly once; a
-        second call raises AssertionError."""
+        """Wait (on CUDA: in stream order) and return the result, differentiable. A second call raises
+        AssertionError."""
         # drop the reference: the graph refers to this object, and a cycle would be freed only by the garbage collector
         # (with --manual-gc it runs rarely, and gathered inputs would fill the memory)
         started, self._started = self._started, None
@@ -86,8 +86,7 @@ def start_all_gather(x: Tensor, group: Group) -> AutogradHandle:
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> AutogradHandle:
-    """Start a differentiable reduce-scatter of partial sums, [s, ...] -> this rank's [s / n, ...]. The gradient is
-    all-gathered."""
+    """Start a differentiable reduce-scatter of partial sums, [s, ...] -> [s / n, ...]; all-gathers the gradient."""
     return AutogradHandle(x, group, begin_reduce_scatter, begin_all_gather)
 
 

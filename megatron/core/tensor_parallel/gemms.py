@@ -65,12 +65,8 @@ def operand_of(tensors: Sequence[Tensor]) -> Operand:
 
 
 class Gemms:
-    """GEMMs of one linear layer with weight [o, i], by torch. With ``out`` the inputs are matrices, and the result is
-    written there.
-
-    Args:
-        accumulate: (total [o, i], dY^T [o, t], x [t, i]) -> None; adds the product to ``total`` in place.
-    """
+    """GEMMs of one linear layer with weight [o, i], by torch. With ``out`` inputs are matrices and the result is
+    written there. ``accumulate``: (total [o, i], dY^T [o, t], x [t, i]) adds the product to ``total`` in place."""
 
     reads_weight = True
     """Whether products read the weight itself, not a copy: then other products may read it in their place."""
@@ -87,8 +83,7 @@ class Gemms:
         return Operands(grad, grad)
 
     def begin_gather(self, x: Operand, group: Group, *, second: bool) -> AsyncHandle:
-        """Start the all-gather of X along its first dim over ``group``: the first operand of :meth:`pack_input`, or the
-        ``second``."""
+        """Start the all-gather of X along its first dim: the first operand of :meth:`pack_input`, or the ``second``."""
         return begin_all_gather(x, group)  # type: ignore[arg-type]
 
     def gather_gradient(self, grad: Tensor, group: Group) -> Tensor:

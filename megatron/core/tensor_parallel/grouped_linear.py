@@ -108,8 +108,8 @@ def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | 
 
 
 def multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return [r, o]: all groups in one launch, rows after the last end undefined. Falls back to :func:`multiply_loop`
-    for unsupported dtypes or sizes."""
+    """Return [r, o]: all groups in one launch, rows after the last end undefined; falls back to
+    :func:`multiply_loop`."""
     if not _is_served(x, weight.shape[1], x.shape[1]):
         return multiply_loop(x, weight, ends)
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)

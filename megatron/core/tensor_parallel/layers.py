@@ -158,8 +158,8 @@ class ColumnParallelLinear(GemmLayer):
         self._bare_traits = self._bare_traits._replace(gemms=self.traits.gemms)
 
     def gather(self, x: Tensor) -> AutogradHandle:
-        """Start the all-gather of ``x`` along the sequence; pass the handle to :meth:`forward`. Only for sequence
-        parallelism, which is not checked."""
+        """Start the all-gather of ``x`` along the sequence for :meth:`forward`; only for sequence parallelism (not
+        checked)."""
         return start_all_gather(x, self.group)
 
 
@@ -346,8 +346,7 @@ class VocabParallelEmbedding(nn.Module):
         return self._look_up(ids)
 
     def scattered(self, ids: Tensor) -> Tensor:
-        """Return the vectors [s / tp, b, h] of this rank's positions in ids [s, b] by a reduce-scatter over the
-        tensor-parallel group (sequence parallelism). Checks ids as ``forward``."""
+        """Return the vectors [s / tp, b, h] of this rank's positions in ids [s, b] by a reduce-scatter."""
         check_ids(ids, self.num_embeddings, "token ids")
         return operators.reduce_scatter_to_sequence(self._local_vectors(ids), self.group)
 
@@ -404,8 +403,7 @@ class VocabParallelOutput(GemmLayer):
         self._losses = self._logit_losses if self.chunk_tokens is None else self._chunked_losses
 
     def add_bias(self, config: ModelParallelConfig, groups: ProcessGroups) -> None:
-        """Set ``self.bias`` to a new zero-initialized bias, split along the vocabulary, which logits and losses then
-        add. Padding is as for the weight."""
+        """Set ``self.bias`` to zeros, split and padded like the weight, which logits and losses then add."""
         stored = stored_vocab_size(self.vocab_size, self.divisible_by, groups.tp)
         self.bias = parameter(
             (self.vocab_size,), init=Zeros(), mesh={"tp": Shard(0)}, stored=(stored,), ndim=1, groups=groups,

@@ -165,9 +165,8 @@ class _ParallelLinear(torch.autograd.Function):
 
 
 def start_input_gradient_reduction(grad_x: Tensor, traits: LinearTraits) -> AsyncHandle:
-    """Start the reduce-scatter (``gather_input``) or in-place all-reduce (``reduce_input_gradient``) of dX over the
-    group; ``wait()`` returns the reduced dX. Without either flag, or for one rank with a replicated input, ``wait()``
-    returns ``grad_x``."""
+    """Start the reduce-scatter (``gather_input``) or in-place all-reduce (``reduce_input_gradient``) of dX; ``wait()``
+    returns it. Without either flag, or for one rank with a replicated input, that is ``grad_x``."""
     if traits.gather_input:
         return begin_reduce_scatter(grad_x, traits.group)
     if not traits.reduce_input_gradient or traits.group.size == 1:
@@ -221,9 +220,8 @@ def ready_gradient(like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def complete_later(weight: Tensor, grad: Tensor | None) -> None:
-    """Deliver a weight's gradient outside of autograd's backward. With ``grad``: accumulate it into ``weight.grad``,
-    which runs the parameter's hooks. None: the gradient is in ``main_grad`` already; run the hooks of the token
-    ``grad_ready`` only, if there is one."""
+    """Deliver a weight's gradient outside of autograd's backward: accumulate ``grad`` into ``weight.grad``, which runs
+    the hooks. None: it is in ``main_grad``; run only the hooks of the token ``grad_ready``."""
     if grad is not None:
         weight.backward(grad)
     elif (ready := getattr(weight, "grad_ready", None)) is not None:

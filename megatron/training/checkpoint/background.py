@@ -30,14 +30,8 @@ Work = Callable[[Group, Blocks, Fault], int]
 
 
 class BackgroundWriter:
-    """Runner of background saves, one at a time. Creation is collective over ``world``, as are methods that say so.
-
-    Args:
-        world: group of all ranks; completion is agreed over it.
-        device: device type of the training.
-        staging_bytes: host memory limit; None: see ``staging.default_limit``.
-        timeout: maximum seconds for one file system call.
-    """
+    """Runner of background saves, one at a time. Creation is collective over all ranks ``world``. ``staging_bytes``:
+    host memory limit; None: see ``staging.default_limit``. ``timeout``: seconds for one file system call."""
 
     def __init__(self, world: Group, device: str, staging_bytes: float | None, timeout: float) -> None:
         self.world, self.device, self.staging_bytes, self.timeout = world, device, staging_bytes, timeout

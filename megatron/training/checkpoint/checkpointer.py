@@ -144,8 +144,7 @@ class Checkpointer:
         return max(self._failures.values(), default=0)
 
     def close(self) -> None:
-        """Wait for a background save (limited time) and release the locks, so that another job can write to --save. Not
-        collective."""
+        """Wait for a background save (limited time) and release the locks. Not collective."""
         if self._background is not None:
             self._background.close()
         self.unlock()
@@ -216,11 +215,7 @@ class Checkpointer:
 
     def finish_save(self, wait: bool) -> SaveReport | None:
         """Return the report of the background save once it has finished on every rank, else None; ``wait`` blocks until
-        then.
-
-        Raises:
-            CheckpointError: on the rank whose file system hangs.
-        """
+        then. CheckpointError on the rank whose file system hangs."""
         if self._pending is None or self._background is None:
             return None
         began = time.perf_counter()
@@ -289,12 +284,9 @@ class Checkpointer:
                     delete_checkpoint(folder, old, fault)
 
     def load(self) -> TrainState | None:
-        """Restore the checkpoint of --load (or --pretrained-checkpoint); return None to start from scratch.
-
-        Raises:
-            CheckpointError: on all ranks: damage, another architecture or tokenizer, missing or unused names, or
-                no checkpoint with --exit-on-missing-checkpoint.
-        """
+        """Restore the checkpoint of --load (or --pretrained-checkpoint); None to start from scratch. CheckpointError on
+        all ranks for damage, another architecture or tokenizer, missing or unused names, or
+        --exit-on-missing-checkpoint without one."""
         start = find_start(self.cfg, self.groups.world)
         if start is None:
             return None

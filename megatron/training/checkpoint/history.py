@@ -49,8 +49,8 @@ def fast_folder(cfg: CheckpointConfig) -> str | None:
 
 
 def identity(folder: str, *, make: bool = False) -> str | None:
-    """Return the identity of a --save folder, which its fast checkpoints store; None without one. ``make`` creates it.
-    Call on one process only. Raises CheckpointError if it cannot be written."""
+    """Return the identity of a --save folder, stored by its fast checkpoints, or None; ``make`` creates it
+    (CheckpointError). One process only."""
     path = Path(folder) / IDENTITY
     with suppress(FileNotFoundError):
         return read_regular_file(path, 100).decode("ascii", "replace").strip()
@@ -97,12 +97,8 @@ def find_resumable(cfg: CheckpointConfig, *, repair: bool = False) -> files.Foun
 
 def check_save_folder(cfg: PretrainConfig) -> None:
     """Reject a run that would mix its checkpoints with those from another run. --save may be empty, be --load (without
-    --finetune), or hold the original or a copy of the checkpoint in --load; the fast folder must belong to --save.
-    Checks nothing without --save, with --skip-train or --start-over. Call on one process only.
-
-    Raises:
-        CheckpointError: names what exists and the flags to continue or to start over.
-    """
+    --finetune), or hold the original or a copy of the checkpoint in --load; the fast folder must belong to --save. One
+    process only. CheckpointError names what exists and the flags to continue or to start over."""
     checkpoint = cfg.checkpoint
     if checkpoint.save is None or cfg.validation.skip_train or checkpoint.start_over:
         return

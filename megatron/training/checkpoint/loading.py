@@ -45,14 +45,9 @@ class Start:
 
 
 def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
-    """Return the checkpoint of --load, else of --pretrained-checkpoint (weights only), as found by the first rank; None
-    to start from scratch. Collective over ``world``: the first rank searches, restores checkpoints whose replacement
-    was interrupted, and shares the result.
-
-    Raises:
-        CheckpointError: no checkpoint with --exit-on-missing-checkpoint or --pretrained-checkpoint, or --save holds
-            the dense model that --moe-use-upcycling starts from.
-    """
+    """Return the checkpoint of --load, else of --pretrained-checkpoint (weights only), or None. Collective: the first
+    rank searches, and restores checkpoints whose replacement was interrupted. CheckpointError without a required
+    checkpoint, or if --save holds the dense model that --moe-use-upcycling starts from."""
     checkpoint = cfg.checkpoint
 
     def search() -> list | None:
@@ -97,16 +92,8 @@ def _continuation(cfg: PretrainConfig, match: Found, finetune: bool) -> int | No
 
 
 class Loading:
-    """Load of one checkpoint into a live run. Construction and :meth:`restore` are collective over all ranks.
-
-    Args:
-        live: state to fill.
-        start: checkpoint to load.
-        architecture: settings that define the meaning of weights.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be opened.
-    """
+    """Load of the checkpoint ``start`` into the live run ``live``. Construction and :meth:`restore` are collective over
+    all ranks. ``architecture``: settings that define the meaning of weights. CheckpointError if it cannot be opened."""
 
     def __init__(self, live: LiveState, start: Start, architecture: Sequence[str]) -> None:
         self.live, self.architecture = live, architecture
@@ -126,11 +113,8 @@ class Loading:
     def restore(self) -> TrainState:
         """Fill the model in place and, unless flags exclude them, optimizer, scheduler (only with optimizer state) and
         random states (only if ranks and generators match; else logs a warning); return the counters, new ones for
-        weights only. Without optimizer state sets the main parameters from the weights.
-
-        Raises:
-            CheckpointError: on all ranks: damage, another architecture or tokenizer, missing or unused names.
-        """
+        weights only. Without optimizer state sets the main parameters from the weights. Errors as
+        :meth:`Checkpointer.load`."""
         cfg, world, reader, live = self.cfg, self.world, self.reader, self.live
         changes = from_first_rank(self._check_objects, world)
         wants_rng = self.wants_rng and self._same_world()

@@ -87,11 +87,7 @@ OUTPUT = "model.output_layer.weight"
 
 def with_settings(cfg: FlatConfig, settings: Mapping[str, object], where: str | os.PathLike) -> FlatConfig:
     """Return ``cfg`` (parsed, not yet resolved) with the ``settings`` in `MODEL` that the command line does not set.
-    Explicit flags take precedence, except that they must not contradict settings in `FIXED`.
-
-    Raises:
-        CheckpointError: the command line contradicts them (both values are named), or the family is another one.
-    """
+    CheckpointError if explicit flags contradict settings in `FIXED`, or for another family."""
     refuse_other_family(settings, cfg.model_family, where)
     specs = flag_specs(cfg.model_family)
     flags = {spec.field: spec.names[0] for spec in specs}
@@ -121,13 +117,8 @@ def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[in
 def check_tensors(
     tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], where: str | os.PathLike
 ) -> None:
-    """Check that names and shapes of all tensors are exactly as expected and, except counters, their dtypes floating
-    point. Every kind of optimizer state that occurs must exist for each parameter except ``expert_bias``. Reads no
-    data.
-
-    Raises:
-        CheckpointError: lists the differences, with names and expected shapes.
-    """
+    """Check that names and shapes are as expected and, except counters, dtypes floating point. Every kind of optimizer
+    state must exist for each parameter except ``expert_bias``. Reads no data. CheckpointError lists the differences."""
     kinds = dict.fromkeys(name.split(".")[1] for name in tensors if name.startswith("optimizer."))
     trained = {name[len("model.") :]: shape for name, shape in expected.items() if not name.endswith(".expert_bias")}
     state = {f"optimizer.{kind}.{name}": shape for kind in kinds for name, shape in trained.items()}

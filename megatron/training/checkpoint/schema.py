@@ -73,13 +73,9 @@ def _is_scaler(value: object) -> bool:
 
 
 def malformed(objects: dict[str, Any], *, release: bool = False) -> list[str]:
-    """Return messages for missing, malformed or contradicting objects of a checkpoint; empty if all are valid. ``args``
-    and ``tokenizer`` are required; ``scheduler``, ``versions`` and ``optimizer`` may be missing; other objects and the
-    entries of ``args`` are not checked.
-
-    Args:
-        release: weights only: counters may be missing.
-    """
+    """Return messages for missing, malformed or contradicting objects of a checkpoint. ``scheduler``, ``versions`` and
+    ``optimizer`` may be missing, for a ``release`` (weights only) also counters. Entries of ``args`` are not
+    checked."""
     problems = []
     required = {"args", "tokenizer"} | (set() if release else {"iteration", "train_state"})
     problems += [f"{name} is missing" for name in sorted(required - objects.keys())]

@@ -29,11 +29,7 @@ _DENSE = re.compile(r"(model\.(?:decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer
 
 
 class DenseCheckpoint:
-    """Dense checkpoint presented to a model with experts (a ``dist_checkpointing.reader.Source``).
-
-    Args:
-        chunks: unwrapped model chunks of this rank.
-    """
+    """Dense checkpoint presented to the unwrapped ``chunks`` with experts (a ``dist_checkpointing.reader.Source``)."""
 
     num_threads = 1
 

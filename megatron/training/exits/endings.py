@@ -30,13 +30,9 @@ def say(message: str, rank: int) -> None:
 
 
 def notify_launcher(message: str, error: BaseException | None = None) -> None:
-    """Write the reason to torchrun's error file, if it is set and does not exist yet: the first reason is kept. Ignores
-    a file that cannot be written. torch's ``record`` decorator would add the stack of user errors and miss processes
-    that end by an exit code.
-
-    Args:
-        error: a bug whose traceback belongs in the report.
-    """
+    """Write the reason to torchrun's error file, unless it exists: the first reason is kept. ``error``: a bug whose
+    traceback belongs in the report. torch's ``record`` decorator would add the stack of user errors and miss processes
+    that end by an exit code."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path or os.path.exists(path):
         return

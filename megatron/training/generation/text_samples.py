@@ -56,12 +56,7 @@ class TextSamples:
     def _texts(self, engine: Engine) -> list[tuple[str, bool]]:
         """Return each continuation, and whether it was cut at its maximum length."""
         requests = [
-            Request(
-                prompt=ids,
-                max_new_tokens=self._tokens,
-                sampling=sampling,
-                stop_tokens=self._tokenizer.end_ids,
-            )
+            Request(prompt=ids, max_new_tokens=self._tokens, sampling=sampling, stop_tokens=self._tokenizer.end_ids)
             for ids, sampling in zip(self._ids, self._samplings)
         ]
         texts = []

@@ -89,11 +89,8 @@ class Hook:
 
 
 def check_methods(hooks: Sequence[Hook]) -> None:
-    """Reject ``on_…`` methods that the loop never calls, such as a misspelled one.
-
-    Raises:
-        UserError: lists them, each with the most similar method.
-    """
+    """Reject ``on_…`` methods that the loop never calls, such as a misspelled one: UserError with the most similar
+    ones."""
     names_of_events = [name for name in vars(Hook) if name.startswith("on_")]
     problems = []
     for hook in hooks:

@@ -45,11 +45,7 @@ def opened_files(datasets: Iterable[object]) -> Iterator[IndexedDataset]:
 
 
 class DataFilesHook(Hook):
-    """Hook that compares the files of ``datasets`` with their state when they were opened.
-
-    Raises:
-        IndexedDatasetError: a file was truncated.
-    """
+    """Compares the files of ``datasets`` with their state when opened; IndexedDatasetError if one was truncated."""
 
     def __init__(self, datasets: Iterable[object], log_interval: int) -> None:
         self.files = list({data.path_prefix: data for data in opened_files(datasets)}.values())

@@ -133,8 +133,7 @@ def device_name() -> str:
 
 
 def cuda_memory_megabytes() -> dict[str, float]:
-    """Return this process's CUDA memory in MiB with the keys "allocated", "max allocated", "reserved" and "max
-    reserved", in that order. Reads the allocator of the current device; does not reset peaks."""
+    """Return CUDA memory in MiB: "allocated", "max allocated", "reserved", "max reserved". Does not reset peaks."""
     sizes = {
         "allocated": torch.cuda.memory_allocated(),
         "max allocated": torch.cuda.max_memory_allocated(),

@@ -58,19 +58,9 @@ def known_vocab_size(cfg: TokenizerConfig) -> tuple[int | None, str]:
 
 
 def preflight(cfg: FlatConfig) -> bool:
-    """Run all checks that need no torch, and --dry-run, which writes its report to stdout on rank 0. Rank 0 also looks
-    at tokenizer, data files and stored settings. With --use-checkpoint-args or --load-hf only the folders are checked,
-    and the result is False.
-
-    Args:
-        cfg: parsed, not yet resolved settings.
-
-    Returns:
-        whether the program is finished.
-
-    Raises:
-        ConfigError: lists every contradiction.
-    """
+    """Run all checks that need no torch, and --dry-run, which reports on rank 0; return whether the program is
+    finished. Rank 0 also looks at tokenizer, data files and stored settings; with --use-checkpoint-args or --load-hf
+    only at the folders. ``cfg``: not yet resolved. ConfigError lists every contradiction."""
     if cfg.use_checkpoint_args or cfg.load_hf:  # the checkpoint's settings are not known yet
         resolved = resolve(cfg, 1)
         rules = load_folders_exist, save_folder_unused, save_folder_writable

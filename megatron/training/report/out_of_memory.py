@@ -103,12 +103,8 @@ def out_of_memory(
     where: str,
 ) -> OutOfMemory:
     """Return (not raise) the error that replaces a failed allocation: requested size, table of memory in use and
-    estimate, and the flags that save the most. Without an estimate (custom model) it gives general advice.
-
-    Args:
-        vocab_size: unpadded; 0 means unknown.
-        where: current phase of the rank, for the first line.
-    """
+    estimate, and the flags that save the most; general advice without an estimate (custom model). ``vocab_size``:
+    unpadded, 0: unknown. ``where``: phase of the rank, for the first line."""
     match = _REQUEST.search(str(error))
     request = f" for {_size(match)}" if match else ""
     total = (

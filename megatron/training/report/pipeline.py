@@ -63,11 +63,7 @@ def action_costs(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None
 
 
 def simulated_timeline(cfg: PretrainConfig, num_microbatches: int, vocab_size: int | None) -> Timeline:
-    """Return a simulated iteration with free communication.
-
-    Raises:
-        DeadlockError: the schedule does not terminate.
-    """
+    """Return a simulated iteration with free communication. DeadlockError if the schedule does not terminate."""
     schedule = run_schedule(cfg, num_microbatches)
     return simulate(schedule, action_costs(cfg, schedule, vocab_size))
 

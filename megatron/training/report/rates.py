@@ -97,12 +97,8 @@ def nearest_rate(cfg: PretrainConfig) -> MeasuredRate | None:
 
 
 def cost_rows(cfg: PretrainConfig, flops_per_iteration: float, samples: int) -> Iterator[tuple[str, str]]:
-    """Yield rows of the dry run: seconds per iteration, days and GPU-hours at the nearest measured rate.
-
-    Args:
-        flops_per_iteration: model FLOPs of one global batch of the final size.
-        samples: number of samples of the full run.
-    """
+    """Yield rows of the dry run: seconds per iteration, days and GPU-hours of ``samples`` at the nearest measured rate.
+    ``flops_per_iteration``: of the model, for one global batch of the final size."""
     rate = nearest_rate(cfg)
     if rate is None:
         yield "time", "not predicted: speed was measured only with --bf16, for model families of this package"

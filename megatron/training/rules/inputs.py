@@ -71,17 +71,9 @@ def input_problems(cfg: PretrainConfig, problems: Sequence[Problem]) -> list[Pro
 def check_inputs(
     cfg: PretrainConfig, num_samples: Sequence[int | None], *, tokenizer: bool = True, files: bool = True
 ) -> Tokenizer | None:
-    """Build the tokenizer, look into the data files, and check that samples can be made of them; return the tokenizer,
-    or None if it was not built. Runs all checks before it raises. Builds no index and no data set.
-
-    Args:
-        num_samples: of train, valid and test.
-        tokenizer: build it, and ask what its samples need.
-        files: look into the data files.
-
-    Raises:
-        UserError: one line per problem.
-    """
+    """Build the ``tokenizer``, look into the data ``files``, and check that ``num_samples`` (train, valid, test) can be
+    made; return the tokenizer, if built. Runs all checks; UserError has one line per problem. Builds no index and no
+    data set."""
     # here: --help does without numpy and the libraries of tokenizers
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.tokenizers import build_tokenizer
@@ -120,15 +112,9 @@ def check_inputs(
 
 
 def read_sample_prompts(values: Sequence[str], tokenizer: Tokenizer, length: int) -> list[tuple[str, list[int]]]:
-    """Return the prompts of --sample-prompts with their tokens: texts, and for @FILE the lines of the file that are not
-    blank; an empty text has the token that starts a document.
-
-    Args:
-        length: maximum number of tokens, the generated ones included.
-
-    Raises:
-        UserError: a file cannot be read or has no prompt; a prompt is too long, or the tokenizer rejects it.
-    """
+    """Return the prompts of --sample-prompts with their tokens: texts, and the lines of @FILE that are not blank; an
+    empty text has the token that starts a document. UserError for unreadable or empty files and prompts over ``length``
+    tokens, the generated ones included."""
     prompts: list[str] = []
     for value in values:
         if not value.startswith("@"):

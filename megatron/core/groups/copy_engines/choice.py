@@ -23,17 +23,10 @@ DEVICE = "cuda"
 
 
 def start_copy_engines(name: str, handle: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> CopyEngines | None:
-    """Return copy engines for the group ``ranks``, or None (on all of its ranks) if they are not supported. Collective
-    over the group; waits for the device. Copy engines require NCCL and all ranks on one host with GPU peer access. They
-    are not used with CUDA_DEVICE_MAX_CONNECTIONS=1: all streams then share one hardware queue, so that a waiting stream
-    would block the stream it waits for. The reason for None is logged, except without NCCL.
-
-    Args:
-        name: name of the group for the log.
-        handle: torch.distributed process group.
-        ranks: global ranks of the group.
-        rank: this rank within the group.
-    """
+    """Return copy engines for the group ``ranks`` (``rank``: within the group), or None on all ranks: they require NCCL
+    and all ranks on one host with GPU peer access. Not with CUDA_DEVICE_MAX_CONNECTIONS=1: all streams then share one
+    hardware queue, so that a waiting stream would block the stream it waits for. The reason is logged. Collective;
+    waits for the device."""
     if dist.get_backend(handle) != "nccl":
         return None
     open_window = partial(SymmetricWindow, handle)

@@ -118,8 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def remaining(run: Run) -> float | None:
-    """Return the seconds until the end at the mean pace since the first start, with evaluations and saves; None if
-    unknown."""
+    """Return the seconds until the end at the mean pace since the first start, with evaluations and saves, or None."""
     num_iterations = run.iteration - (x_range(run)[0] - 1)
     if not run.wall or num_iterations <= 0 or run.train_iters <= run.iteration:
         return None

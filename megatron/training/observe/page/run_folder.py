@@ -153,13 +153,8 @@ def table(record: Record, key: str) -> dict[str, object]:
 
 
 def read_run(path: Path, now: float, log: Path | None = None) -> Run:
-    """Read the run in ``path``, a folder or a metrics file. ``now``: Unix seconds, which decide
-    whether a run without a recorded end is running. ``log``: file with the run's output, whose warnings and errors are
-    listed.
-
-    Raises:
-        UserError: the folder has neither metrics nor times, or no record.
-    """
+    """Read the run in ``path``, a folder or a metrics file. ``now``: Unix seconds, which decide whether a run without a
+    recorded end is running. ``log``: file whose warnings and errors are listed. UserError without records."""
     folder = path if path.is_dir() else path.parent
     metrics = folder / METRICS_FILE if path.is_dir() else path
     files = [file for file in (metrics, folder / TIMING_FILE) if file.is_file()]
