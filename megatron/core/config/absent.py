@@ -54,8 +54,7 @@ class Absent:
         return f"rejected: {fix} (a flag of {program})" if self.status == "other" else f"rejected: {self.answer}"
 
     def refusal(self, typed: str) -> cli.Problem:
-        """Return the problem of a flag that is always rejected, with its fix; ``typed``: the flag as the user wrote
-        it."""
+        """Return the problem of a flag that is always rejected; ``typed``: the flag as the user wrote it."""
         if self.status == "other":
             program, _, fix = self.answer.partition(": ")
             return cli.Problem(typed, f"is a flag of {program}", fix=fix)
@@ -149,9 +148,8 @@ def rewrite(
     command_line: list[cli.Segment], current: Container[str]
 ) -> tuple[list[cli.Segment], list[str], list[cli.Problem]]:
     """Replace older spellings of a command line by today's flags. ``current`` spellings are not changed, except for
-    values that the table has. Replacements go to the front, so that today's spelling wins where both are given.
-
-    Returns (the command line in today's flags, one notice per spelling or value that is read otherwise, the problems of
+    values that the table has. Replacements go to the front, so that today's spelling wins where both are given. Returns
+    (the command line in today's flags, one notice per spelling or value that is read otherwise, the problems of
     rejected flags and values). Rows of the table without a replacement stay, for :func:`answers`."""
     front: list[list[str]] = []
     unchanged: list[cli.Segment] = []
@@ -183,8 +181,7 @@ def rewrite(
 
 
 def answers(values: Mapping[str, object]) -> tuple[list[str], list[cli.Problem]]:
-    """Return (notices, problems) for the settings of this table among ``values``; values equal to the default need
-    neither."""
+    """Return (notices, problems) for the settings of this table among ``values``, unless default."""
     notices: list[str] = []
     problems: list[cli.Problem] = []
     for spec in specs():
@@ -234,10 +231,8 @@ MEANT = {
 
 class TakesSettings(type):
     """Metaclass of a library configuration: the constructor takes, and objects have, the settings of this table by the
-    names that Megatron-LM's configurations have for them; of subclasses too, which programs derive.
-
-    Raise ConfigError for a missing capability, unless it is off or at its default.
-    """
+    names that Megatron-LM's configurations have for them; of subclasses too, which programs derive. Raise ConfigError
+    for a missing capability, unless it is off or at its default."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> None:
         super().__init__(name, bases, members)

@@ -218,8 +218,7 @@ def _plain(annotation: object) -> object:
 
 
 def _scalar(annotation: object) -> tuple[Callable[[str], object], str, tuple[Any, ...]]:
-    """Return (converter from text, type name, choices) of an annotation without None and list; TypeError for other
-    types."""
+    """Return (converter from text, type name, choices) of an annotation; TypeError for other types."""
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
         return type(choices[0]), type(choices[0]).__name__, choices
@@ -413,9 +412,8 @@ def read_mapping(
 
 
 def from_object(spec: FlagSpec, value: object) -> Any:
-    """Return a value of a settings file in the field's type, checked like the text on a command line; a single value of
-    a flag with ``nargs`` becomes a list. Raises ValueError, with the reason, also for null unless the field is
-    optional."""
+    """Return a value of a settings file in its type, checked like the text on a command line; a single value of a flag
+    with ``nargs`` becomes a list. Raises ValueError, with the reason, also for null unless the field is optional."""
     if value is None:
         if not spec.optional:
             raise ValueError("needs a value")
@@ -433,8 +431,7 @@ def from_object(spec: FlagSpec, value: object) -> Any:
 
 
 def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description: str = "") -> argparse.ArgumentParser:
-    """Return an argparse parser of these flags, for ``--help`` and for scripts that add flags. Names cannot be
-    abbreviated."""
+    """Return a parser of these flags, for ``--help`` and for scripts that add flags. Names cannot be abbreviated."""
     parser = argparse.ArgumentParser(
         prog=prog, description=as_typed(description), allow_abbrev=False, formatter_class=_HelpFormatter, add_help=False
     )

@@ -46,8 +46,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def help_with_default(action: argparse.Action) -> str:
-    """Return the help text of an option with its default in brackets, unless there is none, it is a bool, or the text
-    has "default:"."""
+    """Return the help of an option with its default in brackets, unless there is none (or a bool) or the text has
+    "default:"."""
     text, default = action.help or "", action.default
     if default in (None, argparse.SUPPRESS, []) or isinstance(default, bool) or "default:" in text:
         return text

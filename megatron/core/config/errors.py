@@ -12,9 +12,8 @@ EXIT_FAILED = 1
 
 
 class UserError(ValueError):
-    """Problem of a flag, a file or the environment that the user can fix. The complete message names it, the value, the
-    reason and the fix; programs print it without a traceback. Every other exception is a bug and keeps its
-    traceback."""
+    """Problem of a flag, a file or the environment that the user can fix. The message names it, the value, the reason
+    and the fix; programs print it without a traceback. Every other exception is a bug and keeps its traceback."""
 
     elsewhere: bool = False
     """Another rank has the cause and says more about it."""
@@ -28,8 +27,7 @@ class UserError(ValueError):
 
 
 def printable(text: str) -> str:
-    """``text`` with escapes for control characters but line ends and tabs: names in files may change what a terminal
-    shows."""
+    """``text`` with escapes for control characters, except line ends and tabs, which change terminals."""
     if text.isprintable():
         return text
     return "".join(
@@ -39,8 +37,7 @@ def printable(text: str) -> str:
 
 
 class MissingModule(UserError, ImportError):
-    """Import of a Megatron-LM module that this library lacks: an ``ImportError``, for programs that continue without
-    it."""
+    """Import of a Megatron-LM module that this library lacks: an ``ImportError``, so that programs may continue."""
 
     def __init__(self, module: str, reason: str) -> None:
         super().__init__(f"{module}: {reason}")

@@ -19,8 +19,7 @@ class FlagGroup:
 
 
 def frozen_group(kind: type[Group], values: Mapping[str, object]) -> Group:
-    """Return a frozen object of ``kind`` with ``values``. Bypasses the constructor: rules report contradictions, all at
-    once."""
+    """Return a frozen object of ``kind`` with ``values``. Bypasses the constructor: rules check values."""
     group = kind.__new__(kind)
     for field in fields(kind):  # type: ignore[arg-type]  # subclasses are dataclasses
         if field.name in values:

@@ -144,8 +144,7 @@ def fp8_recomputed_outputs(cfg: ModelSettings) -> Problems:
 
 
 def activation_offload(cfg: ModelSettings) -> Problems:
-    """Reject flags of activation offloading without it, modules that are missing or saved twice, and Transformer
-    Engine."""
+    """Reject flags of offloading without it, modules that are missing or saved twice, and Transformer Engine."""
     modules = cfg.offload_modules or ()
     if not cfg.fine_grained_activation_offloading:
         if modules:
@@ -291,7 +290,7 @@ def window_settings(cfg: ModelSettings) -> Problems:
 
 
 def activation_settings(cfg: ModelSettings) -> Problems:
-    """Reject more than one of --swiglu, --squared-relu, --relu, --quick-geglu and --geglu; the exact-GELU flag with an
+    """Reject several of --swiglu, --squared-relu, --relu, --quick-geglu and --geglu; the exact-GELU flag with an
     activation other than GELU or --geglu; and the clamp value and linear offset of gated units without a gated
     activation."""
     chosen = [field for field in ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu") if getattr(cfg, field)]

@@ -44,8 +44,7 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
 
 def following_sizes(settings: ModelSettings) -> dict[str, object]:
     """Return {name: value} for the number of query groups, head dim, FFN size, embedding init std and (with experts)
-    expert FFN size, each only if it is None in ``settings``, derived from the others; None if these are missing too.
-    Changes nothing."""
+    expert FFN size, each only if it is None in ``settings``, from the others; None if these are missing too."""
     hidden, heads = settings.hidden_size, settings.num_attention_heads
     values = {
         "num_query_groups": heads,

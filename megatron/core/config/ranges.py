@@ -39,8 +39,7 @@ class Range:
 
     @property
     def bounds(self) -> str:
-        """The range for messages, such as "at least 1 and at most 8"; bounds that only keep numbers inside 64 bits or
-        fp32 are omitted."""
+        """The range for messages, such as "at least 1 and at most 8"; without bounds of 64 bits or fp32."""
         if self.above and self.low == 0 and self.high in (math.inf, FLOAT32_MAX):
             return "positive"
         low = f"{'more than' if self.above else 'at least'} {self.low:g}" if self.low > -FLOAT32_MAX else ""

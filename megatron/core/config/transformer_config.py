@@ -35,12 +35,9 @@ _ACTIVATIONS = {
 
 @dataclass(kw_only=True)
 class TransformerConfig(ModelParallelConfig, ModelSettings):
-    """Sizes and choices of a transformer.
-
-    ``num_query_groups``, ``ffn_hidden_size``, ``kv_channels`` and ``embedding_init_method_std`` follow from the other
-    sizes when they are None. Impossible sizes raise one :class:`~megatron.core.config.cli.ConfigError`
-    with all of them.
-    """
+    """Sizes and choices of a transformer. ``num_query_groups``, ``ffn_hidden_size``, ``kv_channels`` and
+    ``embedding_init_method_std`` follow from the other sizes when they are None. Impossible sizes raise one
+    :class:`~megatron.core.config.cli.ConfigError` with all of them."""
 
     use_cpu_initialization: bool = derived(False)
     """Build the model on the CPU, not on the current GPU."""
@@ -77,10 +74,10 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
 
     @classmethod
     def in_our_words(cls, arguments: dict[str, object]) -> dict[str, object]:
-        """Return ``arguments`` of Megatron-LM's constructor under the names that they have here, a new dict: older
-        names (which win), single values for lists, activations. Drops settings of the training loop and, without CUDA
-        graphs, cuda_graph_* settings. Other names stay unchecked. ConfigError for an activation that this library does
-        not have."""
+        """Return ``arguments`` of Megatron-LM's constructor under the names that they have here: older names (which
+        win), single values for lists, activations. Drops settings of the training loop and, without CUDA graphs,
+        cuda_graph_* settings. Other names stay unchecked. ConfigError for an activation that this library does not
+        have."""
         # older names take precedence: ``dataclasses.replace`` passes all fields in addition to the requested names
         settings = {name: value for name, value in arguments.items() if name not in _RENAMED}
         settings |= {_RENAMED[name]: value for name, value in arguments.items() if name in _RENAMED}
@@ -150,8 +147,7 @@ def config_from_settings(settings: Any, config_class: type[TransformerConfig] | 
 
 @dataclass(kw_only=True)
 class MLATransformerConfig(TransformerConfig):
-    """Transformer with multi-latent attention, with the defaults of Megatron-LM's library (its command
-    line has other defaults)."""
+    """Transformer with multi-latent attention, with the defaults of Megatron-LM's library, not its command line."""
 
     multi_latent_attention: bool = True
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"

@@ -52,10 +52,9 @@ def from_first_rank(make: Callable[[], T], group: Group) -> T:
 
 
 def together(action: Callable[[], T], group: Group, error: type[UserError] = CheckpointError) -> list[T]:
-    """Run ``action`` on every rank of ``group`` and all-gather the JSON results, by group rank. Collective. After a
-    ValueError or OSError on any rank, all ranks raise ``error`` (or CheckpointDamagedError), naming the first; a rank
-    with a bug, not a ``UserError`` or ``OSError``, raises it unchanged. Other exceptions are not caught: other ranks
-    then block."""
+    """Run ``action`` on every rank of ``group`` and all-gather the JSON results. Collective. After a ValueError or
+    OSError on any rank, all ranks raise ``error`` (or CheckpointDamagedError), naming the first; a rank with a bug, not
+    a ``UserError`` or ``OSError``, raises it unchanged. Other exceptions are not caught: other ranks then block."""
     result: Any = None
     message = None
     damaged = False

@@ -178,8 +178,7 @@ def _has_sizes(entry: object, *keys: str) -> bool:
 
 
 def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: Mapping[str, FileEntry], where: str) -> None:
-    """Raise CheckpointDamagedError unless the chunk is inside its tensor and a listed file, with one CRC-32 per
-    block."""
+    """Raise CheckpointDamagedError unless the chunk is in its tensor and a listed file, with one CRC-32 per block."""
     fits = (
         isinstance(chunk, dict)
         and isinstance(chunk.get("key"), str)
@@ -231,8 +230,7 @@ def read_manifest(directory: str | os.PathLike) -> Manifest:
 
 
 def check_coverage(tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise ``CheckpointError`` with all tensors that their chunks do not cover exactly once; without elements they
-    need none."""
+    """Raise ``CheckpointError`` with all tensors that their chunks do not cover exactly once."""
     problems = []
     for name, entry in tensors.items():
         chunks = [chunk_rectangle(chunk) for chunk in entry["chunks"]]

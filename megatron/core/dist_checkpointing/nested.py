@@ -45,12 +45,9 @@ def save(
     Args:
         sharded_state_dict: shards and JSON values, in dictionaries of any depth. Only the first rank's JSON values are
             stored.
-        checkpoint_dir: the final name.
         strategies: Megatron-LM's; ignored.
         objects: further JSON values.
         assets: files to copy into the checkpoint.
-        group: all ranks; default: the world.
-        fault: see ``writer.save``.
         accepted: other arguments of Megatron-LM, ignored; ``async_sharded_save`` must be False.
 
     Raises:
@@ -77,12 +74,8 @@ def load(
     """Fill the shards of ``sharded_state_dict`` in place, cast to their dtypes; return new dictionaries with their
     local tensors and all stored JSON values, which replace passed ones. Collective over ``group``. Fills nothing unless
     names and shapes match on all ranks; all stored tensors outside of ``allow_unused`` (name prefixes) must be
-    requested. ``strategies`` and Megatron-LM's other arguments are as in :func:`save`.
-
-    Raises:
-        CheckpointError: damage, missing or unused names, wrong shapes; lists all of them.
-        TypeError: an unknown argument.
-    """
+    requested. ``strategies`` and Megatron-LM's other arguments are as in :func:`save`. Raises CheckpointError: damage,
+    missing or unused names, wrong shapes; lists all of them; TypeError: an unknown argument."""
     _check(accepted)
     filled = reader.load(_tensors(sharded_state_dict), checkpoint_dir, allow_unused=allow_unused, group=group)
     return _merged(_with_tensors(sharded_state_dict, filled), CheckpointReader(checkpoint_dir).objects.get(_VALUES, {}))

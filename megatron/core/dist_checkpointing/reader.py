@@ -43,10 +43,7 @@ def load(
     found while reading raises on all ranks, with some tensors already filled.
 
     Args:
-        sharded_state_dict: this rank's shards.
-        checkpoint_dir: the checkpoint directory.
         allow_unused: name prefixes of stored tensors that no rank must request; all others must be requested.
-        group: all participating ranks; default: the world.
 
     Raises:
         CheckpointError: damage, missing or unused names, wrong shapes; lists all of them.
@@ -154,8 +151,7 @@ class CheckpointReader:
         return misfits({name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries}, tensors)
 
     def read(self, name: str) -> Tensor:
-        """Read a full global tensor into new CPU memory. CheckpointDamagedError for damage, KeyError for an unknown
-        name."""
+        """Read a full global tensor on the CPU. CheckpointDamagedError for damage, KeyError for an unknown name."""
         entry = self.manifest["tensors"][name]
         full = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
         self.read_into(ShardedTensor(name, full, tuple(entry["shape"]), (0,) * full.ndim))
@@ -165,8 +161,7 @@ class CheckpointReader:
     def read_into(self, tensor: ShardedTensor) -> None:
         """Fill ``tensor.local`` in place from the chunks that intersect it, cast to its dtype; waits for copies to a
         GPU. Does not compare the global shape (see :meth:`misfits`). Several threads may call it. KeyError for a name
-        that is not stored. CheckpointDamagedError, with the tensor filled in part, for a wrong checksum, a truncated
-        file, or missing chunks."""
+        that is not stored. CheckpointDamagedError for a wrong checksum, a truncated file, or missing chunks."""
         entry = self.manifest["tensors"][tensor.name]
         dtype = DTYPES[entry["dtype"]]
         filled = 0
@@ -233,8 +228,7 @@ class CheckpointReader:
         self._checked_headers.add(file)
 
     def _read_at(self, file: str, position: int, view: memoryview) -> None:
-        """Opens regular files only, without following a link. CheckpointDamagedError if it cannot be read or ends
-        early."""
+        """Regular files only, no links. CheckpointDamagedError if it cannot be read or ends early."""
         path = self.directory / file
         try:
             with open_regular(path, follow=False, buffering=0) as stream:
@@ -261,8 +255,7 @@ class CheckpointReader:
         return problems
 
     def verify(self) -> None:
-        """Raise ``CheckpointDamagedError`` with the first damage of each tensor and asset. Reads one full tensor at a
-        time."""
+        """Raise ``CheckpointDamagedError`` with the first damage of each tensor and asset. One at a time."""
         problems = self.verify_assets()
         for name in self.names:
             try:

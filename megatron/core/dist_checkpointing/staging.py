@@ -89,9 +89,8 @@ class Staging:
         self._copied = []
 
     def blocks(self, tensor: Tensor) -> Iterator[memoryview]:
-        """Yield the next staged blocks, which must belong to ``tensor``; uses only its size. Called by the writer.
-
-        A block is valid until the next one is requested."""
+        """Yield the next staged blocks, which must belong to ``tensor``; uses only its size. Called by the writer. A
+        block is valid until the next one is requested."""
         for _ in range(-(-tensor.numel() * tensor.element_size() // BLOCK_BYTES)):
             yield next(self._pieces)
 
@@ -133,8 +132,8 @@ def _fields(path: str | Path) -> dict[str, int]:
 
 def default_limit(num_bytes: int) -> float:
     """Return a staging limit in bytes for a rank: 1.25 ``num_bytes`` plus a slab, if that times the host's
-    ``LOCAL_WORLD_SIZE`` ranks (default 1) is at most half of the free memory; else 1 GB. Not collective: ranks may get
-    different limits."""
+    ``LOCAL_WORLD_SIZE`` ranks (default 1) is at most half of the free memory; else 1 GB. Ranks may get different
+    limits."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit = 1.25 * num_bytes + SLAB_BYTES  # 25% more, because blocks are not split across slabs
     return limit if limit * ranks <= SHARE_OF_MEMORY * free_host_memory() else 1e9

@@ -81,7 +81,6 @@ def save(
         checkpoint_dir: the final name; on a file system that all ranks share.
         objects: JSON values; only the first rank's are stored.
         assets: files that the first rank copies into the checkpoint: name there (``folder/file``) -> source.
-        group: all ranks; default: the world.
 
     Raises:
         CheckpointWriteError: on all ranks, if any of them could not write.
@@ -112,8 +111,7 @@ class WritePlan:
 
 def plan(sharded_state_dict: Mapping[str, ShardedTensor], group: Group) -> WritePlan:
     """Assign each shard to one of the ranks that hold it, balanced by bytes, and return this rank's part. Collective
-    over ``group``. Keeps references to the tensors. Empty local tensors are skipped; global tensors without elements
-    become manifest entries."""
+    over ``group``. Empty local tensors are skipped; global tensors without elements become manifest entries."""
     tensors = {(t.name, t.offsets): t for t in sharded_state_dict.values() if t.local.numel()}
     mine = _plan(tensors, group)
     return WritePlan(sorted((tensors[key] for key in mine), key=_stem), _empty_tensors(sharded_state_dict))
@@ -134,7 +132,6 @@ def write(
     fails; the first rank has then deleted the hidden directory and restored a checkpoint renamed for replacement.
 
     Args:
-        part: this rank's plan.
         blocks: returns the bytes of a tensor of ``part``; called once per tensor, in file order.
     """
     final = Path(checkpoint_dir)
@@ -251,8 +248,7 @@ class _RankWriter:
         self.blocks, self.checksums = blocks, checksums
 
     def write(self, tensors: list[ShardedTensor]) -> WrittenFiles:
-        """Write durably; return ``{"files": {file: entry}, "chunks": [[name, shape, dtype, chunk], …]}``. Raises
-        OSError."""
+        """Write durably; return ``{"files": {file: entry}, "chunks": [[name, shape, dtype, chunk], …]}``."""
         parts: dict[str, list[ShardedTensor]] = {}
         for tensor in tensors:
             parts.setdefault(_stem(tensor), []).append(tensor)
@@ -320,8 +316,7 @@ def safetensors_header(
 
 
 def host_blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes in blocks of ``BLOCK_BYTES``: views of CPU memory, or copies of device memory, waiting for
-    each."""
+    """Yield the bytes in blocks of ``BLOCK_BYTES``: views of CPU memory, or copies of device memory."""
     data = flat_bytes(tensor)
     # one block at a time: a host copy of the full tensor could exceed the free memory
     for start in range(0, data.numel(), BLOCK_BYTES):
@@ -356,8 +351,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def copy_asset(source: Path, target: Path) -> AssetEntry:
-    """Copy the file ``source`` (at most 2 GiB; read into memory) to the new file ``target``, whose folders are created
-    if missing, and fsync them; return its manifest entry. Raises OSError, also for an existing target or a larger
+    """Copy ``source`` (at most 2 GiB; read into memory) to the new file ``target``, whose folders are created if
+    missing, and fsync them; return its manifest entry. Raises OSError, also for an existing target or a larger
     source."""
     data = read_file(source, MAX_ASSET_BYTES)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -369,8 +364,7 @@ def copy_asset(source: Path, target: Path) -> AssetEntry:
 
 def write_file_atomically(path: Path, data: bytes, fault: Fault = no_fault) -> None:
     """Replace ``path`` by ``data`` atomically and durably: after a crash it has the old or the new content. Writes a
-    hidden temporary file next to it, which is removed if an OSError is raised. ``fault`` is called once, before the
-    rename."""
+    hidden temporary file, which is removed after an OSError. ``fault`` is called once, before the rename."""
     temporary = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)

@@ -69,8 +69,7 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable gradient reduction in backward, for all micro-batches but the last. The base class changes
-        nothing."""
+        """Disable gradient reduction in backward, for all micro-batches but the last. No effect here."""
         yield
 
     def start_grad_sync(self, *unused: Any) -> None:
@@ -98,8 +97,7 @@ class DataParallel(nn.Module):
         raise NotImplementedError
 
     def finish_param_sync(self) -> None:
-        """Complete the weight all-gathers. Forward passes, ``state_dict`` and ``load_state_dict`` wait
-        automatically."""
+        """Complete the weight all-gathers. Forward passes, ``state_dict`` and ``load_state_dict`` wait for them."""
 
     def finish_gathers(self) -> None:
         """Wait for the weight all-gathers in flight; weights that forward passes do not read may be missing."""
@@ -140,8 +138,7 @@ class UpdatedGathers:
 
 
 def weight_updates(chunks: Sequence[nn.Module], device: torch.device, *, overlaps: bool) -> WeightUpdates:
-    """Build the queue of updates. With ``overlaps`` they run during the next forward pass if all ``chunks`` can
-    wait."""
+    """Build the queue of updates. With ``overlaps`` they run in the next forward pass if all ``chunks`` can wait."""
     can_wait = all(isinstance(chunk, DataParallel) and chunk.overlaps_updates for chunk in chunks)
     updates = WeightUpdates(device, overlaps=overlaps and can_wait)
     for chunk in chunks:

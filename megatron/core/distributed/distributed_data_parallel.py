@@ -40,9 +40,7 @@ class DistributedDataParallel(DataParallel):
     Args:
         config: model configuration; unused, Megatron-LM's signature.
         ddp_config: bucket size, overlap, sharding, reduction dtype.
-        module: one model chunk.
         disable_bucketing: whether to use a single bucket per buffer, overriding ``ddp_config``.
-        groups: this rank's process groups; None uses ``parallel_state``, or a single rank if it is not initialized.
     """
 
     def __init__(
@@ -79,8 +77,7 @@ class DistributedDataParallel(DataParallel):
     def _layout(
         self, ranks: DataParallelGroups, parameters: list[nn.Parameter], disable_bucketing: bool
     ) -> BufferLayout:
-        """Shards are reduce-scattered in place (with fp32 accumulation if set and ``grad_reduce_in_fp32`` is not).
-        Starts nothing."""
+        """Shards are reduce-scattered in place (with fp32 accumulation if set and ``grad_reduce_in_fp32`` is not)."""
         config = self.ddp_config
         bucket_size = None if disable_bucketing else chosen_bucket_size(
             sum(parameter.numel() for parameter in parameters), bucket_size=config.bucket_size,
@@ -97,8 +94,7 @@ class DistributedDataParallel(DataParallel):
         )  # fmt: skip
 
     def _readers(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-        """Yield each module with the trained parameters that it reads: direct ones, and those in its ``borrowed``
-        attribute."""
+        """Yield each module with the trained parameters that it reads, directly or as ``borrowed``."""
         for submodule in self.module.modules():
             read = *submodule.parameters(recurse=False), *getattr(submodule, "borrowed", ())
             owned = [p for p in read if p in self._buffers_by_parameter]
@@ -106,8 +102,7 @@ class DistributedDataParallel(DataParallel):
                 yield submodule, owned
 
     def _gather_hooks(self) -> Iterator[Any]:
-        """Register forward pre-hooks that wait for the weight all-gathers of a module's buckets; yield the handles, so
-        that the caller must iterate."""
+        """Register forward pre-hooks that wait for the weight all-gathers of a module's buckets; yield the handles."""
         for submodule, owned in self._readers():
             buckets_read = (self._buffers_by_parameter[weight].buckets_by_parameter[weight] for weight in owned)
             buckets = list({id(bucket): bucket for bucket in buckets_read}.values())
@@ -181,8 +176,7 @@ class DistributedDataParallel(DataParallel):
 
     def finish_grad_sync(self, *unused: Any) -> None:
         """Start all remaining reductions and wait for them (on CUDA: in stream order). Collective. Afterwards
-        ``main_grad`` holds the sum over all ranks; with a distributed optimizer only this rank's shards of it are
-        valid."""
+        ``main_grad`` holds the sum; with a distributed optimizer only in this rank's shards."""
         self.start_grad_sync()
         for buffer in self.grad_buffers:
             buffer.finish_sync()

@@ -23,12 +23,10 @@ def finalize_model_grads(
     """Sum gradients over data-parallel ranks and reduce partial gradients. Collective over all ranks.
 
     Args:
-        model_chunks: model chunks of this rank.
         num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device, 0 on pipeline stages
             without the loss, if backward ran on sums of token losses: gradients are then divided by the valid tokens of
             the global batch. Not changed (a copy is all-reduced over ``dp_cp`` and ``pp``). None: losses were weighted
             before.
-        groups: this rank's process groups; None uses ``parallel_state``.
         sum_statistics: whether to also all-reduce module statistics, which updates the expert bias of routers. Pass
             False if the caller runs a ``StatisticsSum`` itself; otherwise the statistics would be consumed here.
         unused: further arguments of Megatron-LM; ignored.

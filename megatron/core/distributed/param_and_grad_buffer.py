@@ -103,8 +103,7 @@ class Bucket:
         """Whether GEMMs have gathered copies to read."""
 
     def reset(self) -> None:
-        """Start an iteration: no gradient is ready. Frees weights that GEMMs do not read if something else has read
-        them."""
+        """Start an iteration: no gradient is ready. Frees weights that GEMMs do not read that were gathered."""
         self.pending = len(self.parameters)
         self._sum, self.started = None, False
         if self._has_copies and self._gather is None:  # else the end of the all-gather frees them, after the update

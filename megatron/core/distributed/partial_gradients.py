@@ -47,8 +47,7 @@ def sum_partial_gradients(modules: Iterable[nn.Module], groups: ProcessGroups) -
 
 
 def _partial_sums(modules: Iterable[nn.Module], groups: ProcessGroups) -> Iterator[tuple[str, _PartialSum]]:
-    """Yield (axis, gradient with its shard index) over axes of several ranks; a parameter may occur for several
-    axes."""
+    """Yield (axis, gradient with its shard index) over axes of several ranks; of a parameter maybe several."""
     for module in modules if groups.world.size > 1 else ():
         for parameter in module.parameters():
             spec = getattr(parameter, "spec", None)

@@ -52,8 +52,7 @@ class _RoundedOnce:
 
 def reduce_scatter_accumulating_in_fp32(data: Tensor, group: Group) -> AsyncHandle:
     """Start an in-place reduce-scatter of half-precision ``data`` that rounds once. The elements are exchanged in half
-    precision (all-to-all); ``wait`` sums them in fp32 and rounds the sum. Allocates a receive buffer of the size of
-    ``data``."""
+    precision (all-to-all); ``wait`` sums them in fp32 and rounds the sum. Allocates as much as ``data``."""
     return _RoundedOnce(data, group)
 
 

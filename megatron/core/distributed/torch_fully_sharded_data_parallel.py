@@ -47,7 +47,6 @@ class TorchFullyShardedDataParallel(DataParallel):
         ddp_config: configuration; only ``grad_reduce_in_fp32`` is read.
         module: one model chunk with parameters of one dtype, on its device.
         layers: submodules that become one FSDP unit each, outermost last; the rest of the module is the last unit.
-        groups: this rank's process groups.
         reshard_after_forward: whether to free a layer's full weights between its forward and its backward.
     """
 

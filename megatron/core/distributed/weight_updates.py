@@ -12,8 +12,7 @@ from megatron.core.host_memory import SideStream
 
 class WeightUpdates:
     """Queue of the updates of one optimizer. Until the current stream has waited, it may neither read the weights nor
-    use the gradients of the queued parameters. Without ``overlaps`` updates run on the current stream, and nothing
-    waits."""
+    use the gradients of the queued parameters. Without ``overlaps`` updates run on the current stream."""
 
     def __init__(self, device: torch.device, *, overlaps: bool) -> None:
         self._current = SideStream(device)  # only its events

@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
-    """Return the harness's model (``TemplateLM``) that scores and generates with ``engine``. UserError without the
-    package."""
+    """Return the harness's model (``TemplateLM``) of ``engine``. UserError without the package."""
     check_package("evaluation")
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
@@ -198,10 +197,9 @@ def _answer(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str]) -
 def evaluate_tasks(
     engine: Engine, tokenizer: Tokenizer, names: Sequence[str], manager: Any, **settings: Any
 ) -> dict[str, Any]:
-    """Return the harness's results for the tasks ``names`` of ``manager`` (``tasks.find_tasks``). ``settings``: further
-    arguments of ``simple_evaluate``, such as ``limit`` and ``num_fewshot``. Call it on rank 0 of ``engine``; other
-    ranks call ``engine.follow``. Raises UserError if logits are NaN or infinite, and for a perplexity that is too large
-    for a float."""
+    """Return the harness's results for the tasks ``names`` of ``manager`` (``tasks.find_tasks``). ``settings``:
+    arguments of ``simple_evaluate``. Call it on rank 0 of ``engine``; other ranks call ``engine.follow``. Raises
+    UserError if logits are NaN or infinite, and for a perplexity that is too large for a float."""
     from lm_eval import simple_evaluate
 
     adapter = build_adapter(engine, tokenizer)

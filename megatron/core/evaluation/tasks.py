@@ -19,8 +19,7 @@ def check_package(user: str) -> None:
 
 
 def find_tasks(flag: str, names: Sequence[str], include_path: str | PathLike | None) -> Any:
-    """Return the harness's ``TaskManager``. UserError names ``flag``, without the package, for unknown tasks or
-    none."""
+    """Return the harness's ``TaskManager``. UserError names ``flag``: no package, unknown tasks or none."""
     check_package(flag)
     from lm_eval.tasks import TaskManager
 

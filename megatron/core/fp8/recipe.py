@@ -29,8 +29,8 @@ PREFIX = "fp8."
 
 
 class Fp8Stack:
-    """fp8 state of the layers of one stack on this rank, and the recipe that gives them their GEMMs. ``num_layers``: of
-    the full stack."""
+    """fp8 state of the layers of one stack on this rank, and the recipe of their GEMMs. ``num_layers``: of the full
+    stack."""
 
     def __init__(self, config: TransformerConfig, num_layers: int, groups: ProcessGroups) -> None:
         self.config, self.groups = config, groups
@@ -83,8 +83,8 @@ class Fp8Stack:
 
     def begin_recording(self) -> None:
         """Prepare the recording of a micro-batch as a CUDA graph: it must contain the casts of the weights, which
-        replays repeat. Raises UserError if a matrix has no delayed scale yet, because later scales would not be used.
-        """
+        replays repeat. Raises UserError if a matrix has no delayed scale yet, because later scales would not be
+        used."""
         self.clock.step += 1
         if self.history is not None and not all(self.history.known):
             name = self.history.names[self.history.known.index(False)]

@@ -92,7 +92,7 @@ class GatheredCopy:
         return -(-self.shape[0] // BLOCK), -(-self.shape[1] // BLOCK)
 
     def _blocks(self, values: Tensor, start: int) -> tuple[Tensor, int]:
-        """Return fp32 [rows of blocks, 128, blocks per row, 128] that ``values`` touch, zeros elsewhere, and the first
+        """Return fp32 [rows of blocks, 128, blocks per row, 128] that ``values`` touch (else zeros), and the first
         row."""
         width = self.shape[1]
         stripe = BLOCK * width
@@ -116,8 +116,7 @@ def exchange_scales(copies: Sequence[GatheredCopy], parts: Sequence[Tensor], gro
 
 
 class Fp8Gathered(Storage):
-    """Storage whose payload is the fp8 copy; declared for weights, and built as :class:`Fp8Remainder` or
-    :class:`Fp8Copy`."""
+    """Storage whose payload is the fp8 copy; declared for weights, built as ``Fp8Remainder`` or ``Fp8Copy``."""
 
     gathers_copies = True
     payload_bytes: ClassVar[int | None] = 1
@@ -137,8 +136,7 @@ class Fp8Gathered(Storage):
     @classmethod
     @torch.no_grad()
     def prepare(cls, parameters: Sequence[Tensor], shards: Sequence[OwnedRange], group: Group) -> None:
-        """Exchange the largest magnitudes of all ``parameters`` and set their scales. Collective over ``group`` and the
-        tensor-parallel ranks."""
+        """Exchange the largest magnitudes of all ``parameters`` and set their scales. Collective, also over ``tp``."""
         copies = [copy for parameter in parameters if (copy := fp8_copy(parameter)) is not None]
         by_parameter = {id(shard.parameter): shard for shard in shards}
         parts = [

@@ -47,8 +47,7 @@ def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, 
 
 def group_options(settings: Mapping[str, object]) -> object:
     """Return ``pg_options`` for ``torch.distributed.new_group`` over NCCL, with ``settings`` as attributes of its
-    ``config``; None for empty ``settings``. Does not check names or values, so that an unknown setting may have no
-    effect."""
+    ``config``; None for empty ``settings``. Does not check names or values."""
     if not settings:
         return None
     from torch.distributed import ProcessGroupNCCL

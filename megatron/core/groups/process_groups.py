@@ -235,9 +235,8 @@ class RankGrid:
 
     @classmethod
     def from_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **rest: Any) -> RankGrid:
-        """Build the grid with data-parallel size ``world_size / (tp * cp * pp)``; ``rest``: further fields, such as
-        ``ep``. Raises UserError if the world is not divisible, or as the constructor for sizes that do not fit
-        together."""
+        """Build the grid with data-parallel size ``world_size / (tp * cp * pp)``; ``rest``: ``ep`` …. Raises UserError
+        if the world is not divisible, or as the constructor for sizes that do not fit together."""
         if world_size % (tp * cp * pp):
             raise UserError(
                 f"world size {world_size} is not divisible by tensor-model-parallel {tp} x context-parallel {cp} x "
@@ -300,8 +299,7 @@ class RankGrid:
         return lists
 
     def all_rank_lists(self) -> dict[str, list[list[int]]]:
-        """Return the rank lists of all groups by field of ``ProcessGroups``; the lists of each field partition the
-        world."""
+        """Return the rank lists of all groups by field of ``ProcessGroups``; those of a field partition the world."""
         lists = {"world": [list(range(self.world_size))]}
         lists |= {name: self.rank_lists(axes) for name, axes in _AXES.items()}
         lists |= {name: self.expert_rank_lists(axes) for name, axes in _EXPERT_AXES.items()}
@@ -318,9 +316,8 @@ def build_process_groups(
     grid: RankGrid, rank: int, new_group: Callable[[str, list[list[int]]], Handles]
 ) -> ProcessGroups:
     """Build the groups of process ``rank``. Collective if ``new_group`` is. ``new_group(name, rank_lists)`` must return
-    (handle, host handle) of this rank's group. It is called in the same order on all ranks, once per distinct partition
-    of the world, with its groups of at least two ranks. Axes with equal partitions share handles, except ``pp_up`` and
-    ``pp_down``."""
+    (handle, host handle). It is called in the same order on all ranks, once per distinct partition of the world, with
+    its groups of at least two ranks. Axes with equal partitions share handles, except ``pp_up`` and ``pp_down``."""
     handles: dict[tuple[str, tuple[tuple[int, ...], ...]], Handles] = {}
     built: dict[str, Group] = {}
     for axis_field in fields(ProcessGroups):

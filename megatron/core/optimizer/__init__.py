@@ -45,14 +45,11 @@ def get_megatron_optimizer(
 
     Args:
         config: optimizer kind, learning rates, weight decay, clipping, loss scale.
-        model_chunks: this rank's chunks.
         no_weight_decay_cond: (name, parameter) -> whether weight decay is off; default: biases and 1-d parameters,
             except q/k norms with ``apply_wd_to_qk_layernorm``. A mapping at this position is ``config_overrides``.
         scale_lr_cond: (name, parameter) -> whether the learning rate is multiplied by ``lr_mult``.
-        lr_mult: learning rate factor.
         update_rule: (name, parameter) -> "adam", "sgd" or a class; default: as declared in the parameter's spec, else
             ``config.optimizer``.
-        groups: this rank's process groups; None uses ``parallel_state``, or a single rank if it is not initialized.
         arguments: ``config_overrides`` (settings per parameter, see ``param_keys.py``; they replace the default rules
             and ``no_weight_decay_cond``) and ``default_skip_embedding_weight_decay``. A few more are ignored.
     """

@@ -33,12 +33,9 @@ class DynamicGradScaler:
     argument is out of range.
 
     Args:
-        initial_scale: --initial-loss-scale.
         min_scale: --min-loss-scale, the lower bound of the scale.
         growth_factor: factor of a growth, > 1.
         backoff_factor: factor after overflows, in (0, 1).
-        growth_interval: --loss-scale-window.
-        hysteresis: --hysteresis.
     """
 
     def __init__(
@@ -58,8 +55,7 @@ class DynamicGradScaler:
         self.hysteresis_tracker = hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """Update scale and counters after a step; ``found_inf``: a gradient was not finite. No collective: all ranks
-        must pass the same value."""
+        """Update scale and counters after a step. No collective: all ranks must pass the same ``found_inf``."""
         if found_inf:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1

@@ -91,8 +91,6 @@ class HostState:
         sizes: elements by name, in the order of the forward pass, equal on all ranks that share a parameter
             (``ParameterShard.max_elements``): rules that own matrices run collectives per slice, so that these ranks
             need the same slices.
-        names: offloaded names.
-        updates: queue of the updates.
         overlap: whether the first slices of the next update are loaded during forward and backward passes.
     """
 
@@ -136,8 +134,7 @@ class HostState:
         return ([] if storage is None else [storage]) + [self._moments[kind][name] for kind in self._kinds[name]]
 
     def _plan(self, rules: Sequence[tuple[UpdateRule, Sequence[str]]]) -> tuple[list[tuple[int, list[Piece]]], int]:
-        """Return (number of the rule, slice) by the first parameter in the order of the forward pass, and the bytes of
-        a slot."""
+        """Return (number of the rule, slice) in the order of the forward pass, and the bytes of a slot."""
         streamed = [(rule, [name for name in names if name in self._streamed]) for rule, names in rules]
         widths = {
             name: sum(state.element_size() for state in self._state(name)) for _, names in streamed for name in names
@@ -272,8 +269,7 @@ class HostState:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Storage]:
-        """Context with the storage of ``name`` on the device; its extra storage is written back at the end. The host
-        waits."""
+        """Context with the storage of ``name`` on the device; written back at the end. The host waits."""
         storage = self._storages[name]
         if name not in self.names or storage.kept is None:
             self._updates.join()
@@ -285,8 +281,7 @@ class HostState:
         storage.kept.copy_(memory)
 
     def read(self, name: str, *, on_host: bool = False) -> Tensor:
-        """Return the master weight of ``name`` on the device, or with ``on_host`` where its state is: the live tensor
-        if there is one."""
+        """Return the master weight of ``name``, or with ``on_host`` where its state is (live if possible)."""
         storage = self._storages[name]
         if on_host and storage.is_live:
             self._updates.join()

@@ -30,8 +30,7 @@ class ParameterState(MutableMapping[str, Any]):
         return self._optimizer._steps if kind == "step" else self._optimizer.moments[kind][self._name]
 
     def __setitem__(self, kind: str, value: Any) -> None:
-        """Replace the moment ``kind`` by reference, without checks of shape or dtype; ``step`` sets the count of all
-        parameters."""
+        """Replace the moment ``kind`` by reference, unchecked; ``step`` sets the count of all parameters."""
         if kind == "step":
             self._optimizer._steps.fill_(float(value))
         elif kind in self._kinds():
@@ -101,8 +100,7 @@ class MegatronNames:
         return self.grad_scaler is not None and not bool(self._norm(self.local_gradients()).isfinite())
 
     def get_grad_norm(self: Any) -> float:
-        """Return the global L2 norm of the gradients before clipping, divided by the loss scale. Collective; waits for
-        the device."""
+        """Return the global L2 norm of the gradients before clipping, unscaled. Collective; waits for the device."""
         return float(self._norm(self.local_gradients())) / self.get_loss_scale()
 
     def sharded_state_dict(
@@ -110,8 +108,8 @@ class MegatronNames:
     ) -> dict[str, Any]:
         """Return moments and main parameters (as ``ShardedTensor``), step and loss scale in one flat dictionary with
         keys ``optimizer.…``, for ``dist_checkpointing.save`` and ``load``. ``load`` fills these tensors; then pass its
-        result to ``load_state_dict``, which sets weights and step. Keeps a reference to the state until the next call.
-        The arguments are ignored."""
+        result to ``load_state_dict``, which sets weights and step. Keeps the state until the next call. Ignores the
+        arguments."""
         self._lent_state = state = self.state_dict()
         scalars = {f"{_PREFIX}{name}": state[name] for name in ("step", "grad_scaler")}
         return {**self.sharded_tensors(prefix=_PREFIX, state=state), **scalars}
@@ -119,8 +117,7 @@ class MegatronNames:
     def plain_state(self: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Convert to the format of ``state_dict()``. A state in that format is returned as it is. A result of
         ``dist_checkpointing.load`` is replaced by the state that the last ``sharded_state_dict()`` returned and
-        ``load`` filled. Raises UserError for a loaded state without an earlier ``sharded_state_dict()`` of this
-        optimizer."""
+        ``load`` filled. Raises UserError without an earlier ``sharded_state_dict()``."""
         if not all(name.startswith(_PREFIX) for name in state_dict):
             return state_dict
         lent = getattr(self, "_lent_state", None)

@@ -102,8 +102,8 @@ class Muon:
         return deal.give_back(results, directions, factor_dtype(directions[0].dtype, self._precision))
 
     def orthogonalized(self, directions: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
-        """Return the orthogonal factors of all matrices in each of ``directions``, parameters in their logical shapes;
-        new tensors of these shapes."""
+        """Return the orthogonal factors of all matrices in each of ``directions``; new tensors in their logical
+        shapes."""
 
         def update(matrices: Tensor) -> Tensor:
             return orthogonalize(matrices, self._steps, self._precision, self._product)
@@ -111,8 +111,7 @@ class Muon:
         return map_matrices(update, directions, specs, self.splits)
 
     def scaled_down(self, factors: Tensor, spec: ParameterSpec) -> Tensor:
-        """Return ``factors`` of one parameter, where matrices with a smaller scale than others are multiplied by the
-        ratio, in place."""
+        """Return ``factors``, where matrices with a smaller scale are multiplied by the ratio, in place."""
         *_, columns = shape = factors.shape
         scales = [self._matrix_scale(height, columns) for height in matrix_heights(shape, spec, self.splits)]
         if len({*scales}) > 1:

@@ -77,7 +77,6 @@ class MegatronOptimizer(MegatronNames):
         model_chunks: this rank's model chunks. Data-parallel wrappers define the shards that this rank updates;
             ``zero_grad`` clears their gradient buffers, and ``update`` starts their weight all-gather.
         grad_scaler: loss scaler of fp16 training, else None.
-        groups: this rank's process groups.
     """
 
     def __init__(
@@ -307,14 +306,12 @@ class MegatronOptimizer(MegatronNames):
         return Update(nonfinite, norm, num_zeros)
 
     def _mark_changed_weights(self) -> None:
-        """torch does not notice writes of kernels and gathers: fp8 copies would stay old without
-        ``finalize_model_grads``."""
+        """torch does not notice writes of kernels and gathers: fp8 copies would stay old."""
         for chunk in self.model_chunks:
             torch.autograd.graph.increment_version(list(chunk.parameters()))
 
     def _factor(self, norm: Tensor, nonfinite: Tensor, unscale: Tensor | float | None) -> Tensor | None:
-        """Return the clipping times unscaling factor of the gradients (0-d), None if both are off. ``norm`` is
-        unscaled."""
+        """Return the clipping times unscaling factor of the gradients (0-d), None if both are off."""
         if self.config.clip_grad > 0.0:
             clip = clip_coefficient(norm, self.config.clip_grad)
             clip = torch.where(nonfinite, 1.0, clip)  # a NaN norm must not spread into the gradients
@@ -335,8 +332,7 @@ class MegatronOptimizer(MegatronNames):
         return entries
 
     def gather_exact_weights(self) -> None:
-        """Complete the model's weights on every rank, including weights of which only rounded copies are gathered in
-        training. Collective."""
+        """Complete the model's weights on every rank, not only rounded copies. Collective."""
         for chunk in self._parallel_chunks():
             chunk.gather_exact_weights()
 
@@ -350,11 +346,9 @@ class MegatronOptimizer(MegatronNames):
         return {name: grad.detach() for name, grad in grads if grad is not None}
 
     def gradient_shards(self) -> Iterator[ShardedTensor]:
-        """Yield the gradients of this rank's shards as rectangles under global names; live views. Between
-        ``finalize_model_grads`` and ``step`` they are the gradients of the global batch, times the loss scale.
-        ``step`` may unscale and clip them in place. Replicated elements
-        (replicas over tensor-parallel ranks, or over data-parallel ranks without sharding) are yielded by every rank
-        that holds them."""
+        """Yield the gradients of this rank's shards as rectangles under global names; live views. After
+        ``finalize_model_grads`` they are those of the global batch, times the loss scale. ``step`` may unscale and clip
+        them in place. Replicated elements are yielded by every rank that holds them."""
         yield from self._sharded("", self.local_gradients()).values()
 
     def _shares(self, find_tensors: Callable[[str], Iterable[Tensor]]) -> Iterator[Share]:
@@ -366,15 +360,14 @@ class MegatronOptimizer(MegatronNames):
             yield tensors, (ranks.shard, ranks.model) if self.shards_optimizer else (ranks.model,)
 
     def _norm(self, grads: dict[str, Tensor]) -> Tensor:
-        """Return the global L2 norm of the gradients without unscaling (0-d fp64), NaN or infinite if any gradient of
-        any rank is. Collective."""
+        """Return the global L2 norm of the gradients without unscaling (0-d fp64), not finite if any gradient is not.
+        Collective."""
         # copies are read too: the rank that counts them reads as much, and all ranks wait for it in the all-reduce
         copies = ([grads[name] for name in names if name in grads] for names in self._copied_names.values())
         return l2_norm(self._shares(lambda name: [grads[name]] if name in grads else []), self.device, copies)
 
     def _count_zeros(self, grads: dict[str, Tensor]) -> Tensor:
-        """Return the number of zero gradient elements of the model (0-d int64) without padding. Collective; no host
-        sync."""
+        """Return the number of zero gradient elements without padding (0-d int64). Collective; no host sync."""
 
         def find_tensors(name: str) -> Iterator[Tensor]:
             if name in grads:
@@ -387,8 +380,7 @@ class MegatronOptimizer(MegatronNames):
 
     @torch.no_grad()
     def params_norm_on_device(self) -> Tensor:
-        """Return the global L2 norm of the master weights, a 0-d fp64 device tensor. Collective; no host sync
-        unless state is offloaded."""
+        """Return the L2 norm of all masters (0-d fp64). Collective; no host sync unless state is offloaded."""
         return l2_norm(self._shares(lambda name: [self.host_state.read(name)]), self.device)
 
     @torch.no_grad()
@@ -402,11 +394,11 @@ class MegatronOptimizer(MegatronNames):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's shards by kind and parameter name.
-        ``{"exp_avg": {name: tensor}, "exp_avg_sq": {…}, "main_param": {…}, "step": int, "grad_scaler": {…}}``. The
-        tensors are live, except masters with 16-bit remainders, which are new fp32 tensors; offloaded ones are in host
-        memory. SGD has ``momentum_buffer`` instead of the two moments. ``main_param`` contains only parameters whose
-        weight is less exact than the master. Waits for the device (``step``)."""
+        """Return the state of this rank's shards by kind and parameter name. ``{"exp_avg": {name: tensor},
+        "exp_avg_sq": {…}, "main_param": {…}, "step": int, "grad_scaler": {…}}``. The tensors are live, except masters
+        with 16-bit remainders, which are new fp32 tensors; offloaded ones are in host memory. SGD has
+        ``momentum_buffer``. ``main_param`` contains only parameters whose weight is less exact than the master. Waits
+        for the device."""
         self.host_state.settle()
         stored = [name for name, storage in self.storage.items() if storage.saves_master]
         mains = {name: self.host_state.read(name, on_host=True) for name in stored}

@@ -67,7 +67,6 @@ def parameter_groups(
         no_weight_decay: predicate for parameters without weight decay; default: biases and 1-d parameters, except q/k
             norms with ``apply_wd_to_qk_layernorm``.
         scale_lr: predicate for parameters whose learning rate is multiplied by ``lr_mult``.
-        lr_mult: learning rate factor.
         update_rule: update rule per parameter; default: as declared in its spec, else by ``config.optimizer``.
         overrides: group settings per parameter. They replace the default rules of weight decay and decoupled learning
             rates, which ``get_standard_config_overrides`` returns as overrides; ``no_weight_decay`` is then ignored.

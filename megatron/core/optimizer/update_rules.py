@@ -81,9 +81,9 @@ class UpdateRule(Protocol):
     """State tensors per parameter: name -> dtype (fp64 parameters use fp64 instead)."""
 
     def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
-        """Update masters, model weights and moments in place. May also scale the gradients in place, even if
-        ``conditions.skip`` is 1. Ranks that share a parameter pass their entries in the same order, so that a rule may
-        run collectives per entry."""
+        """Update masters, model weights and moments in place. May scale the gradients in place, even if
+        ``conditions.skip`` is 1. Ranks that share a parameter pass their entries in the same order: a rule may run
+        collectives."""
 
 
 RuleFactory = Callable[[OptimizerConfig, Sequence[Storage]], UpdateRule]
@@ -106,9 +106,8 @@ class Adam:
         self._update: AdamUpdate = ApexAdam() if "adam" in config.apex_parts else choose_adam(storages)
 
     def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
-        """Update masters, model weights and both moments of all ``entries`` in place, with betas, epsilon and kind of
-        decay from the configuration. ``conditions.skip`` 1 changes none of them. May scale gradients in place (the
-        Triton kernel does not). No host sync."""
+        """Update masters, model weights and both moments of all ``entries`` in place. ``conditions.skip`` 1 changes
+        none of them. May scale gradients in place (the Triton kernel does not). No host sync."""
         config = self.config
         step = AdamStep(
             config.adam_beta1, config.adam_beta2, config.adam_eps, config.decoupled_weight_decay, *conditions
@@ -117,8 +116,7 @@ class Adam:
 
 
 class SGD:
-    """SGD with momentum: ``b <- momentum b + g + wd p; p <- p - lr b``, with torch's fused kernel. Without momentum it
-    keeps no state."""
+    """SGD with momentum: ``b <- momentum b + g + wd p; p <- p - lr b``, with torch's fused kernel."""
 
     owns: ClassVar[Literal["elements", "matrices"]] = "elements"
 

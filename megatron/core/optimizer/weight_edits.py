@@ -35,7 +35,6 @@ class RowScaling:
 
     Args:
         names: names of the parameters with a shard on this rank.
-        shards: shards by name.
         state: owner of the master weights.
     """
 
@@ -46,8 +45,7 @@ class RowScaling:
 
     def __call__(self, parameter: nn.Parameter, factors: Tensor) -> None:
         """Multiply the rows of ``parameter`` by ``factors`` [local rows], as far as this rank's shard covers them: the
-        master and the weight, not the moments. Rows with factor 1 keep their bits. Ignores other parameters than the
-        optimizer's."""
+        master and the weight, not the moments. Rows with factor 1 keep their bits. Ignores other parameters."""
         name = self._names.get(parameter)
         if name is None:
             return

@@ -13,12 +13,10 @@ from megatron.core.sharding.flat_pieces import flat_range
 
 
 class HostCopy:
-    """Moves the memory of a model and its optimizer to the host and back, with the same bits.
-
-    Memory is released and restored inside of the tensors' storages: parameters, views and buffers stay the same
-    objects. Their addresses change, so that CUDA graphs must be recorded again. Gradients are not copied: they are zero
-    after :meth:`reload`. Between the two calls nothing may read the tensors.
-    """
+    """Moves the memory of a model and its optimizer to the host and back, with the same bits. Memory is released and
+    restored inside of the tensors' storages: parameters, views and buffers stay the same objects. Their addresses
+    change, so that CUDA graphs must be recorded again. Gradients are not copied: they are zero after :meth:`reload`.
+    Between the two calls nothing may read the tensors."""
 
     def __init__(self, model: Sequence[nn.Module], optimizer: MegatronOptimizer | None = None) -> None:
         self.model, self.optimizer = model, optimizer

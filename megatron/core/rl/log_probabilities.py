@@ -80,7 +80,6 @@ class Row:
 
 def pack(sequences: Sequence[Sequence[int]], length: int) -> list[Row]:
     """Return rows of ``length`` tokens that hold all ``sequences``: longest first, each in the first row with room.
-
     Raises UserError for an empty sequence, or one of more than ``length`` tokens."""
     rows: list[Row] = []
     for index in sorted(range(len(sequences)), key=lambda index: -len(sequences[index])):

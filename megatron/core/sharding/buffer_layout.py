@@ -79,9 +79,8 @@ def chosen_bucket_size(
 
 
 def cut_buffer(sizes: Sequence[int], separate: Sequence[bool], bucket_size: int | None, rule: CutRule) -> BufferCut:
-    """Assign parameters to buckets (at least one) and to offsets in the buffer. ``sizes``: elements in memory order;
-    ``separate``: whether a parameter gets a separate bucket; ``bucket_size``: elements from which a bucket is closed,
-    None: never."""
+    """Assign parameters to buckets and to offsets in the buffer. ``sizes``: elements in memory order; ``separate``:
+    whether a parameter gets a separate bucket; ``bucket_size``: elements from which a bucket is closed, None: never."""
     padded = [-(-size // rule.unit) * rule.unit for size in sizes]
     alignment, regions = rule.bucket_alignment, rule.num_shards if rule.full else 1
     starts: list[int] = []

@@ -65,7 +65,7 @@ def sharing_axes(shard: ParameterShard, copies: Group, groups: ProcessGroups) ->
 
 
 class Deal:
-    """Assignment of parameters with the same ``axes`` to ranks, which pass the same parameters in the same order.
+    """Assignment of parameters with equal ``axes`` to ranks, which pass the same parameters in the same order.
     Expert-parallel ranks share nothing: each deals its local experts. ``cost``: (logical full shape, spec) -> cost of a
     unit."""
 

@@ -22,8 +22,7 @@ def flat_pieces(
 ) -> Iterator[tuple[Rectangle, Tensor]]:
     """Yield (rectangle of the global tensor, its values) for the element range ``span`` (begin, end) of this rank's
     shard, in memory order without padding. ``flat``: these elements in any shape (weights, gradients or moments);
-    values are views of it if it is contiguous. A range of a matrix gives at most three rectangles: end of a row, full
-    rows, start of a row."""
+    values are views of it if it is contiguous. A range of a matrix gives at most three rectangles."""
     shard = stored_rectangle(spec, groups)
     memory, cursor = flat.detach().reshape(-1), 0
     for at, lengths in _split_flat_range(list(shard.lengths), *span):
@@ -36,8 +35,7 @@ def flat_pieces(
 
 
 def _split_flat_range(lengths: list[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, lengths) of rectangles that cover the range in memory order; a matrix gives at most three, more
-    dims more."""
+    """Yield (offsets, lengths) of rectangles that cover the range in memory order; of a matrix at most three."""
     if start >= stop:
         return
     if not lengths:

@@ -24,8 +24,8 @@ def gather_full(flat: Tensor, shard: ParameterShard, groups: ProcessGroups, keep
     """Return the global tensor in its logical shape without padding (for a ``SubTensor``: the part). Every rank passes
     the elements of its ``shard`` as ``flat``, in any shape. Collective: an all-gather over ``shard.rows_over`` and one
     over every axis that splits the parameter, except the axes ``keep``: dims that these split, with ``Shard`` and
-    without padding, stay local. Requires a full shard, or ``rows_over`` (assert). Returns new memory if the parameter
-    is split, else a view."""
+    without padding, stay local. Asserts a full shard or ``rows_over``. Returns new memory if the parameter is split,
+    else a view."""
     spec = spec_or_replicated(shard.parameter)
     local = flat.reshape(-1)
     if shard.rows_over is not None and shard.rows_over.size > 1:
@@ -83,8 +83,7 @@ def is_split(placement: Placement | Nested) -> bool:
 
 
 def join_shards(shards: Sequence[Tensor], placement: Placement | Nested) -> Tensor:
-    """Join the ``shards`` of all ranks along the dims of ``placement``. Of the copies in a replicated part of
-    ``Nested`` the first is used."""
+    """Join the ``shards`` of all ranks along the dims of ``placement``. Uses the first of replicated copies."""
     inner_size = placement.inner_size if isinstance(placement, Nested) else len(shards)
     outer, inner = _terms(placement)[0], _terms(placement)[-1]
     joined = [_concatenate(shards[at : at + inner_size], inner) for at in range(0, len(shards), inner_size)]

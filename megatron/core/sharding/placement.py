@@ -182,13 +182,11 @@ def parameter(
 
     Args:
         shape: logical global shape, or a ``SubTensor`` of a tensor.
-        init: initialization.
         groups: this rank's process groups; required with a ``mesh``.
         mesh: placement by axis, e.g. ``{"tp": Shard(0)}`` or ``{"ep": Shard(0), "etp": Shard(2)}``.
         partial: axes over which the local gradient is a partial sum.
         ndim: dims of the result; default: as many as ``shape``.
         stored: logical shape with padding.
-        dtype: dtype of the result.
     """
     part, full = (shape, shape.shape) if isinstance(shape, SubTensor) else (None, shape)
     if stored is None:
@@ -232,8 +230,7 @@ def data_parallel_groups(spec: ParameterSpec | None, groups: ProcessGroups) -> D
 
 
 def _terms(placement: Placement | Nested | None, group: Group) -> Iterator[tuple[Placement, int, int]]:
-    """Yield (placement, number of ranks, index of this rank): for ``Nested`` of the outer, then of the inner grid dim.
-    None is Replicate."""
+    """Yield (placement, number of ranks, index of this rank); for ``Nested`` outer, then inner. None is Replicate."""
     if isinstance(placement, Nested):
         outer_rank, inner_rank = divmod(group.rank, placement.inner_size)
         yield placement.outer, group.size // placement.inner_size, outer_rank

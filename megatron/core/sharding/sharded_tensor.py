@@ -52,8 +52,7 @@ class ShardedTensor:
         return Rectangle(self.offsets, tuple(self.local.shape))
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless the rectangle fits ``local`` and the global shape, and the dtype can be stored
-        (``DTYPES``)."""
+        """Raise ValueError unless rectangle, ``local`` and shape fit, and the dtype can be stored (``DTYPES``)."""
         inside = len(self.offsets) == len(self.global_shape) == self.local.ndim and all(
             offset >= 0 and offset + length <= total
             for offset, length, total in zip(self.offsets, self.local.shape, self.global_shape)
@@ -116,8 +115,7 @@ def _key(name: str, spec: ParameterSpec) -> str:
 
 def with_leading_dims(tensors: Mapping[str, T], offsets: Sequence[tuple[int, int, int]]) -> dict[str, T]:
     """Return ``tensors`` with the leading dims that ``offsets`` adds to stored tensors: (axis, index of the local part,
-    number of parts) for the axes 0, 1, …, in any order. Other values of the dict are returned as they are. Raises
-    ValueError for other axes."""
+    number of parts) for the axes 0, 1, …, in any order. Other values stay. Raises ValueError for other axes."""
     ordered = sorted(offsets)
     if [axis for axis, _, _ in ordered] != [*range(len(ordered))]:
         raise ValueError(f"sharded_offsets {list(offsets)}: the axes must be 0, 1, ... without gaps")

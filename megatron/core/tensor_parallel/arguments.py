@@ -40,17 +40,12 @@ _NAMES_ONLY = {
 
 def takes_megatron_arguments(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap the constructor of a layer so that it also accepts Megatron-LM's arguments. Unknown arguments raise
-    TypeError as before.
-
-    ``groups`` defaults to the running program's groups; ``tp_group`` replaces the tensor-parallel group.
-    ``init_method`` may be a function that fills this rank's shard in place, inside the default random state if the
-    tracker has states; None keeps zeros. ``skip_weight_param_allocation`` sets ``weight`` to None: ``forward`` gets
+    TypeError as before. ``groups`` defaults to the running program's groups; ``tp_group`` replaces the tensor-parallel
+    group. ``init_method`` may be a function that fills this rank's shard in place, inside the default random state if
+    the tracker has states; None keeps zeros. ``skip_weight_param_allocation`` sets ``weight`` to None: ``forward`` gets
     one. ``is_expert`` is accepted only if ep, etp and tp have one rank each. ``name``, buffers and ``pg_collection``
-    are ignored; the other arguments, such as ``stride``, must have their defaults.
-
-    Raises:
-        UserError: ``is_expert`` with several ep, etp or tp ranks, or an unsupported value of another argument.
-    """
+    are ignored; the other arguments, such as ``stride``, must have their defaults. Raises UserError: ``is_expert`` with
+    several ep, etp or tp ranks, or an unsupported value of another argument."""
 
     @wraps(init)
     def wrapped(self: Any, *args: object, groups: ProcessGroups | None = None, **arguments: Any) -> None:

@@ -34,8 +34,7 @@ class AutogradHandle:
         self._started: Tensor | None = _Begin.apply(x, self)
 
     def wait(self) -> Tensor:
-        """Wait (on CUDA: in stream order) and return the result, differentiable. A second call raises
-        AssertionError."""
+        """Wait (on CUDA: in stream order) and return the result, differentiable. A second call is an AssertionError."""
         # drop the reference: the graph refers to this object, and a cycle would be freed only by the garbage collector
         # (with --manual-gc it runs rarely, and gathered inputs would fill the memory)
         started, self._started = self._started, None
@@ -94,7 +93,6 @@ def start_all_to_all(
     x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int], is_even: bool = False
 ) -> AutogradHandle:
     """Start a differentiable all-to-all of ``send`` rows to and ``receive`` rows from each rank; ``is_even``: all sizes
-    on all ranks are equal. The gradient returns by the inverse all-to-all.
-    """
+    on all ranks are equal. The gradient returns by the inverse all-to-all."""
     exchange = partial(begin_all_to_all, send=send, receive=receive, is_even=is_even)
     return AutogradHandle(x, group, exchange, partial(exchange, send=receive, receive=send))

@@ -47,11 +47,9 @@ alignment."""
 
 
 class BatchInvariantGemms(Gemms):
-    """GEMMs of one linear layer whose forward product is batch-invariant; the backward products are torch's.
-
-    With ``partial_sums`` K is summed in parts, and the output of several ranks is the unrounded sum of a rank's parts,
-    for :func:`sum_over_ranks`.
-    """
+    """GEMMs of one linear layer whose forward product is batch-invariant; the backward products are torch's. With
+    ``partial_sums`` K is summed in parts, and the output of several ranks is the unrounded sum of a rank's parts, for
+    :func:`sum_over_ranks`."""
 
     def __init__(self, base: Gemms, group: Group, *, partial_sums: bool = False) -> None:
         super().__init__(base.accumulate)

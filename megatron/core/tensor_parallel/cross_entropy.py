@@ -65,7 +65,6 @@ def vocab_parallel_cross_entropy(
             tensor-parallel group.
         group: alias of ``tp_group``, which has precedence.
         vocab_size: unpadded vocabulary size, padded to a multiple of ``divisible_by``; None: no padding.
-        divisible_by: see ``vocab_size``.
         reuse_logits: whether backward overwrites the logits with their gradient; ignored with label smoothing.
     """
     if not 0 <= label_smoothing < 1:
@@ -89,10 +88,8 @@ def vocab_parallel_cross_entropy(
 
 def _smoothing(logits: Tensor, label: Tensor, num_true: int, group: Group) -> Tensor:
     """Return the loss that smoothing adds per unit of probability, K / (K - 1) * (x_label - mean of x), of the shape of
-    ``label``, in fp32 (fp64 for fp64 logits). Differentiable; one all-reduce over ``group`` in forward.
-
-    K counts the entries of the full vocabulary above -inf; ``label`` [...] is relative to this rank's first entry.
-    """
+    ``label``, in fp32 (fp64 for fp64 logits). Differentiable; one all-reduce over ``group`` in forward. K counts the
+    entries of the full vocabulary above -inf; ``label`` [...] is relative to this rank's first entry."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     is_padding = logits.detach() == -torch.inf
     is_padding[..., num_true:] = True
@@ -115,20 +112,15 @@ def vocab_parallel_losses(
     batch_invariant: bool = False,
 ) -> Tensor:
     """Return the loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``. One all-gather over
-    ``group`` in forward, none in backward. Keeps the logits, not a softmax, for backward.
-
-    ``logits`` [..., v] is this rank's slice of the vocabulary; ``target`` int64 [...] holds global ids. A negative id
-    marks a position that the caller masks out: its loss is log sum_v exp(x_v - max x) and its gradient the softmax, as
-    in Megatron-LM. ``vocab_size`` is the unpadded size, padded to a multiple of ``divisible_by``; None: no padding.
-    With ``reuse_logits`` backward overwrites the logits with their gradient, for callers that hold the only reference;
-    a second backward through them then raises an error. ``batch_invariant``: the order of sums of
-    ``batch_invariant.py``.
-
-    Raises:
-        ValueError: the logits have another width than this rank's slice or other leading dims than ``target``, or the
-            reused logits are a leaf tensor.
-        IndexError: a target is beyond the vocabulary (on CPU; a device assertion on GPUs).
-    """
+    ``group`` in forward, none in backward. Keeps the logits, not a softmax, for backward. ``logits`` [..., v] is this
+    rank's slice of the vocabulary; ``target`` int64 [...] holds global ids. A negative id marks a position that the
+    caller masks out: its loss is log sum_v exp(x_v - max x) and its gradient the softmax, as in Megatron-LM.
+    ``vocab_size`` is the unpadded size, padded to a multiple of ``divisible_by``; None: no padding. With
+    ``reuse_logits`` backward overwrites the logits with their gradient, for callers that hold the only reference; a
+    second backward through them then raises an error. ``batch_invariant``: the order of sums of ``batch_invariant.py``.
+    Raises ValueError: the logits have another width than this rank's slice or other leading dims than ``target``, or
+    the reused logits are a leaf tensor; IndexError: a target is beyond the vocabulary (on CPU; a device assertion on
+    GPUs)."""
     local_size = logits.shape[-1]
     if logits.shape[:-1] != target.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and targets {tuple(target.shape)} differ in leading dims")
@@ -200,8 +192,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """With ``reuse_logits`` overwrites the saved logits (if contiguous); autograd then rejects a second backward.
-        No collective."""
+        """With ``reuse_logits`` overwrites the saved logits; autograd then rejects a second backward. No collective."""
         logits, label_t, maximum_t, total_t = ctx.saved_tensors
         logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
         gradient = logits_tv if ctx.reuse_logits else torch.empty_like(logits_tv)

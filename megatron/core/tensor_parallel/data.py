@@ -24,12 +24,9 @@ def broadcast_data(
 ) -> dict[str, Tensor]:
     """Return the tensors ``keys`` of the first tensor-parallel rank's ``data``, cast to ``datatype``, on every rank;
     entries that are not in ``keys`` are not sent. A missing key raises KeyError on the first rank only, and the others
-    block.
-
-    Collective over the group: one object broadcast of shapes, then one broadcast per key. The other ranks may pass
-    None. Results are on the training device; on the first rank they may be the input tensors themselves.
-    ``tp_group`` is a torch ``ProcessGroup`` or a ``Group``; None: the running program's tensor-parallel group.
-    """
+    block. Collective over the group: one object broadcast of shapes, then one broadcast per key. The other ranks may
+    pass None. Results are on the training device; on the first rank they may be the input tensors themselves.
+    ``tp_group`` is a torch ``ProcessGroup`` or a ``Group``; None: the running program's tensor-parallel group."""
     if resolve_group(tp_group).is_first:
         assert data is not None
         data = {name: data[name].to(datatype) for name in keys}

@@ -54,8 +54,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Add to rows ``ids`` of ``main_grad`` in place; the token ``ready`` gets a placeholder gradient, the weight
-        none."""
+        """Add to rows ``ids`` of ``main_grad`` in place; ``ready`` gets a placeholder, the weight none."""
         (ids,) = ctx.saved_tensors  # -1 where another rank has the row: skipped
         main_grad = linear.fused_gradient(ctx.weight, ctx.traits)
         ctx.add_rows(grad.reshape(-1, grad.shape[-1]), ids.flatten(), main_grad)

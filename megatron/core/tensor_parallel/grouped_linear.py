@@ -108,8 +108,7 @@ def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | 
 
 
 def multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return [r, o]: all groups in one launch, rows after the last end undefined; falls back to
-    :func:`multiply_loop`."""
+    """Return [r, o]: all groups in one launch, further rows undefined; falls back to :func:`multiply_loop`."""
     if not _is_served(x, weight.shape[1], x.shape[1]):
         return multiply_loop(x, weight, ends)
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -144,13 +143,10 @@ GROUPED = GroupedProducts(
 
 class GroupedLinear(GemmLayer):
     """Linear layer of this rank's experts, ``Y[r] = X[r] W[g]^T + b[g]``: [r, i] -> [r, o]; biases (zeros at first)
-    with ``add_bias_linear``.
-
-    The weight is logically (``config.num_moe_experts``, output size, input size); the parameter of a rank is 2-d, [g *
-    o, i]. Experts are split over ``ep``, and the output size over ``etp``. With ``splits_input`` the input size is
-    split instead: outputs are then partial sums over ``etp``, and only the first rank adds the bias, which all ``etp``
-    ranks hold.
-    """
+    with ``add_bias_linear``. The weight is logically (``config.num_moe_experts``, output size, input size); the
+    parameter of a rank is 2-d, [g * o, i]. Experts are split over ``ep``, and the output size over ``etp``. With
+    ``splits_input`` the input size is split instead: outputs are then partial sums over ``etp``, and only the first
+    rank adds the bias, which all ``etp`` ranks hold."""
 
     def __init__(
         self,
@@ -185,10 +181,9 @@ class GroupedLinear(GemmLayer):
         self.products = gemms
 
     def forward(self, x: Tensor, ends: Tensor, bias_scale: Tensor | None = None) -> Tensor:
-        """Return [r, o] in the order of rows ``x`` [r, i]; ``ends`` int32 [g] holds the end row of each expert.
-        ``bias_scale`` [r] multiplies the bias of each row; None: 1. No collective: with ``splits_input`` the results
-        are partial sums over ``etp``, else dX is; the caller reduces both. Backward defers dW if
-        ``weight_gradient_store`` is set."""
+        """Return [r, o] for rows ``x`` [r, i]; ``ends`` int32 [g] holds the end row of each expert. ``bias_scale`` [r]
+        multiplies the bias of each row; None: 1. No collective: with ``splits_input`` the results are partial sums over
+        ``etp``, else dX is; the caller reduces both. Backward defers dW if ``weight_gradient_store`` is set."""
         traits, store, products = self.traits, self.weight_gradient_store, self.products
         for_backward = torch.is_grad_enabled() and self.weight.requires_grad
         weight: Any = linear.FusedGradParam(self.weight)

@@ -50,12 +50,10 @@ logger = logging.getLogger(__name__)
 
 
 class StackedSize(NamedTuple):
-    """Output dim that consists of several logical dims, with one split: gate and up are ``((2, ffn), 1)``.
-
-    For ``(blocks, rows)`` split along blocks, several ranks may replicate the last ``shared`` rows of each block: with
+    """Output dim that consists of several logical dims, with one split: gate and up are ``((2, ffn), 1)``. For
+    ``(blocks, rows)`` split along blocks, several ranks may replicate the last ``shared`` rows of each block: with
     fewer blocks than ranks, the ranks of a block split its other rows and each hold all of its shared ones (query heads
-    and their key and value head).
-    """
+    and their key and value head)."""
 
     shape: tuple[int, ...]
     split_dim: int
@@ -67,8 +65,7 @@ class StackedSize(NamedTuple):
 
 
 def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) -> LinearTraits:
-    """Apex computes weight gradients with "wgrad" in ``config.apex_parts``. Without flags no collective runs inside the
-    GEMM."""
+    """Apex computes weight gradients with "wgrad" in ``config.apex_parts``. Without flags: no collective."""
     fuses = config.gradient_accumulation_fusion
     column_sum = choose_column_sum(config.params_dtype, fuses)
     gemms = Gemms(ApexWeightGradient() if "wgrad" in config.apex_parts else accumulate_product)
@@ -79,13 +76,11 @@ def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) 
 
 class ColumnParallelLinear(GemmLayer):
     """``Y = X A^T + b``, A split along its output dim. Returns (Y, None), or (Y without b, b) with ``skip_bias_add``.
-
     ``output_size`` is the full size. Input [..., input_size] is replicated (split along the sequence under sequence
     parallelism); output is [..., output_size / tp], or full with ``gather_output``. For a stacked size with fewer
     blocks than ranks, the rows that several ranks hold are separate parameters: ``shared_weight`` and ``shared_bias``,
     slices of the global ``weight`` and ``bias``. They come last in a rank's output; ``gather_output`` and
-    ``skip_bias_add`` then raise ValueError.
-    """
+    ``skip_bias_add`` then raise ValueError."""
 
     @takes_megatron_arguments
     def __init__(
@@ -127,13 +122,12 @@ class ColumnParallelLinear(GemmLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Return (output [..., out / tp], or all of it with ``gather_output``; the bias with ``skip_bias_add``, else
         None). Under sequence parallelism all-gathers ``x`` [s / tp, b, i]; backward reduces the gradient of ``x``:
-        reduce-scatter under sequence parallelism, else all-reduce.
-
-        ``x`` may be an all-gather in flight (:meth:`gather`), which is awaited. With that or ``is_gathered`` (``x`` has
-        the positions of all ranks) backward does not reduce the gradient of ``x``: it is a partial sum over the group,
-        which the handle of :meth:`gather` reduce-scatters. ``weight`` replaces the layer's weight by another module's;
-        its gradient is not deferred, and that module must announce it (``LinearTraits.weight_has_other_uses``). It
-        excludes gathered input, which is not checked."""
+        reduce-scatter under sequence parallelism, else all-reduce. ``x`` may be an all-gather in flight
+        (:meth:`gather`), which is awaited. With that or ``is_gathered`` (``x`` has the positions of all ranks) backward
+        does not reduce the gradient of ``x``: it is a partial sum over the group, which the handle of :meth:`gather`
+        reduce-scatters. ``weight`` replaces the layer's weight by another module's; its gradient is not deferred, and
+        that module must announce it (``LinearTraits.weight_has_other_uses``). It excludes gathered input, which is not
+        checked."""
         traits, store = self.traits, self.weight_gradient_store
         if isinstance(x, AutogradHandle):
             x, is_gathered = x.wait(), True
@@ -173,11 +167,9 @@ def _shared_rows(
     size: StackedSize, rest: tuple[int, ...], name: str, *, groups: ProcessGroups, **further_settings: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Declare the weight or bias of a stacked size with fewer blocks than ranks as two parameters, parts of the global
-    tensor ``name``. Return (this rank's rows of its block, the rows that all ranks of the block hold).
-
-    Gradients of the latter are partial sums over those ranks, because each rank sees only its query heads. UserError if
-    ``tp`` is not a multiple of the blocks.
-    """
+    tensor ``name``. Return (this rank's rows of its block, the rows that all ranks of the block hold). Gradients of the
+    latter are partial sums over those ranks, because each rank sees only its query heads. UserError if ``tp`` is not a
+    multiple of the blocks."""
     blocks, rows = size.shape
     if groups.tp.size % blocks:
         raise UserError(
@@ -243,10 +235,8 @@ class RowParallel(nn.Module):
 
 class RowParallelLinear(RowParallel, GemmLayer):
     """``Y = sum_i X_i A_i^T + b``, A split along its input dim. Returns (Y, None), or (Y, b) with ``skip_bias_add``.
-
     Input is this rank's slice [..., input_size / tp] (``input_is_parallel``) or the full [..., input_size]. Output
-    [..., output_size] is all-reduced, or reduce-scattered along the sequence under sequence parallelism.
-    """
+    [..., output_size] is all-reduced, or reduce-scattered along the sequence under sequence parallelism."""
 
     def forward(self, x: Tensor, *, in_flight: bool = False) -> tuple[Any, Tensor | None]:
         """Return (output, bias for the caller to add or None). Splits ``x`` along the last dim first unless
@@ -274,11 +264,9 @@ class RowParallelLinear(RowParallel, GemmLayer):
 
 
 class ReplicatedLinear(GemmLayer):
-    """``Y = X A^T + b`` with A replicated, on the tokens of this rank. Returns (Y, None).
-
-    Under sequence parallelism each rank has different tokens, so gradients are partial sums over the group. Set
-    ``whole_input`` if every rank has the full input instead.
-    """
+    """``Y = X A^T + b`` with A replicated, on the tokens of this rank. Returns (Y, None). Under sequence parallelism
+    each rank has different tokens, so gradients are partial sums over the group. Set ``whole_input`` if every rank has
+    the full input instead."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: ModelParallelConfig, init_method: Init, bias: bool = True,
@@ -297,11 +285,9 @@ class ReplicatedLinear(GemmLayer):
 
 class VocabParallelEmbedding(nn.Module):
     """Embedding table split along the vocabulary: token ids [...] -> vectors [..., h], all-reduced over the group.
-
     ``num_embeddings`` is the unpadded size. Unused rows pad it to a common multiple of ``divisible_by`` and the group
     size; the constructor logs a notice then. Ids outside of [0, num_embeddings), also negative ones, raise IndexError
-    (on GPUs a device assertion).
-    """
+    (on GPUs a device assertion)."""
 
     @takes_megatron_arguments
     def __init__(
@@ -353,16 +339,12 @@ class VocabParallelEmbedding(nn.Module):
 
 class VocabParallelOutput(GemmLayer):
     """Output layer: hidden states [..., h] -> logits [..., v / tp], weight (v, h) and bias (:meth:`add_bias`) split
-    along the vocabulary.
-
-    With labels, global ids int64 [...], it returns the tokens' losses [...] instead (``cross_entropy.py``). No other
-    code sees these logits, so their gradient overwrites them. With ``config.cross_entropy_chunk_tokens`` only one
-    chunk exists at a time (``linear_cross_entropy.py``).
-
-    With ``weight_is_shared`` the module has no weight and is called with the embedding's. ``tied_to`` marks the weight
-    of a later pipeline stage as a copy of the parameter of that name. Logits of padded entries are zero; the loss
-    ignores them.
-    """
+    along the vocabulary. With labels, global ids int64 [...], it returns the tokens' losses [...] instead
+    (``cross_entropy.py``). No other code sees these logits, so their gradient overwrites them. With
+    ``config.cross_entropy_chunk_tokens`` only one chunk exists at a time (``linear_cross_entropy.py``). With
+    ``weight_is_shared`` the module has no weight and is called with the embedding's. ``tied_to`` marks the weight of a
+    later pipeline stage as a copy of the parameter of that name. Logits of padded entries are zero; the loss ignores
+    them."""
 
     soft_cap: float | None = None
     """Cap of the logits: soft_cap * tanh(x / soft_cap); None: no cap."""

@@ -36,14 +36,12 @@ from megatron.core.tensor_parallel.gemms import Gemms, Operand, operand_of, tens
 
 
 class WeightGradientStore:
-    """Queue of deferred weight gradients, for pipeline schedules that compute them in bubbles (zero bubble).
-
-    The runtime sets it as the attribute ``weight_gradient_store`` of linear layers before forward. After the
-    input-gradient part of a micro-batch it calls :meth:`take`. Each closure must be called once, in order; it completes
-    the gradient of one weight exactly as backward would have, in ``main_grad`` (or ``grad``), and runs the parameter's
+    """Queue of deferred weight gradients, for pipeline schedules that compute them in bubbles (zero bubble). The
+    runtime sets it as the attribute ``weight_gradient_store`` of linear layers before forward. After the input-gradient
+    part of a micro-batch it calls :meth:`take`. Each closure must be called once, in order; it completes the gradient
+    of one weight exactly as backward would have, in ``main_grad`` (or ``grad``), and runs the parameter's
     post-accumulate-gradient hooks. All ranks of a tensor-parallel group must call the closures in the same order,
-    because under sequence parallelism they all-gather their input. A closure keeps dY and X in memory until then.
-    """
+    because under sequence parallelism they all-gather their input. A closure keeps dY and X in memory until then."""
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []

@@ -59,16 +59,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return fp32 losses [s, b] (fp64 for fp64) of the logits ``x weight^T`` for global ids ``target`` int64 [s, b].
     Collective over ``traits.group``: one all-gather of statistics, and all-gathers of ``x`` with
-    ``traits.gather_input``. Differentiable in ``x``, weight and bias.
-
-    ``x`` [s, b, h] is replicated over the group, or holds this rank's positions (``traits.gather_input``). ``weight``
-    [v, h] is this rank's slice of a padded vocabulary with ``vocab_size`` true entries. ``chunk_tokens`` 0 chooses the
-    number that fits in ``CHUNK_BYTES``. ``logits`` sets bias and soft cap.
-
-    Raises:
-        UserError: ``chunk_tokens`` is negative.
-        IndexError: a target is outside of the vocabulary (on CPU; a device assertion on GPUs).
-    """
+    ``traits.gather_input``. Differentiable in ``x``, weight and bias. ``x`` [s, b, h] is replicated over the group, or
+    holds this rank's positions (``traits.gather_input``). ``weight`` [v, h] is this rank's slice of a padded vocabulary
+    with ``vocab_size`` true entries. ``chunk_tokens`` 0 chooses the number that fits in ``CHUNK_BYTES``. ``logits``
+    sets bias and soft cap. Raises UserError: ``chunk_tokens`` is negative; IndexError: a target is outside of the
+    vocabulary (on CPU; a device assertion on GPUs)."""
     steps = logits or LogitSteps()
     if chunk_tokens < 0:
         raise UserError(f"cross_entropy_chunk_tokens {chunk_tokens} is negative; 0 chooses by memory")

@@ -79,10 +79,8 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> Tensor:
     """Reduce-scatter partial sums along the first dim, [s, ...] -> this rank's shard; all-gather the gradient.
     ``input_`` is not changed. Raises ValueError if s is not divisible by the ranks, without split sizes. One rank
-    returns its input.
-
-    ``input_split_sizes``: first dims of all ranks' shards, if they differ. ``use_global_buffer`` is ignored.
-    """
+    returns its input. ``input_split_sizes``: first dims of all ranks' shards, if they differ. ``use_global_buffer`` is
+    ignored."""
     if input_split_sizes is not None:
         return _UnevenScatter.apply(input_, resolve_group(group), tuple(input_split_sizes))
     return operators.reduce_scatter_to_sequence(input_, resolve_group(group))
@@ -106,10 +104,8 @@ def all_to_all(
     use_nccl_stream: bool = False,
 ) -> Tensor:
     """All-to-all of rows: send ``input_split_sizes[r]`` rows to rank r and receive ``output_split_sizes_[r]`` from it,
-    in rank order. One rank returns ``input_`` itself.
-
-    Without sizes all chunks are equal. ``use_nccl_stream`` is ignored. The gradient uses the inverse all-to-all.
-    """
+    in rank order. One rank returns ``input_`` itself. Without sizes all chunks are equal. ``use_nccl_stream`` is
+    ignored. The gradient uses the inverse all-to-all."""
     ranks = resolve_group(group)
     if ranks.size == 1:
         return input_

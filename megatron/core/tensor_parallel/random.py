@@ -104,12 +104,10 @@ def model_parallel_cuda_manual_seed(
     **megatron_arguments: object,
 ) -> None:
     """Seed torch on the CPU and on every GPU with ``seed``, equally on all ranks, and replace the named states of the
-    tracker by three new ones. Ranks that are not given come from the running program's groups.
-
-    As in Megatron-LM ``data-parallel-rng`` has ``seed`` on all ranks, ``model-parallel-rng`` seed + 2718 + tp rank and
+    tracker by three new ones. Ranks that are not given come from the running program's groups. As in Megatron-LM
+    ``data-parallel-rng`` has ``seed`` on all ranks, ``model-parallel-rng`` seed + 2718 + tp rank and
     ``expert-parallel-rng`` seed + 1024 + 100 * ep rank + etp rank (plus 2^20 if that equals the former). The other
-    arguments select Megatron-LM's tracker and are ignored; unknown ones raise TypeError.
-    """
+    arguments select Megatron-LM's tracker and are ignored; unknown ones raise TypeError."""
     if unknown := megatron_arguments.keys() - _FURTHER:
         raise TypeError(f"model_parallel_cuda_manual_seed() has no arguments {', '.join(sorted(unknown))}")
     groups = get_process_groups()

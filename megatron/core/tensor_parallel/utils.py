@@ -48,8 +48,7 @@ class VocabUtility:
     @staticmethod
     def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
         """Return the range of ``rank`` for ``world_size`` equal shards of ``global_vocab_size`` entries; ValueError if
-        the size is not divisible.
-        """
+        the size is not divisible."""
         if global_vocab_size % world_size:
             raise ValueError(f"global_vocab_size {global_vocab_size} is not divisible by world_size {world_size}")
         share = global_vocab_size // world_size

@@ -66,14 +66,11 @@ class Checkpointer:
     """Saves and loads the checkpoints of one run. Every method is collective over all ranks unless it says otherwise.
 
     Args:
-        cfg: resolved settings.
         model_chunks: model chunks of this rank, wrapped for data parallelism or not.
         optimizer: None to save and load weights only.
         scheduler: schedule of ``optimizer``.
-        groups: process groups of this rank.
         tokenizer: stored and compared by its fingerprint.
         architecture: settings that a checkpoint to load must share; default: ``ARCHITECTURE``.
-        fault: see ``dist_checkpointing.writer.Fault``.
 
     Raises:
         CheckpointError: another job writes to --save.
@@ -253,8 +250,7 @@ class Checkpointer:
         return dataclasses.replace(report, saved=True, seconds=seconds, stall=stall, num_bytes=num_bytes)
 
     def _prepare(self, folder: str) -> None:
-        """Move checkpoints of other histories to ``set-aside-…`` before the first save. First rank, in the writer
-        thread."""
+        """Move checkpoints of other histories to ``set-aside-…`` before the first save. First rank only."""
         remove_leftovers(folder)
         if not self._is_clear:
             for root in filter(None, (self.cfg.checkpoint.save, fast_folder(self.cfg.checkpoint))):
@@ -284,9 +280,8 @@ class Checkpointer:
                     delete_checkpoint(folder, old, fault)
 
     def load(self) -> TrainState | None:
-        """Restore the checkpoint of --load (or --pretrained-checkpoint); None to start from scratch. CheckpointError on
-        all ranks for damage, another architecture or tokenizer, missing or unused names, or
-        --exit-on-missing-checkpoint without one."""
+        """Restore the checkpoint to load; None to start from scratch. CheckpointError on all ranks for damage, another
+        architecture or tokenizer, missing or unused names, or --exit-on-missing-checkpoint without one."""
         start = find_start(self.cfg, self.groups.world)
         if start is None:
             return None

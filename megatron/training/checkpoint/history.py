@@ -49,8 +49,7 @@ def fast_folder(cfg: CheckpointConfig) -> str | None:
 
 
 def identity(folder: str, *, make: bool = False) -> str | None:
-    """Return the identity of a --save folder, stored by its fast checkpoints, or None; ``make`` creates it
-    (CheckpointError). One process only."""
+    """Return the identity of a --save folder, or None; ``make`` creates it (CheckpointError). One process only."""
     path = Path(folder) / IDENTITY
     with suppress(FileNotFoundError):
         return read_regular_file(path, 100).decode("ascii", "replace").strip()
@@ -156,8 +155,7 @@ def continues(folder: str, checkpoint: files.Found) -> bool:
 
 def set_aside(folder: str, newer_than: int | None) -> None:
     """Move checkpoints of later iterations, complete or not, to a new folder ``set-aside-…`` in ``folder`` and log a
-    warning; None: all, including release and tracker. Without any does nothing. Raises CheckpointError if they cannot
-    be moved."""
+    warning; None: all, including release and tracker. Raises CheckpointError if they cannot be moved."""
     parent = Path(folder)
     names = [
         Path(files.get_checkpoint_name(folder, iteration)).name

@@ -50,9 +50,8 @@ class LiveState:
         return tensors
 
     def objects(self, state: TrainState, optimizer: dict[str, object] | None) -> dict[str, object]:
-        """Return all state that is stored as JSON: iteration, counters, settings, tokenizer fingerprint, versions,
-        environment, of the state dict ``optimizer`` (None: absent) only step and loss scaler, and the scheduler if
-        there is one."""
+        """Return the state stored as JSON: iteration, counters, settings, tokenizer fingerprint, versions, environment,
+        of the state dict ``optimizer`` (None: absent) only step and loss scaler, and the scheduler if there is one."""
         objects: dict[str, object] = {
             "iteration": state.iteration,
             "train_state": state.to_dict(),

@@ -114,7 +114,7 @@ class Loading:
         """Fill the model in place and, unless flags exclude them, optimizer, scheduler (only with optimizer state) and
         random states (only if ranks and generators match; else logs a warning); return the counters, new ones for
         weights only. Without optimizer state sets the main parameters from the weights. Errors as
-        :meth:`Checkpointer.load`."""
+        ``Checkpointer.load``."""
         cfg, world, reader, live = self.cfg, self.world, self.reader, self.live
         changes = from_first_rank(self._check_objects, world)
         wants_rng = self.wants_rng and self._same_world()

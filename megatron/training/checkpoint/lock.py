@@ -40,8 +40,7 @@ class SaveLock:
             self._open(folder)
 
     def _open(self, folder: str | os.PathLike) -> None:
-        """Raises CheckpointError if the file is a symbolic link, cannot be written, or :meth:`_take` fails; then
-        nothing stays open."""
+        """Raises CheckpointError if the file is a symbolic link, cannot be written, or :meth:`_take` fails."""
         try:
             make_durable_folder(Path(folder))
             # O_NOFOLLOW: a planted link would make this job write into the file that it points to
@@ -82,8 +81,8 @@ class SaveLock:
             os.pwrite(descriptor, record[: RECORD_BYTES - 1].ljust(RECORD_BYTES - 1) + b"\n", 0)
 
     def release(self) -> None:
-        """Release the lock; remove the lock file and folders that the lock created if nothing else was written there.
-        May be called several times."""
+        """Release the lock; remove the lock file and folders that the lock created if empty. May be called several
+        times."""
         if self._descriptor is not None:
             with suppress(OSError):
                 if self._taken and os.listdir(self.path.parent) == [LOCK]:

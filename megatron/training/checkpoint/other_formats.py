@@ -173,8 +173,7 @@ def apply_hf_settings(cfg: FlatConfig) -> FlatConfig:
 
 
 def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return settings for tokenizer.json, else for the vocab.txt of older BERT folders, which is lower-case by
-    default."""
+    """Return settings for tokenizer.json, else for the vocab.txt of older BERT folders (default: lower-case)."""
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     vocabulary, config = folder / "vocab.txt", folder / "tokenizer_config.json"

@@ -25,8 +25,8 @@ def _double(is_set: int, bits: int) -> float | None:
 
 
 def get_rng_state() -> dict[str, Tensor]:
-    """Return one flat CPU tensor per global generator, int64 for Python and numpy, uint8 for torch; a GPU's only if
-    CUDA is initialized."""
+    """Return one flat CPU tensor per global generator, int64 for Python and numpy, uint8 for torch (also CUDA if
+    initialized)."""
     _, words, gauss = random.getstate()
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict) and state["bit_generator"] == "MT19937", "numpy's global generator is this one"

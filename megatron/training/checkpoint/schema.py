@@ -73,7 +73,7 @@ def _is_scaler(value: object) -> bool:
 
 
 def malformed(objects: dict[str, Any], *, release: bool = False) -> list[str]:
-    """Return messages for missing, malformed or contradicting objects of a checkpoint. ``scheduler``, ``versions`` and
+    """Return messages for missing, wrong or contradicting objects of a checkpoint. ``scheduler``, ``versions`` and
     ``optimizer`` may be missing, for a ``release`` (weights only) also counters. Entries of ``args`` are not
     checked."""
     problems = []

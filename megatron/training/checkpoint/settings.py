@@ -191,8 +191,7 @@ def check_args(
 
 
 def _refuse_forgotten(stored: dict[str, object], current: dict[str, Any], differing: set[str], where: str) -> None:
-    """Raise CheckpointError for ``FORGOTTEN`` settings that the checkpoint's run set explicitly and this run does
-    not."""
+    """Raise CheckpointError for ``FORGOTTEN`` settings that the stored run set explicitly and this run does not."""
     explicit = stored.get("explicit")
     stored_explicit = (
         set(explicit) if isinstance(explicit, list) and all(isinstance(name, str) for name in explicit) else set()

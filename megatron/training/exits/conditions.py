@@ -273,9 +273,8 @@ def _leaving_flag() -> ctypes.c_byte:
 
 
 def agree(elapsed: float, received: int) -> tuple[float, int]:
-    """Return the maximum ``elapsed`` and the maximum signal number (0: none) over all ranks. Collective all-reduce of a
-    CPU tensor over all ranks (gloo), without a device sync. Returns the arguments without torch.distributed or with one
-    rank."""
+    """Return the maximum ``elapsed`` and the maximum signal number (0: none) over all ranks. One all-reduce over gloo,
+    without a device sync. Returns the arguments without torch.distributed or with one rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return elapsed, received
     over_hosts = dist.get_backend() == "gloo"

@@ -21,9 +21,8 @@ T = TypeVar("T")
 
 
 class LiveEngine:
-    """Generation engines of the only model chunk of ``parts``; each exists during one call of :meth:`run`.
-
-    ``flag`` is for messages. Raises UserError if the model cannot generate with a cache."""
+    """Generation engines of the only model chunk of ``parts``; each exists during one call of :meth:`run`. ``flag`` is
+    for messages. Raises UserError if the model cannot generate with a cache."""
 
     def __init__(self, flag: str, parts: Components, limits: Limits, *, cuda_graphs: bool = True) -> None:
         self._flag = flag
@@ -36,9 +35,8 @@ class LiveEngine:
 
     def run(self, work: Callable[[Engine], T]) -> T:
         """Return ``work(engine)`` of rank 0 on every rank; the other ranks compute its forward passes. Leaves the model
-        in training mode and torch's random generators as they were.
-
-        Collective. Raises UserError on all ranks if ``work`` fails."""
+        in training mode and torch's random generators as they were. Collective. Raises UserError on all ranks if
+        ``work`` fails."""
         self._mark()  # rank 0 may prepare the requests for longer than a step takes
         self._chunk.finish_param_sync()
         world = self._groups.world

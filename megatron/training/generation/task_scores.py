@@ -35,8 +35,7 @@ class TaskScores:
         self._engine = LiveEngine(FLAG, parts, Limits(length, max(length, 8192), _SEQUENCES))
 
     def __call__(self) -> list[EvalResult]:
-        """Return one result per task, equal on all ranks. Collective; raises UserError on all ranks if the harness
-        fails."""
+        """Return one result per task, equal on all ranks. Collective; raises UserError if the harness fails."""
         return [EvalResult("task", name, scores) for name, scores in self._engine.run(self._scores).items()]
 
     def _scores(self, engine: Engine) -> dict[str, dict[str, float]]:

@@ -43,8 +43,7 @@ class TextSamples:
         self._engine = LiveEngine(FLAG, parts, limits, cuda_graphs=False)
 
     def __call__(self, final: bool = False) -> list[Sample]:
-        """Return one sample per prompt, equal on all ranks. Collective; raises UserError on all ranks if generation
-        fails."""
+        """Return one sample per prompt, equal on all ranks. Collective; raises UserError if generation fails."""
         begin = time.perf_counter()
         texts = self._engine.run(self._texts)
         seconds = (time.perf_counter() - begin) / len(texts)

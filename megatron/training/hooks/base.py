@@ -89,8 +89,7 @@ class Hook:
 
 
 def check_methods(hooks: Sequence[Hook]) -> None:
-    """Reject ``on_…`` methods that the loop never calls, such as a misspelled one: UserError with the most similar
-    ones."""
+    """Reject ``on_…`` methods that the loop never calls, such as misspelled ones (UserError)."""
     names_of_events = [name for name in vars(Hook) if name.startswith("on_")]
     problems = []
     for hook in hooks:
@@ -120,8 +119,8 @@ class Hooks(Hook):
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
         """Call ``on_step`` of every hook after each iteration. At log points also call each hook's ``on_steps`` and
-        ``on_log``, hook by hook; this waits for the device once. Collects and reads nothing if no hook overrides these
-        two methods."""
+        ``on_log``, hook by hook; this waits for the device once. Collects and reads nothing unless a hook overrides
+        one."""
         is_log_point = self._reads and self.interval.add(state, metrics)
         steps = self.interval.unseen() if is_log_point else []
         summary = self.interval.close(state) if is_log_point else None

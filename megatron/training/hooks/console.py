@@ -49,7 +49,7 @@ class StdoutHandler(logging.StreamHandler):
 
 
 def stdout_logger() -> logging.Logger:
-    """Return the logger that all printing hooks share, with one handler that writes plain message lines to the current
+    """Return the logger that all printing hooks share, with one handler that writes plain message lines to
     ``sys.stdout``. Sets its level to INFO and stops propagation, so that log files and the root logger do not receive
     the lines."""
     lines = logging.getLogger("megatron.training.hooks.stdout")
@@ -85,9 +85,8 @@ def training_line(summary: IntervalSummary, train_iters: int, tflops: float | No
 
 
 def evaluation_lines(iteration: int, result: EvalResult) -> list[str]:
-    """Return one line with the scores of a task, or three lines: a rule of dashes, one line with value and perplexity
-    of each loss, and the rule again. The line names the split only for final or test results, and the data set if there
-    are several."""
+    """Return one line with the scores of a task, or three lines: value and perplexity of each loss between rules of
+    dashes. The line names the split only for final or test results, and the data set if there are several."""
     if result.name == "task":
         scores = " | ".join(f"{name}: {value:.4f}" for name, value in result.losses.items())
         return [f" task {result.dataset} at iteration {iteration} | {scores}"]

@@ -62,8 +62,7 @@ class DataFilesHook(Hook):
 
     def check(self) -> None:
         """Compare all files now; raise IndexedDatasetError for a truncated file. Log any other change as a warning,
-        each once; it does not affect the mapped data. Then skip checks at log points until this check has taken at most
-        1 % of the time."""
+        each once. Then skip checks at log points until this check has taken at most 1 % of the time."""
         start = time.monotonic()
         for data in self.files:
             for change in data.changes():
@@ -86,12 +85,10 @@ def truncated_file(datasets: Iterable[object]) -> IndexedDatasetError | None:
 
 
 class BusErrorGuard(Hook):
-    """End the process with a message on SIGBUS if a data file was truncated.
-
-    Python's own signal handlers run between bytecodes, but the read that faults never completes. So the handler is set
-    through the C library and runs inside the faulting read. If no file was truncated it restores the previous handler
-    (the stacks of ``faulthandler``), which the same read then reaches.
-    """
+    """End the process with a message on SIGBUS if a data file was truncated. Python's own signal handlers run between
+    bytecodes, but the read that faults never completes. So the handler is set through the C library and runs inside the
+    faulting read. If no file was truncated it restores the previous handler (the stacks of ``faulthandler``), which the
+    same read then reaches."""
 
     def __init__(self, datasets: Iterable[object]) -> None:
         self.datasets = list(datasets)

@@ -31,8 +31,7 @@ class HuggingFaceHook(Hook):
         self._thread: threading.Thread | None = None
 
     def on_saved(self, state: TrainState) -> None:
-        """Start the conversion of a due checkpoint in the background. First waits for the previous conversion, which
-        blocks training."""
+        """Start the conversion of a due checkpoint in the background. First waits for the previous conversion."""
         if state.iteration % self.interval == 0:
             self._wait()
             name = f"iter_{state.iteration:07d}"
@@ -47,8 +46,7 @@ class HuggingFaceHook(Hook):
             self._thread.join()
 
     def _convert(self, name: str) -> None:
-        """Background thread. Logs any error and appends it to ``self.failure``, which the loop reads at the end; never
-        raises."""
+        """Background thread. Logs any error and appends it to ``self.failure``; never raises."""
         try:
             convert_to_hf(Path(self.save) / name, Path(self.save) / "hf" / name, self.model_type)
         except Exception as error:  # an exception that ends a thread would go unnoticed

@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlanHook(Hook):
-    """Warns once if iterations take longer than planned, and appends a record of kind ``plan`` to ``file``. Use on the
-    rank that logs."""
+    """Warns once if iterations take longer than planned, and appends a record of kind ``plan`` to ``file``."""
 
     def __init__(self, prediction: Prediction, global_batch_size: int, file: MetricsFile | None) -> None:
         self.prediction, self.global_batch_size, self.file = prediction, global_batch_size, file

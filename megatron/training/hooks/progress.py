@@ -54,8 +54,7 @@ class ProgressHook(Hook):
         return flops / max(seconds, 1e-9) / self.world_size / 1e12
 
     def _append(self, text: str) -> None:
-        """One tab-separated line: time, SLURM job ID, number of GPUs, ``text``. A warning if the file cannot be
-        written."""
+        """One tab-separated line: time, SLURM job ID, number of GPUs, ``text``. Warns if it cannot be written."""
         job = os.environ.get("SLURM_JOB_ID", "")
         line = f"{datetime.now():{TIME_FORMAT}}\tJob ID: {job}\t# GPUs: {self.world_size}\t{text}\n"
         try:

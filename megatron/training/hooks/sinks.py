@@ -302,14 +302,11 @@ def as_code(record: Record) -> str:
 
 
 class WandbSink(Sink):
-    """One Weights & Biases row per iteration. Steps never decrease, because wandb would drop such rows.
-
-    Offline with ``WANDB_MODE=offline``; to continue a run, set wandb's ``WANDB_RUN_ID`` and ``WANDB_RESUME``.
-    """
+    """One Weights & Biases row per iteration. Steps never decrease, because wandb would drop such rows. Offline with
+    ``WANDB_MODE=offline``; to continue a run, set wandb's ``WANDB_RUN_ID`` and ``WANDB_RESUME``."""
 
     def __init__(self, cfg: LoggingConfig, clock: Clock, init_options: dict[str, Any]) -> None:
-        """``init_options``: arguments of ``wandb.init`` (project, name, entity, dir, config). Raises UserError without
-        the wandb package."""
+        """``init_options``: arguments of ``wandb.init``. Raises UserError without the wandb package."""
         try:
             import wandb
         except ImportError as error:

@@ -16,8 +16,7 @@ from megatron.core.pipeline_parallel.results import MicroBatchResult
 
 def global_counts(counts: Tensor, groups: ProcessGroups, device: torch.device, shared: bool = True) -> Tensor:
     """All-reduce the counts of this rank's micro-batches (full rows, fp64 [losses]) over ``dp_cp``. If context-parallel
-    ranks have the same rows (``shared``), the first of them adds its counts. Returns them on ``device``; the host does
-    not wait."""
+    ranks have the same rows (``shared``), the first of them adds its counts. Does not wait."""
     if shared and not groups.cp.is_first:
         counts = torch.zeros_like(counts)
     counts = counts.pin_memory() if device.type == "cuda" and not counts.is_cuda else counts

@@ -79,8 +79,8 @@ def plan_shares(parts: Mapping[str, float]) -> dict[str, float]:
 def compare(
     prediction: Prediction, seconds: float, parts: Mapping[str, float], apart: Mapping[str, float] | None = None
 ) -> Comparison:
-    """Compare one mean step of ``seconds``. ``parts``: as ``step_parts.mean_parts``; ``apart``: seconds per iteration
-    outside of steps."""
+    """Compare one mean step of ``seconds``. ``parts``: as ``step_parts.mean_parts``; ``apart``: seconds outside of
+    steps."""
     update = sum(prediction.parts.get(name, 0.0) for name in UPDATE_PARTS)
     host = prediction.parts.get("host", 0.0)
     planned = {FORWARD: prediction.seconds - update - host, UPDATE: update, DATA: 0.0, HOST: host}
@@ -101,9 +101,8 @@ def compare(
 
 
 class PlanWatch:
-    """Collects the iterations after a warm-up, until there are enough to compare them with the plan once.
-
-    Iterations with another batch size than the planned one, and skipped ones, do not count."""
+    """Collects the iterations after a warm-up, until there are enough to compare them with the plan once. Iterations
+    with another batch size than the planned one, and skipped ones, do not count."""
 
     WARM_UP, ENOUGH = 10, 20
 

@@ -53,8 +53,7 @@ def end_record(iteration: int, consumed_samples: int, ending: Ending, reason: st
 
 
 def duration_record(kind: str, iteration: int, consumed_samples: int, results: Sequence[EvalResult | Sample]) -> Record:
-    """Return the record of the duration of one evaluation of all its sets (kind "evaluation"), or of all samples (kind
-    "generation")."""
+    """Return the record of the duration of an evaluation (kind "evaluation"), or of samples (kind "generation")."""
     return {
         "kind": kind,
         "iteration": iteration,

@@ -55,8 +55,7 @@ def _seconds(start: Mark, end: Mark) -> float:
 
 def mean_parts(steps: Sequence[StepMarks | None]) -> dict[str, float]:
     """Return mean seconds per iteration: ``forward_backward`` and ``update`` on the device, ``data_wait`` and
-    ``device_wait`` on the host. Iterations without marks, and those that the device has not finished, do not
-    count; {} if none is left."""
+    ``device_wait`` on the host. Iterations without marks, and those that the device has not finished, do not count."""
     marks = [step for step in steps if step is not None and _is_reached(step.end)]
     if not marks:
         return {}

@@ -66,8 +66,7 @@ def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
 
 def mfu(tflops: float, device_name: str, precision: str = "bf16") -> float | None:
     """Return the model FLOPs utilization (0 to 1): model TFLOP/s per device over the dense peak of ``device_name`` in
-    ``precision``. Returns None for an unknown device, or one without an fp8 peak. Raises :class:`ThroughputError` above
-    1."""
+    ``precision``. Returns None for an unknown device. Raises :class:`ThroughputError` above 1."""
     peak = peak_tflops(device_name, precision)
     if peak is None:
         return None

@@ -35,10 +35,9 @@ def peak_memory(cfg: PretrainConfig, vocab_size: int) -> int:
 
 
 def memory_advice(cfg: PretrainConfig, vocab_size: int) -> list[Advice]:
-    """Return up to :data:`MOST` changes to a resolved configuration that save memory: no attention dropout first, which
-    makes unfused attention fused, then the most effective. Each keeps the weights of the model and the global batch
-    size and passes all rules. Of several changes to one setting (such as
-    recomputation), only the most effective is returned."""
+    """Return up to :data:`MOST` changes that save memory: no attention dropout first, which makes unfused attention
+    fused, then the most effective. Each keeps the weights of the model and the global batch size and passes all rules.
+    Of several changes to one setting (such as recomputation), only the most effective is returned."""
     now = peak_memory(cfg, vocab_size)
     best: dict[str, Advice] = {}
     for topic, values, flags in _changes(cfg):

@@ -39,8 +39,7 @@ Rows = Iterator[tuple[str, object]]
 
 
 def known_vocab_size(cfg: TokenizerConfig) -> tuple[int | None, str]:
-    """Return (unpadded vocabulary size, its source), (None, "unknown") if the tokenizer must be built or the file is
-    unreadable."""
+    """Return (unpadded vocabulary size, its source), (None, "unknown") without file or if it is unreadable."""
     if cfg.vocab_size is not None:
         return cfg.vocab_size, "--vocab-size"
     if cfg.tokenizer_type == "ByteLevelTokenizer":
@@ -76,8 +75,7 @@ def preflight(cfg: FlatConfig) -> bool:
 
 
 def dry_run_report(cfg: PretrainConfig) -> str:
-    """Return the text of ``--dry-run`` for a resolved and checked configuration. Omits empty sections. Prints
-    nothing."""
+    """Return the text of ``--dry-run`` for a resolved and checked configuration. Omits empty sections."""
     vocab_size, source = known_vocab_size(cfg.tokenizer)
     model = cfg.describe(vocab_size or 0)
     sections: dict[str, Iterable[tuple[str, object]]] = {

@@ -207,8 +207,7 @@ def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageCon
 def _buffer_state(
     cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
 ) -> tuple[int, int, list[int]]:
-    """Return bytes of weights, gradients and optimizer state per shard. Matrices that Muon updates have a separate
-    buffer."""
+    """Return bytes of weights, gradients and optimizer state per shard. Matrices that Muon updates are separate."""
     if not parameters:
         return 0, 0, [0]
     kinds = ([parameter for parameter in parameters if _is_matrix(cfg, parameter) is kind] for kind in (False, True))
@@ -224,8 +223,7 @@ def _is_matrix(cfg: PretrainConfig, stored: Stored) -> bool:
 def _one_buffer_state(
     cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
 ) -> tuple[int, int, list[int]]:
-    """Return bytes of weights, gradients (with bucket padding) and optimizer state of each shard. Reverses the list
-    ``parameters`` in place."""
+    """Gradients have bucket padding, optimizer state is per shard. Reverses the list ``parameters`` in place."""
     distributed = cfg.distributed
     full = _is_matrix(cfg, parameters[0])
     parameters.reverse()
@@ -258,8 +256,7 @@ def _one_buffer_state(
 def _fully_sharded_state(
     cfg: PretrainConfig, parameters: Sequence[Stored], layers: Sequence[Sequence[Piece]]
 ) -> tuple[int, int, int, int]:
-    """Working memory: gathered layers, parameters outside of layers and the largest unreduced gradients. Shards have
-    equal rows."""
+    """Working memory: gathered layers, parameters outside of layers and the largest unreduced gradients."""
     shards = _sum_ranks(cfg) // cfg.distributed.num_distributed_optimizer_instances
     sizes = [-(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:]) for parameter in parameters]
     rows, moments = sum(sizes), sum(

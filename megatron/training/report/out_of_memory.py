@@ -55,8 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def measure(model: Iterable[nn.Module], optimizer: MegatronOptimizer) -> HeldMemory:
-    """Return the bytes in use on this rank's device by kind, each storage once. No allocation, no wait for the
-    device."""
+    """Return the bytes in use on this rank's device by kind, each storage once. No allocation, no wait."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     masters, moments = optimizer.storage.values(), optimizer.moments.values()
     counted: set[int] = set()

@@ -21,8 +21,7 @@ EXAMPLES = 5
 
 
 def example_lengths(cfg: PretrainConfig, count: int) -> np.ndarray | None:
-    """Return ``count`` random document lengths, of the mock distribution or the first readable data set; None if
-    neither is known."""
+    """Return ``count`` random document lengths, of the mock distribution or the first readable data set, or None."""
     if (text := cfg.variable_lengths.varlen_mock_dataset_config_json) is not None:
         return parse_mock_lengths(text).draw(count, cfg.model.seed)
     if cfg.data.mock_data:

@@ -90,8 +90,7 @@ def logit_softcapping_backend(cfg: PretrainConfig) -> Problems:
 
 
 def cudnn_sequence_length(cfg: PretrainConfig) -> Problems:
-    """Reject --attention-backend fused if cuDNN computes attention and does not support --seq-length. A dry run assumes
-    a GPU."""
+    """Reject --attention-backend fused if cuDNN computes attention and does not support --seq-length."""
     model = cfg.model
     in_blocks = model.context_parallel_size > 1 and "a2a" not in model.cp_comm_type  # odd blocks go to the flash kernel
     if model.attention_backend != "fused" or model.transformer_impl == ENGINE or in_blocks:
@@ -117,8 +116,7 @@ def norm_bias_backend(cfg: PretrainConfig) -> Problems:
 
 
 def apex_parts(cfg: PretrainConfig) -> Problems:
-    """Reject --apex-parts that contradict other flags and, except in a dry run, parts whose packages or GPU are
-    missing."""
+    """Reject --apex-parts that contradict other flags and, except in a dry run, missing packages or GPUs."""
     model = cfg.model
     parts = list(dict.fromkeys(model.apex_parts))
     clashes = [

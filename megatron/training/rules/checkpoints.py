@@ -67,8 +67,7 @@ def load_folders_exist(cfg: PretrainConfig) -> Problems:
 
 
 def save_folder_unused(cfg: PretrainConfig) -> Problems:
-    """Reject a --save folder with checkpoints if --load is not set. ``checkpoint/history.py`` checks the other
-    cases."""
+    """Reject a --save folder with checkpoints without --load. ``checkpoint/history.py`` checks the other cases."""
     checkpoint = cfg.checkpoint
     if (
         checkpoint.save is None

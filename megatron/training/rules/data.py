@@ -16,8 +16,7 @@ PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 def one_data_source(cfg: PretrainConfig) -> Problems:
-    """Require exactly one data source; the flags per split together are one. None is needed with --dataloader-type
-    external."""
+    """Require exactly one data source; the flags per split together are one. External loaders need none."""
     single = [
         field for field in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(cfg.flat, field)
     ]

@@ -53,8 +53,8 @@ def fp8_devices(cfg: PretrainConfig) -> Problems:
 
 
 def fp8_backend(cfg: PretrainConfig) -> Problems:
-    """With Transformer Engine's layers, reject delayed scaling, whose state is in no checkpoint, and weight gradients
-    in higher precision."""
+    """With Transformer Engine's layers, reject delayed scaling (no checkpoint has its state) and weight gradients in 16
+    or 32 bits."""
     model, reason = cfg.model, f"is not supported with --transformer-impl {ENGINE}"
     if model.fp8 is None or model.transformer_impl != ENGINE:
         return

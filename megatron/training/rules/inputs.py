@@ -72,8 +72,7 @@ def check_inputs(
     cfg: PretrainConfig, num_samples: Sequence[int | None], *, tokenizer: bool = True, files: bool = True
 ) -> Tokenizer | None:
     """Build the ``tokenizer``, look into the data ``files``, and check that ``num_samples`` (train, valid, test) can be
-    made; return the tokenizer, if built. Runs all checks; UserError has one line per problem. Builds no index and no
-    data set."""
+    made; return the tokenizer, if built. Runs all checks; UserError has one line per problem. Builds no index."""
     # here: --help does without numpy and the libraries of tokenizers
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.tokenizers import build_tokenizer

@@ -73,8 +73,7 @@ def yarn_original_length_given(cfg: PretrainConfig) -> Problems:
 
 
 def latent_attention_sizes(cfg: PretrainConfig) -> Problems:
-    """Require an explicit --kv-lora-rank (unless --use-checkpoint-args) and an even, nonzero number of rotated
-    channels."""
+    """Require an explicit --kv-lora-rank (unless --use-checkpoint-args) and an even number > 0 of rotated channels."""
     if not cfg.model.multi_latent_attention:
         return
     if "kv_lora_rank" not in cfg.explicit and not cfg.checkpoint.use_checkpoint_args:

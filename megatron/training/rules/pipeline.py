@@ -162,8 +162,7 @@ def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
 
 
 def _most_microbatches(cfg: PretrainConfig) -> int | None:
-    """Return the micro-batches of the largest global batch of a ramp or schedule; None if other rules report the
-    inputs."""
+    """Return the micro-batches of the largest global batch of a ramp or schedule; None for invalid inputs."""
     if not cfg.training.micro_batch_size or not cfg.data.seq_length:
         return None
     try:

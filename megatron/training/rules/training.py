@@ -203,8 +203,7 @@ def param_gather_overlap(cfg: PretrainConfig) -> Problems:
 
 def precision_aware_optimizer(cfg: PretrainConfig) -> Problems:
     """Without --use-precision-aware-optimizer, reject non-fp32 state. With it, require Adam, and reject fp16 or fp8
-    moments, bf16 moments whose beta is too close to 1 (1 - beta < 2**-7), fp16 masters, and bf16 main gradients without
-    --grad-reduce-in-bf16."""
+    moments, bf16 moments with 1 - beta < 2**-7, fp16 masters, and bf16 main gradients without --grad-reduce-in-bf16."""
     if not cfg.optimizer.use_precision_aware_optimizer:
         for field in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(cfg.flat, field) != "fp32":

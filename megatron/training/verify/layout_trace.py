@@ -155,9 +155,9 @@ class StepReport(NamedTuple):
 
 
 def compare(one: Trace, reference: ReferenceStep) -> StepReport:
-    """Compare this rank's gradient and weight rectangles with the same rectangles of the reference. Return all errors,
-    without judging them; a tensor that is missing or has another shape has infinite error. Also hashes each rectangle
-    (waits for the device)."""
+    """Compare this rank's gradient and weight rectangles with the same rectangles of the reference. Return all errors;
+    a tensor that is missing or has another shape has infinite error. Also hashes each rectangle (waits for the
+    device)."""
     cells = []
     for kind, shards in (("gradient", one.gradients), ("weight", one.weights)):
         for shard in shards:

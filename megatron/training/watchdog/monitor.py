@@ -147,8 +147,8 @@ class Monitor(threading.Thread):
 
     def _round(self) -> None:
         """Publish the heartbeat, re-arm the C-level timer, read the failure: end if one is declared. Else answer an
-        inquiry, judge other ranks and declare the result, which the next round reads. Raises RuntimeError or OSError if
-        the store is lost."""
+        inquiry, judge other ranks and declare the result, which the next round reads. RuntimeError or OSError: the
+        store is lost."""
         self.rounds += 1
         self.store.publish(self.progress.heartbeat(self.rounds))
         if self._guards_itself:  # later than the limit of other ranks, so that they report this rank and its reason
@@ -201,9 +201,9 @@ class Monitor(threading.Thread):
         return self._find_culprit() if heartbeat.silence > heartbeat.allowed else None
 
     def _find_culprit(self) -> Failure:
-        """Ask every rank for its stack (up to ``limits.spreading`` s) and name the one most likely to block all others:
-        without an answer, then the lowest iteration, then waiting for data, then waiting neither in a collective nor
-        for the GPU."""
+        """Ask for all stacks (up to ``limits.spreading`` s) and name the one most likely to block all others: without
+        an answer, then the lowest iteration, then waiting for data, then waiting neither in a collective nor for the
+        GPU."""
         self.store.inquire()
         self.store.answer(self._answer())
         limit = time.monotonic() + self.limits.spreading
@@ -279,8 +279,7 @@ class Monitor(threading.Thread):
         return len(reports) == len(self.arrivals) and len({report.what for report in reports.values()}) == 1
 
     def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
-        """Poll every 0.05 s until ``condition`` holds, ``seconds`` have passed or ``leaving`` is set. Ignores errors of
-        the store."""
+        """Poll every 0.05 s until ``condition`` holds, ``seconds`` have passed or ``leaving`` is set."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit and not self.leaving:
             with contextlib.suppress(RuntimeError, OSError):

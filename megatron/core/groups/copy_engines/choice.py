@@ -25,8 +25,7 @@ DEVICE = "cuda"
 def start_copy_engines(name: str, handle: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> CopyEngines | None:
     """Return copy engines for the group ``ranks`` (``rank``: within the group), or None on all ranks: they require NCCL
     and all ranks on one host with GPU peer access. Not with CUDA_DEVICE_MAX_CONNECTIONS=1: all streams then share one
-    hardware queue, so that a waiting stream would block the stream it waits for. The reason is logged. Collective;
-    waits for the device."""
+    hardware queue, where a waiting stream blocks others. The reason is logged. Collective; waits for the device."""
     if dist.get_backend(handle) != "nccl":
         return None
     open_window = partial(SymmetricWindow, handle)
@@ -45,8 +44,7 @@ def start_copy_engines(name: str, handle: dist.ProcessGroup, ranks: Sequence[int
 
 
 def _trial(open_window: OpenWindow, rank: int) -> str:
-    """Signal this rank in a small window; return the first line of the error, or "". Collective; waits for the
-    device."""
+    """Signal this rank; return the first line of the error, or "". Collective; waits for the device."""
     try:
         window = open_window(16, 1)
         window.current_queue().write([window.word(rank, 0)], 1)

@@ -49,8 +49,7 @@ class _Slots:
         self._number = 0
 
     def begin(self, num_bytes: int) -> _Slot:
-        """Return the slot of the next transfer. Collective if ``num_bytes`` exceeds all earlier transfers: opens a
-        larger window."""
+        """Return the slot of the next transfer. Collective if ``num_bytes`` is a new maximum: opens a window."""
         # all ranks see the same sizes in the same order, so they open windows together; words of a new window are 0
         if num_bytes > self._slot_bytes:
             self._windows.append(self._open(SLOTS * num_bytes, 2 * self._size))
@@ -111,8 +110,7 @@ class CopyEngines:
     def all_gather(self, x: Tensor) -> Transfer:
         """Start an all-gather: [s, ...] on every rank -> [n * s, ...] in rank order, a new tensor, which ``wait()`` of
         the returned transfer gives. Collective. Copies ``x`` into the window on the current stream, and the peers'
-        shards on a side stream. Keeps a reference to ``x``. A message larger than all before opens a larger window,
-        which waits for the device."""
+        shards on a side stream. A message larger than all before opens a larger window, which waits for the device."""
         x = x.contiguous()
         gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         num_bytes, source, target = x.nbytes, x.data_ptr(), gathered.data_ptr()

@@ -28,10 +28,9 @@ class Mailbox:
         """Number of messages so far, by lane at the receiver."""
 
     def send(self, target: int, x: Tensor) -> None:
-        """Start to send contiguous ``x`` to the neighbor ``target`` on a side stream, after the current stream's work,
-        and return at once. The side stream waits until the receiver has freed a slot. ``x`` may be freed, but not
-        overwritten, before the copy is done. Raises ValueError if ``x`` is larger than the mailbox, which is then
-        unusable."""
+        """Start to send contiguous ``x`` to the neighbor ``target`` on a side stream, after the current stream's work.
+        The side stream waits until the receiver has freed a slot. ``x`` may be freed, but not overwritten, before the
+        copy is done. Raises ValueError if ``x`` is larger than the mailbox, which is then unusable."""
         lane = self._lane(self._rank, target)
         window = self._lanes[lane]
         self._sent[lane] = number = self._sent[lane] + 1

@@ -72,8 +72,7 @@ def _runs(count: int, buckets: int) -> Iterator[tuple[int, int]]:
 
 
 def thinned(series: Series, buckets: int = BUCKETS) -> Series:
-    """Return at most ``2 * buckets`` points, the lowest and highest of each of ``buckets`` runs of points, in order;
-    short series stay."""
+    """Return at most ``2 * buckets`` points, the lowest and highest of each of ``buckets`` runs of points, in order."""
     count = len(series.x)
     if count <= 2 * buckets:
         return series
@@ -139,8 +138,7 @@ def value_range(chart: Chart, lines: Sequence[Line]) -> tuple[tuple[float, float
 
 
 def draw(chart: Chart, x_range: tuple[int, int]) -> str:
-    """Return the figure of a chart; '' without finite values. Long series show their extremes as a pale line, and their
-    means as a strong one."""
+    """Return the figure of a chart; '' without finite values. Long series: extremes pale, means strong."""
     lines = [Line(line.label, finite(line.series), line.style) for line in chart.lines]
     lines = [line for line in lines if line.series.x]
     if not lines:

@@ -124,8 +124,7 @@ def _points(link: str, kind: str) -> tuple[tuple[float, float], ...]:
 
 
 def _bus_bandwidth(link: str, kind: str, size: float) -> float:
-    """Return GB/s, interpolated in the logarithm of the size; below the table in proportion to the size, above it
-    constant."""
+    """Return GB/s, interpolated in log(size); below the table in proportion to the size, above it constant."""
     points = _points(link, kind)
     if size <= points[0][0]:
         return points[0][1] * size / points[0][0]

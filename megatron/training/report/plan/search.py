@@ -267,8 +267,7 @@ class _Trial:
 
 def _add_fitting(result: Search, best: _Best, index: int, trial: _Trial) -> bool:
     """Add the candidate with the least recomputation that fits, unless that is too slow; False if it is too large at
-    every level. The last level, which needs the least memory, is tried second: most candidates that cannot fit take two
-    estimates."""
+    every level. The last level, which needs the least memory, is tried second."""
     room, last = _room(trial.bounds.cluster), len(trial.levels) - 1
     fitting: dict[int, tuple[PretrainConfig, int]] = {}
     rejected = timed = False
