@@ -68,18 +68,13 @@ def paused_collection() -> Iterator[None]:
 
 @paused_collection()
 def read_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
-    """Return the lazy tensors of one file. Reads and checks only the header, including all byte ranges.
-
-    Raises:
-        CheckpointDamagedError: not a complete safetensors file; the message names the tensor.
-    """
+    """Return the lazy tensors of one file; reads only the header. Raises CheckpointDamagedError, with the tensor's
+    name."""
     path = Path(path)
     return {name: _StoredTensor(path, name, entry).lazy() for name, entry in read_header(path).items()}
 
 
 class _StoredTensor:
-    """One tensor in a safetensors file; each read opens the file again."""
-
     __slots__ = ("entry", "name", "path")
 
     def __init__(self, path: Path, name: str, entry: Entry) -> None:
@@ -97,8 +92,7 @@ class _StoredTensor:
         return self._read(self.entry.begin + start * row, (stop - start, *shape))
 
     def _read(self, begin: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor of ``shape`` whose bytes begin at ``begin`` in the file, in the stored dtype. Opens the
-        file per call and reads regular files only. Raises CheckpointDamagedError if it ends early or cannot be read."""
+        """Raises CheckpointDamagedError if the file is not regular, ends early or cannot be read."""
         # torch.empty, because a bytearray would be zero-filled first
         values = torch.empty(shape, dtype=self.entry.dtype)
         try:
@@ -115,17 +109,16 @@ class _StoredTensor:
 
 
 def in_files(tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES) -> list[dict[str, LazyTensor]]:
-    """Split ``tensors``, in order, into groups of at most ``max_bytes`` of tensor data; a larger tensor forms its own
-    group. Returns [] without tensors. Within a group, sorts by decreasing element size, for alignment. Reads no
-    values."""
+    """Split ``tensors``, in order, into groups of at most ``max_bytes``; a larger tensor forms its own group. Within a
+    group, sorts by decreasing element size, for alignment."""
     groups: list[dict[str, LazyTensor]] = [{}]
-    held = 0
+    group_bytes = 0
     for name, tensor in tensors.items():
-        if groups[-1] and held + tensor_bytes(tensor) > max_bytes:
+        if groups[-1] and group_bytes + tensor_bytes(tensor) > max_bytes:
             groups.append({})
-            held = 0
+            group_bytes = 0
         groups[-1][name] = tensor
-        held += tensor_bytes(tensor)
+        group_bytes += tensor_bytes(tensor)
     # wide elements first, so that every tensor of a file starts at a multiple of its element size
     return [dict(sorted(group.items(), key=lambda item: -item[1].dtype.itemsize)) for group in groups if group]
 
@@ -137,23 +130,23 @@ def read_shards(index: Path, read: Callable[[Path], dict[str, LazyTensor]] = rea
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointDamagedError(f"{index}: weight_map is not a table of files")
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     names_in: dict[str, set[str]] = {}
     for name, file in names.items():
         names_in.setdefault(file, set()).add(name)
-    for file, here in sorted(names_in.items()):
+    for file, expected in sorted(names_in.items()):
         if Path(file).name != file:
             raise CheckpointDamagedError(f"{index}: file name {file!r:.80} is rejected: it names a folder")
         path = index.parent / file
         if not path.is_file():
-            raise CheckpointDamagedError(f"{index.parent}: {file} is missing, which holds {listed(sorted(here))}")
+            raise CheckpointDamagedError(f"{index.parent}: {file} is missing, which holds {listed(sorted(expected))}")
         shard = read(path)
-        if missing := sorted(here - shard.keys()):
+        if missing := sorted(expected - shard.keys()):
             raise CheckpointDamagedError(f"{path}: lacks what {index.name} says that it holds: {listed(missing)}")
-        if foreign := sorted(shard.keys() - here):
+        if foreign := sorted(shard.keys() - expected):
             raise CheckpointDamagedError(f"{path}: holds what {index.name} does not name: {listed(foreign)}")
-        found |= shard
-    return found
+        tensors |= shard
+    return tensors
 
 
 class WrittenFile(TypedDict):
@@ -186,7 +179,7 @@ class Target:
         self.folder = self.final.with_name(f".{self.final.name}{HIDDEN}")
         self._path = self.folder.with_name(f"{self.folder.name}.journal")
         self._check_final()
-        self.done: dict[str, WrittenFile] = {}
+        self.finished: dict[str, WrittenFile] = {}
         self._identity = json.loads(json.dumps(identity))
         try:
             make_durable_folder(self.final.parent)
@@ -224,9 +217,7 @@ class Target:
             raise CheckpointError(f"{self.final}: exists already; choose another name, or remove it")
 
     def _resume(self, identity: object) -> None:
-        """Set ``done`` to the files of an earlier attempt with the same ``identity`` whose checksums match; remove
-        everything else in the folder and rewrite the journal. If ``identity`` is None or another one, empty the folder.
-        Reads all kept files."""
+        """Keep the files of an earlier attempt with the same ``identity`` whose checksums match; remove all others."""
         make_folder(self.folder, private=True)
         self._journal.seek(0)
         lines: list[Any] = []
@@ -240,15 +231,15 @@ class Target:
             remove(self.folder)
             make_folder(self.folder, private=True)
         self._remove_all_but(completed)
-        self.done = {name: entry for name, entry in completed.items() if self._matches(name, entry)}
-        self._remove_all_but(self.done)
+        self.finished = {name: entry for name, entry in completed.items() if self._matches(name, entry)}
+        self._remove_all_but(self.finished)
         self._journal.truncate(0)
         self._append(identity)
-        for item in self.done.items():
+        for item in self.finished.items():
             self._append(item)
 
     def _remove_all_but(self, names: Container[str]) -> None:
-        """Remove files that are not in ``names``, and all symbolic links: their targets are outside of this folder."""
+        """Also removes all symbolic links: their targets are outside of this folder."""
         for parent, folders, files in os.walk(self.folder):
             for path in (Path(parent, name) for name in (*folders, *files)):
                 if path.is_symlink() or not (path.is_dir() or str(path.relative_to(self.folder)) in names):
@@ -260,8 +251,8 @@ class Target:
         os.fsync(self._journal.fileno())
 
     def _matches(self, name: str, entry: WrittenFile) -> bool:
-        """Whether a file's size and all checksums match its journal entry; reads the full file. A missing or unreadable
-        file, a symbolic link or a malformed entry gives False, not an error."""
+        """Compare size and all checksums with the journal entry; False for a missing file, a link or a malformed
+        entry."""
         try:
             with open_regular(self.folder / name, follow=False) as file:
                 right = os.fstat(file.fileno()).st_size == entry["bytes"]
@@ -279,10 +270,10 @@ class Target:
         its entry.
 
         Reads ``tensors`` one at a time. The entry holds ``bytes``, ``header_bytes``, ``header_crc32`` and ``tensors``:
-        name -> [start, [crc32 of each block]]. For a name in ``done`` (also of an earlier attempt) only returns its
+        name -> [start, [crc32 of each block]]. For a name in ``finished`` (also of an earlier attempt) only returns its
         entry, and ignores ``tensors``. Replaces an incomplete file."""
-        if name in self.done:
-            return self.done[name]
+        if name in self.finished:
+            return self.finished[name]
         kinds = ((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
         header, starts = safetensors_header(kinds, metadata)
         path = self.folder / name
@@ -300,14 +291,13 @@ class Target:
             "tensors": blocks,
         }
         fsync_path(path.parent)
-        self.done[name] = entry
+        self.finished[name] = entry
         self._append([name, entry])
         return entry
 
     def write_shards(self, tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES) -> None:
-        """Write ``model.safetensors``, or, if the data exceeds ``max_bytes``, ``model-00001-of-0000n.safetensors`` … in
-        the order of ``tensors`` and their index. A larger tensor gets a separate file. Nothing is written without
-        tensors."""
+        """Write ``model.safetensors``, or, above ``max_bytes``, ``model-00001-of-0000n.safetensors`` … and their index.
+        A larger tensor gets a separate file. Nothing is written without tensors."""
         shards, names = in_files(tensors, max_bytes), dict[str, str]()
         for number, shard in enumerate(shards, 1):
             several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -346,9 +336,8 @@ def _is_entry(line: object) -> bool:
 
 
 def _write(file: BinaryIO, name: str, tensor: LazyTensor) -> Iterator[int]:
-    """Read the full tensor and append its bytes to ``file``, block by block as the CRC-32 of each block is yielded:
-    nothing is written until it is iterated. Raises CheckpointError if the data read has another shape or dtype than
-    ``tensor``."""
+    """Append the bytes of ``tensor`` and yield the CRC-32 of each block. Raises CheckpointError for another shape or
+    dtype."""
     values = tensor.read()
     if tuple(values.shape) != tuple(tensor.shape) or values.dtype != tensor.dtype:
         raise CheckpointError(

@@ -51,8 +51,7 @@ def check_names(names: Iterable[str], where: str | os.PathLike) -> None:
 
 
 def with_counters(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return a copy of ``tensors`` plus lazy int64 zeros [experts] for every ``model.…router.weight`` whose counter is
-    missing; counters that exist stay."""
+    """Add lazy int64 zeros [experts] for every ``model.…router.weight`` whose counter is missing."""
     result = dict(tensors)
     for name, tensor in tensors.items():
         if name.startswith("model.") and name.endswith("router.weight"):
@@ -62,13 +61,13 @@ def with_counters(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def differences(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Describe missing tensors, then wrong shapes, then extra tensors relative to ``expected`` (name -> shape); empty
-    if all match. Reads no data. Counters in ``tensors`` are ignored, with any shape; ``expected`` should have none."""
+    """Describe missing tensors, then wrong shapes, then extra tensors; empty if all match. Counters in ``tensors`` are
+    ignored."""
     missing = [f"{name} is missing, expected {list(expected[name])}" for name in expected if name not in tensors]
-    found = [(name, list(tensor.shape)) for name, tensor in tensors.items() if not name.endswith(COUNTER)]
-    others = [
+    shapes = [(name, list(tensor.shape)) for name, tensor in tensors.items() if not name.endswith(COUNTER)]
+    misshapen = [
         f"{name} has shape {shape}, expected {list(expected[name])}"
-        for name, shape in found
+        for name, shape in shapes
         if name in expected and shape != list(expected[name])
     ]
-    return missing + others + [f"{name} {shape} is not expected" for name, shape in found if name not in expected]
+    return missing + misshapen + [f"{name} {shape} is not expected" for name, shape in shapes if name not in expected]

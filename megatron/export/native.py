@@ -27,11 +27,8 @@ SETTINGS = "settings.json"
 def load_native(checkpoint_dir: str | os.PathLike) -> Interchange:
     """Open a checkpoint directory ``…/iter_0001000``: weights, optimizer state and objects, without RNG states.
 
-    Tensors are read lazily; each read verifies the checksums of its blocks.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged; reading a damaged tensor raises it later.
-    """
+    Tensors are read lazily; each read verifies the checksums of its blocks. Raises CheckpointError: the manifest is
+    missing or damaged; reading a damaged tensor raises it later."""
     reader = CheckpointReader(checkpoint_dir)
     check_names(reader.names, checkpoint_dir)
     args = reader.objects.get("args")
@@ -95,7 +92,7 @@ def save_native(
 
 
 def _stored(key: str, tensor: LazyTensor, file: str, start: int, blocks: list[int]) -> dict[str, object]:
-    """Return the manifest entry of an unsharded tensor (one chunk; none if it is empty)."""
+    """One chunk; none if the tensor is empty."""
     shape, chunk = list(tensor.shape), {"offsets": [0] * len(tensor.shape), "shape": list(tensor.shape)}
     chunks = [{**chunk, "file": file, "key": key, "start": start, "crc32": blocks}] if 0 not in shape else []
     return {"shape": shape, "dtype": DTYPE_NAMES[tensor.dtype], "chunks": chunks}
@@ -104,12 +101,9 @@ def _stored(key: str, tensor: LazyTensor, file: str, start: int, blocks: list[in
 def load_safetensors(folder: str | os.PathLike) -> Interchange:
     """Open a safetensors file, or a folder of such files, with native tensor names.
 
-    In a folder, reads the files of the index, or all files without an index. Settings come from ``settings.json`` if
-    it exists. Tensors are read lazily.
-
-    Raises:
-        CheckpointError: no file exists, a shard is missing, or a tensor name occurs twice.
-    """
+    In a folder, reads the files of the index, or all files without an index. Settings come from ``settings.json`` if it
+    exists. Tensors are read lazily. Raises CheckpointError: no file exists, a shard is missing, or a tensor name occurs
+    twice."""
     folder = Path(folder)
     if not folder.is_dir():
         return Interchange({}, read_safetensors(folder))
@@ -120,10 +114,10 @@ def load_safetensors(folder: str | os.PathLike) -> Interchange:
     if (folder / INDEX).exists():
         tensors, files = read_shards(folder / INDEX), []
     for file in files:
-        found = read_safetensors(file)
-        if twice := found.keys() & tensors.keys():
+        shard = read_safetensors(file)
+        if twice := shard.keys() & tensors.keys():
             raise CheckpointDamagedError(f"{file}: {min(twice)} is in another file too")
-        tensors |= found
+        tensors |= shard
     settings = folder / SETTINGS
     return Interchange(read_json(settings) if settings.exists() else {}, tensors)
 
@@ -135,10 +129,8 @@ def save_safetensors(interchange: Interchange, target: Target, *, max_file_bytes
 
 
 class InterchangeReader:
-    """Reader of tensor shards from an :class:`Interchange`, with the interface of ``CheckpointReader``.
-
-    Memory is bounded by the rows of one shard, because one tensor is read at a time.
-    """
+    """Reader of tensor shards from an :class:`Interchange`, with the interface of ``CheckpointReader``. Memory is
+    bounded by the rows of one shard, because one tensor is read at a time."""
 
     num_threads = 1
 
@@ -157,7 +149,7 @@ class InterchangeReader:
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
         """Copy this rank's shard into ``tensor.local`` in place, cast to its dtype; reads only the shard's rows if the
-        source can, and nothing for an empty shard. Checks neither names (KeyError) nor shapes; see :meth:`misfits`."""
+        source can. Checks neither names nor shapes; see :meth:`misfits`."""
         local, lengths = tensor.local.detach(), tuple(tensor.local.shape)
         if not local.ndim:
             local.copy_(self.tensors[tensor.name].read())

@@ -36,12 +36,8 @@ class _MalformedError(ValueError):
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Read the header of ``path``; return name -> entry for every tensor. Tensor data is not read.
-
-    Raises:
-        CheckpointDamagedError: the file cannot be read, is truncated or has no JSON header; or a tensor's entry is
-            malformed, and then the message names the tensor.
-    """
+    """Return name -> entry for every tensor. Raises CheckpointDamagedError if the file cannot be read, is truncated or
+    has no JSON header; or for a malformed entry, with the tensor's name."""
     try:
         with open_regular(path) as file:
             total = os.fstat(file.fileno()).st_size
@@ -65,14 +61,14 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _entries(header: dict[str, object], origin: int, total: int) -> dict[str, Entry]:
-    """Return the tensors of a header by name; removes its metadata entry. Raises _MalformedError unless the tensors
-    fill bytes ``origin`` to ``total`` without gaps and overlaps."""
+    """Removes the metadata entry. Raises _MalformedError unless tensors fill bytes ``origin`` to ``total`` without
+    gaps."""
     metadata = header.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _MalformedError(f"{METADATA} is not a table of texts")
-    found = {name: _entry(name, value, origin) for name, value in header.items()}
+    entries = {name: _entry(name, value, origin) for name, value in header.items()}
     end, before = origin, "the header"
-    for name, entry in sorted(found.items(), key=lambda item: item[1][2:]):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.end > total:
             raise _MalformedError(f"truncated: tensor {name} would end at byte {entry.end}, the file has {total}")
         if entry.begin != end:
@@ -81,12 +77,11 @@ def _entries(header: dict[str, object], origin: int, total: int) -> dict[str, En
         end, before = entry.end, f"tensor {name}"
     if end != total:
         raise _MalformedError(f"has {total - end} bytes after its last tensor")
-    return found
+    return entries
 
 
 def _entry(name: str, value: object, origin: int) -> Entry:
-    """Return dtype, shape and absolute byte range of one tensor. Raises _MalformedError for an unknown dtype, other
-    types of values, or a range whose size is not that of the shape."""
+    """Raises _MalformedError for an unknown dtype, or a range whose size is not that of the shape."""
     if isinstance(value, dict):
         dtype, shape, place = value.get("dtype"), value.get("shape"), value.get("data_offsets")
         if _are_sizes(shape) and _are_sizes(place) and len(place) == 2 and isinstance(dtype, str):

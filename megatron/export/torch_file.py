@@ -41,8 +41,7 @@ class _Range:
     """File object for ``zipfile`` over ``length`` bytes of a file from ``start``; reads never allocate more bytes."""
 
     def __init__(self, path: Path, start: int, length: int | None) -> None:
-        """Open the file; ``length`` None: up to its end. Raises CheckpointDamagedError if the range exceeds the file,
-        OSError if it cannot be opened or is not a regular file."""
+        """``length`` None: up to the end of the file. Raises CheckpointDamagedError if the range exceeds it."""
         self.path, self.start, self.at = path, start, 0
         self._file = open_regular(path, buffering=0)
         size = os.fstat(self._file.fileno()).st_size
@@ -85,8 +84,6 @@ class _Range:
 
 @dataclass
 class _Record:
-    """The record of one storage in a file."""
-
     path: Path
     name: str
     range: tuple[int, int | None]
@@ -115,8 +112,8 @@ class _Record:
                 return values
             # bytes before and after the range are read only for the checksum
             places = chain(_scratch(0, begin), _parts(view, begin), _scratch(end, self.num_bytes))
-            found = _checksum(file, ((buffer, origin + at) for buffer, at in places), self.num_bytes)
-        if found != self.crc32:
+            checksum = _checksum(file, ((buffer, origin + at) for buffer, at in places), self.num_bytes)
+        if checksum != self.crc32:
             raise CheckpointDamagedError(
                 f"{self.path}: damaged: its record {self.name} does not have the CRC-32 that was written with it"
             )
@@ -124,8 +121,7 @@ class _Record:
         return values
 
     def _header_bytes(self, file: _Range) -> int:
-        """Return the size in bytes of the record's local zip header. Raises CheckpointDamagedError if there is none at
-        its position."""
+        """Return the size in bytes of the record's local zip header."""
         header = bytearray(_HEADER_BYTES)
         file.read_into(memoryview(header), self.position)
         if header[:4] != _ZIP_MAGIC:
@@ -135,15 +131,13 @@ class _Record:
 
 
 def _checksum(file: _Range, places: Iterable[tuple[memoryview, int]], num_bytes: int) -> int:
-    """Fill each buffer with the bytes at its offset; return the CRC-32 of all bytes.
-
-    For large records a thread computes the checksum of one buffer while the next is read."""
-    found = 0
+    """Fill each buffer, while a thread computes the CRC-32 of the previous one."""
+    checksum = 0
     if num_bytes <= CHUNK_BYTES:
         for buffer, at in places:
             file.read_into(buffer, at)
-            found = zlib.crc32(buffer, found)
-        return found
+            checksum = zlib.crc32(buffer, checksum)
+        return checksum
     with ThreadPoolExecutor(1, "crc32") as pool:
         last = pool.submit(int)
         for buffer, at in places:
@@ -165,12 +159,9 @@ def _scratch(begin: int, end: int) -> Iterator[tuple[memoryview, int]]:
 
 
 def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
-    """Read a ``torch.save`` file at ``start``; return plain data in which tensors are :class:`LazyTensor`.
-
-    Raises:
-        CheckpointError: the file is missing, not regular, truncated, damaged or not from ``torch.save``, or its pickle
-            requests more than data. Reading a lazy tensor can raise it, too.
-    """
+    """Read a ``torch.save`` file at ``start``; return plain data in which tensors are :class:`LazyTensor`. Raises
+    CheckpointError: the file is missing, not regular, truncated, damaged or not from ``torch.save``, or its pickle
+    requests more than data. Reading a lazy tensor can raise it, too."""
     try:
         with closing(_Range(path, start, length)) as file:
             first = file.read(4)
@@ -224,7 +215,7 @@ def _read_zip(file: _Range) -> tuple[object, dict[str, _Record]]:
     data = structure.read().numpy().tobytes()
     value = unpickle(io.BytesIO(data), len(data), str(file.path))
     start = f"{prefix}data/"
-    return value, {name.removeprefix(start): each for name, each in records.items() if name.startswith(start)}
+    return value, {name.removeprefix(start): record for name, record in records.items() if name.startswith(start)}
 
 
 def _read_old(file: _Range) -> tuple[object, dict[str, _Record]]:
@@ -235,10 +226,10 @@ def _read_old(file: _Range) -> tuple[object, dict[str, _Record]]:
     source, where = io.BytesIO(file.read(min(file.length, MAX_PICKLE_BYTES))), str(file.path)
     size = len(source.getbuffer())
     try:
-        known = [unpickle(source, size, where) for _ in range(2)] == [_OLD_MAGIC, _OLD_PROTOCOL]
+        has_header = [unpickle(source, size, where) for _ in range(2)] == [_OLD_MAGIC, _OLD_PROTOCOL]
     except CheckpointError:
-        known = False
-    if not known:
+        has_header = False
+    if not has_header:
         raise CheckpointDamagedError(f"{where}: not a file of torch.save, or damaged at its start")
     storages: dict[str, Storage] = {}
     system, value, keys = (unpickle(source, size, where, storages) for _ in range(3))
@@ -260,18 +251,16 @@ def _read_old(file: _Range) -> tuple[object, dict[str, _Record]]:
 
 
 def _with_lazy_tensors(value: object, path: Path, records: Mapping[str, _Record]) -> object:
-    """Return ``value`` with every :class:`StoredTensor` replaced by a :class:`LazyTensor`; lists, dictionaries (not
-    their keys) and Records are changed in place, tuples become lists. One tensor in two places stays one; cycles are
-    allowed."""
-    found: dict[int, LazyTensor] = {}
+    """Replace tensors in place; tuples become lists. One tensor in two places stays one; cycles are allowed."""
+    lazy_tensors: dict[int, LazyTensor] = {}
     alive: list[object] = []  # keep references: an id is unique only while its object exists
 
     def swap(item: object) -> object:
         if isinstance(item, StoredTensor):
-            if id(item) not in found:
-                found[id(item)] = _lazy(item, path, records)
+            if id(item) not in lazy_tensors:
+                lazy_tensors[id(item)] = _lazy(item, path, records)
                 alive.append(item)
-            return found[id(item)]
+            return lazy_tensors[id(item)]
         if isinstance(item, tuple):  # may contain tensors: a list can be filled later
             item = list(item)
         if isinstance(item, list | dict | Record):
@@ -279,16 +268,16 @@ def _with_lazy_tensors(value: object, path: Path, records: Mapping[str, _Record]
         return item
 
     todo: list[Any] = []
-    done: set[int] = set()
+    visited: set[int] = set()
     root = swap(value)
     while todo:
         item = todo.pop()
-        if id(item) in done:
+        if id(item) in visited:
             continue
-        done.add(id(item))
+        visited.add(id(item))
         alive.append(item)
         if isinstance(item, list):
-            item[:] = [swap(each) for each in item]
+            item[:] = [swap(element) for element in item]
         else:
             table = item.attributes if isinstance(item, Record) else item
             for key in table:
@@ -297,8 +286,7 @@ def _with_lazy_tensors(value: object, path: Path, records: Mapping[str, _Record]
 
 
 def _lazy(tensor: StoredTensor, path: Path, records: Mapping[str, _Record]) -> LazyTensor:
-    """Return ``tensor`` as a lazy tensor that reads from its storage's record, completely or by rows. Raises
-    CheckpointDamagedError if the record is missing or too small; reads no values."""
+    """Raises CheckpointDamagedError if the storage's record is missing or too small."""
     storage = tensor.storage
     record, expected = records.get(storage.key), storage.numel * storage.dtype.itemsize
     if record is None or record.num_bytes < expected:
@@ -312,8 +300,7 @@ def _lazy(tensor: StoredTensor, path: Path, records: Mapping[str, _Record]) -> L
 
 
 def _read(tensor: StoredTensor, record: _Record) -> Tensor:
-    """Read only the byte range that ``tensor`` spans in ``record``; return a strided view of it, not a contiguous copy
-    (a new empty tensor if a dimension is 0). Raises CheckpointDamagedError."""
+    """Read only the byte range that ``tensor`` spans; return a strided view of it."""
     dtype = tensor.storage.dtype
     if 0 in tensor.shape:
         return torch.empty(tensor.shape, dtype=dtype)

@@ -80,12 +80,11 @@ class StoredTensor:
 
 
 def _tensor(storage: object, offset: Any, shape: Any, stride: Any, *_: object) -> StoredTensor:
-    """Return the description of a strided tensor in ``storage``. Raises CheckpointDamagedError for malformed sizes,
-    elements outside the storage, or overlapping views with far more elements than the storage."""
+    """Raises CheckpointDamagedError for elements outside the storage, or overlapping views with far more elements."""
     if not isinstance(storage, Storage):
         raise CheckpointDamagedError("a tensor without a storage")
-    known = isinstance(shape, list | tuple) and isinstance(stride, list | tuple) and len(shape) <= MAX_DIMS
-    if not known or len(shape) != len(stride) or not all(_is_size(n) for n in (offset, *shape, *stride)):
+    valid = isinstance(shape, list | tuple) and isinstance(stride, list | tuple) and len(shape) <= MAX_DIMS
+    if not valid or len(shape) != len(stride) or not all(_is_size(n) for n in (offset, *shape, *stride)):
         raise CheckpointDamagedError(f"a tensor of malformed shape {reprlib.repr(shape):.60}")
     count, last = 1, offset
     for n, step in zip(shape, stride):
@@ -128,10 +127,10 @@ def _encoded(text: str, _encoding: str = "latin1") -> bytes:
 
 
 def _items(kind: type) -> Callable[..., object]:
-    """Return a constructor of ``kind`` that accepts only lists and tuples: a string would give one item per letter."""
+    """Accept only lists and tuples: a string would give one item per letter."""
 
     def build(*args: object) -> object:
-        if len(args) > 1 or not all(isinstance(each, list | tuple) for each in args):
+        if len(args) > 1 or not all(isinstance(item, list | tuple) for item in args):
             raise CheckpointDamagedError(f"a {kind.__name__} of something else than items")
         return kind(*args)
 
@@ -209,20 +208,17 @@ _STORAGES = {
 
 
 def find_kind(module: str, name: str) -> object:
-    """Return the :class:`Kind` for ``module.name``, whose ``build`` makes plain data for names in the tables and an
-    inert Record for classes of other packages; a torch dtype is returned itself. Imports nothing.
-
-    Raises:
-        CheckpointError: the name belongs to the standard library, numpy or torch, but is not in the tables.
-    """
+    """Return the :class:`Kind` that makes plain data for names in the tables, and an inert Record for classes of other
+    packages; a torch dtype is returned itself. Imports nothing. Raises CheckpointError for a name of the standard
+    library, numpy or torch that is not in the tables."""
     module = "builtins" if module == "__builtin__" else module
     full = f"{module}.{name}"
     if full in _BUILT:
         return Kind(full, _BUILT[full])
     if module in ("torch", "torch.storage") and name in _STORAGES:
         return Kind(full, lambda *_: None)
-    if module == "torch" and isinstance(found := torch.__dict__.get(name), torch.dtype):
-        return found
+    if module == "torch" and isinstance(dtype := torch.__dict__.get(name), torch.dtype):
+        return dtype
     if module == "signal" and name in signal.Signals.__members__:  # pickled by name up to Python 3.11.3
         return Record("signal.Signals", (signal.Signals[name].value,))
     top = module.partition(".")[0]
@@ -233,9 +229,7 @@ def find_kind(module: str, name: str) -> object:
 
 
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
-    """pickle's pure-Python unpickler with all opcodes replaced that call, look up or set something.
-
-    The inherited opcodes only move data."""
+    """pickle's pure-Python unpickler with all opcodes replaced that call, look up or set something."""
 
     dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
     stack: list[object]
@@ -251,11 +245,10 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         return find_kind(module, name)
 
     def persistent_load(self, pid: Any) -> Storage:
-        """Return the storage that a persistent ID describes, and record it in ``storages`` by key, where the first of a
-        key stays. Raises CheckpointDamagedError for other IDs or unknown types."""
+        """Record the storage in ``storages``, where the first of a key stays."""
         # torch before 1.6 wrote a sixth item, a view of a storage; it is None since 0.4
-        known = isinstance(pid, tuple) and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
-        if not known or pid[0] != "storage" or not isinstance(pid[1], Kind):
+        valid = isinstance(pid, tuple) and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
+        if not valid or pid[0] != "storage" or not isinstance(pid[1], Kind):
             raise CheckpointDamagedError("a persistent id that is no storage")
         dtype = _STORAGES.get(pid[1].name.rpartition(".")[2])
         if dtype is None or not isinstance(pid[2], str) or not _is_size(pid[4]):
@@ -265,21 +258,19 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         return storage
 
     def _spend(self, items: int) -> None:
-        """Subtract the ``items`` of an opcode from the budget; raise CheckpointDamagedError if it is exhausted."""
         self.items_left -= items
         if self.items_left < 0:
             raise CheckpointDamagedError("a pickle that expands to far more than its bytes")
 
     def _call(self, kind: object, args: object) -> object:
-        """Return the object of a constructor call: a tensor or plain data for known names, else an inert Record. Never
-        calls a function that the file names. Counts the arguments against the work limit. Raises CheckpointDamagedError
-        for other callables."""
+        """Make a tensor or plain data for known names, else an inert Record; never calls a function that the file
+        names."""
         if not isinstance(kind, Kind) or not isinstance(args, tuple):
             raise CheckpointDamagedError(f"a pickle that calls a {type(kind).__name__}")
-        sized = (each for each in args if isinstance(each, str | bytes | list | tuple | dict))
+        sized = (value for value in args if isinstance(value, str | bytes | list | tuple | dict))
         self._spend(len(args) + sum(map(len, sized)))
         if kind.name == ORDERED and args:
-            return self._dictionary(each for pair in args[0] for each in _pair(pair))
+            return self._dictionary(value for pair in args[0] for value in _pair(pair))
         return kind.build(*args)
 
     def _dictionary(self, items: Iterable[object]) -> dict:
@@ -287,10 +278,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         return {self._key(key): value for key, value in zip(alternating, alternating)}
 
     def _key(self, key: object) -> object:
-        """Check a dictionary key and return it: its hash must be cheap and free of crafted collisions.
-
-        Allows plain values and tuples, three levels deep; hashing deeper tuples recurses in C without limit.
-        Raises CheckpointDamagedError for other keys, and after ``MAX_TUPLE_KEYS`` tuple keys."""
+        """Allow plain values and tuples, three levels deep: hashing deeper tuples recurses in C without limit."""
         if isinstance(key, tuple):
             self.num_tuple_keys += 1
             if self.num_tuple_keys > MAX_TUPLE_KEYS:
@@ -299,8 +287,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         return key
 
     def _check_key(self, key: object, depth: int) -> None:
-        """Raise CheckpointDamagedError unless ``key`` is plain, a Record, or a tuple of such, at most three deep, and
-        integers are bounded: other keys could make hashing expensive. Counts items of tuples against the work limit."""
+        """Integers are bounded too: other keys could make hashing expensive. Counts items against the work limit."""
         if isinstance(key, tuple) and depth < 3:
             self._spend(len(key))
             for item in key:
@@ -317,9 +304,8 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self.stack.append(self._call(kind, args))
 
     def load_build(self) -> None:
-        """Pop the state of an object and store it in the attributes of its Record: entries with text keys of a
-        table; of a pair whose second item is a table, only the second's; another state as the attribute ``state``.
-        Ignored for all other objects."""
+        """Store the state of an object in its Record: entries with text keys of a table; of a pair whose second item is
+        a table, only the second's; another state as the attribute ``state``."""
         state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, Record):
             return  # ignore attributes of dictionaries and tensors: they are never read
@@ -342,8 +328,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self.stack.append(self._dictionary(self.pop_mark()))
 
     def _table(self) -> dict:
-        """Return the dictionary on top of the stack, or the attributes of a Record. Raises CheckpointDamagedError for
-        other objects."""
+        """Return the dictionary on top of the stack, or the attributes of a Record."""
         target = self.stack[-1]
         if isinstance(target, Record):
             target = target.attributes
@@ -360,8 +345,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self._sequence().extend(items)
 
     def _sequence(self) -> list:
-        """Return the list on top of the stack, or the list ``items`` of a Record, created if missing. Raises
-        CheckpointDamagedError for other objects."""
+        """Return the list on top of the stack, or the list ``items`` of a Record, created if missing."""
         target = self.stack[-1]
         if isinstance(target, Record):
             target = target.attributes.setdefault("items", [])
@@ -415,9 +399,7 @@ def _children(item: Any) -> list[object]:
 
 
 def _check_tree(value: object, limit: int) -> None:
-    """Raise CheckpointDamagedError if ``value`` contains itself, exceeds ``MAX_DEPTH`` or ``limit`` (tree items).
-
-    Shared objects count once per reference, as when the value is printed or written as JSON."""
+    """Shared objects count once per reference, as when the value is printed or written as JSON."""
     sizes: dict[int, tuple[int, int]] = {}  # items and depth below an object, by id
     open_ids: set[int] = set()  # ids on the path from the root to the current object
     todo = [value]
@@ -438,14 +420,14 @@ def _check_tree(value: object, limit: int) -> None:
         children = _children(item)
         if id(item) not in open_ids:
             open_ids.add(id(item))
-            further = [each for each in children if is_container(each) and id(each) not in sizes]
-            if len(open_ids) > MAX_DEPTH or any(id(each) in open_ids for each in further):
+            pending = [child for child in children if is_container(child) and id(child) not in sizes]
+            if len(open_ids) > MAX_DEPTH or any(id(child) in open_ids for child in pending):
                 raise CheckpointDamagedError(f"a pickle nested deeper than {MAX_DEPTH}, or in itself")
-            todo += further
+            todo += pending
             continue
         todo.pop()
         open_ids.discard(id(item))
-        below = [measure(each) for each in children]
+        below = [measure(child) for child in children]
         sizes[id(item)] = 1 + sum(size for size, _ in below), 1 + max((depth for _, depth in below), default=0)
         if sizes[id(item)][0] > limit or sizes[id(item)][1] > MAX_DEPTH:
             raise CheckpointDamagedError("a pickle that expands to far more than its bytes")

@@ -138,7 +138,7 @@ def test_a_family_that_pads_with_a_high_id_takes_a_small_vocabulary(tmp_path):
 @pytest.mark.parametrize("name", sorted(known_families().keys() & transformers.CONFIG_MAPPING.keys()))
 def test_a_key_that_is_missing_means_what_transformers_takes_for_it_or_is_refused(name):
     family, config = known_families()[name], transformers.CONFIG_MAPPING[name](**CHOSEN.get(name, {})).to_dict()
-    settings, read = family.load_settings(config), {key for rule in family.config for key in rule.theirs}
+    settings, read = family.load_settings(config), {key for rule in family.config for key in rule.hf_keys}
     needed = {*SIZES, "rope_parameters"} | (read if name in WITHOUT_DEFAULTS else set())
     files_tell = {"num_nextn_predict_layers"}  # whether it counts
     chosen = {"feed_forward_proj", "scale_decoder_outputs", "tie_word_embeddings"} if name == "t5" else set()

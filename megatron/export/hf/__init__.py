@@ -23,11 +23,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def load_hf_settings(folder: str | os.PathLike) -> dict[str, Any]:
-    """Convert the ``config.json`` of ``folder`` to command-line settings.
-
-    Raises:
-        UserError: the family is unknown, or a value cannot be represented by settings.
-    """
+    """Convert the ``config.json`` of ``folder`` to command-line settings. Raises UserError for an unknown family, or a
+    value that settings cannot represent."""
     from megatron.export.hf.registry import load_settings
 
     return load_settings(Path(folder))[1]
@@ -37,12 +34,9 @@ def load_hf(folder: str | os.PathLike) -> Interchange:
     """Open a HF folder: ``config.json`` and safetensors or ``.bin`` weights, in one file or several with an index.
 
     Tensors are lazy. Assets are the tokenizer files (``tokenizer/…``), ``hf/config.json`` and
-    ``hf/generation_config.json``; :func:`save_hf` copies keys from the latter that settings do not determine.
-
-    Raises:
-        UserError: config.json has a value that cannot be represented, or a tensor is missing, unexpected, damaged or
-            of the wrong shape.
-    """
+    ``hf/generation_config.json``; :func:`save_hf` copies keys from the latter that settings do not determine. Raises
+    UserError: config.json has a value that cannot be represented, or a tensor is missing, unexpected, damaged or of the
+    wrong shape."""
     from megatron.export.hf.reader import load
 
     return load(Path(folder))

@@ -31,7 +31,7 @@ def groups(default: int | None = None) -> Computed:
 
     settings = ("num_query_groups", "group_query_attention")
     return Computed(
-        ("num_key_value_heads",), settings, load, lambda ours: {"num_key_value_heads": ours["num_query_groups"]}
+        ("num_key_value_heads",), settings, load, lambda settings: {"num_key_value_heads": settings["num_query_groups"]}
     )
 
 
@@ -63,7 +63,7 @@ def equal_heads(heads: str, width: str | None = None) -> Computed:
         _require_value(settings, "num_query_groups", settings["num_attention_heads"])
         return size.save(settings) if size else {}
 
-    return Computed((), ("num_query_groups", "group_query_attention", *(size.ours if size else ())), load, save)
+    return Computed((), ("num_query_groups", "group_query_attention", *(size.settings if size else ())), load, save)
 
 
 def one_group(key: str, heads: str) -> Computed:
@@ -83,9 +83,9 @@ def one_group(key: str, heads: str) -> Computed:
     return Computed((key,), ("num_query_groups", "group_query_attention"), load, save, limits)
 
 
-def _require_value(settings: Table, name: str, wanted: int) -> None:
-    if settings[name] != wanted:
-        raise refuse(name, settings[name], f"the family has {wanted} for {settings['num_attention_heads']} heads")
+def _require_value(settings: Table, name: str, required: int) -> None:
+    if settings[name] != required:
+        raise refuse(name, settings[name], f"the family has {required} for {settings['num_attention_heads']} heads")
 
 
 ROTARY = (
@@ -135,14 +135,14 @@ class Rope(Rule):
         """Return the settings of rotary positions from ``rope_parameters`` or ``rope_scaling`` and the older keys:
         base, share of channels, and linear, llama3 or yarn scaling. Raises UserError for a type that the family lacks,
         a separate table per layer type, or scaling keys that are left over."""
-        given = get(config, ("rope_parameters", "rope_scaling"), {})
-        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-            raise refuse("rope_parameters", given, "which cannot be represented: layers must rotate equally")
-        stretch = {name: value for name, value in given.items() if value is not None}
-        base = stretch.pop("rope_theta", get(config, (self.base_key,), self.base))
-        share = stretch.pop("partial_rotary_factor", get(config, (self.share_key,), self.share or 1.0))
-        kind = stretch.pop("rope_type", None) or stretch.get("type") or "default"
-        stretch.pop("type", None)
+        table = get(config, ("rope_parameters", "rope_scaling"), {})
+        if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
+            raise refuse("rope_parameters", table, "which cannot be represented: layers must rotate equally")
+        scaling = {name: value for name, value in table.items() if value is not None}
+        base = scaling.pop("rope_theta", get(config, (self.base_key,), self.base))
+        share = scaling.pop("partial_rotary_factor", get(config, (self.share_key,), self.share or 1.0))
+        kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"
+        scaling.pop("type", None)
         if share != 1.0 and self.share is None:
             raise refuse(self.share_key, share, "but the family applies rotary positions to all channels")
         if kind not in self.kinds:
@@ -154,11 +154,11 @@ class Rope(Rule):
         settings["rotary_percent"] = float(share)
         if self.latent:
             settings["rope_type"] = "yarn" if kind == "yarn" else "rope"
-        settings |= {"linear": _linear, "llama3": _llama3, "yarn": _yarn}.get(kind, _plain)(stretch, config)
+        settings |= {"linear": _linear, "llama3": _llama3, "yarn": _yarn}.get(kind, _plain)(scaling, config)
         if kind == "yarn" and not self.latent:
             settings["position_embedding_type"] = "yarn"
-        if stretch:
-            raise refuse("rope_scaling", stretch, f"which type {kind!r} cannot have here")
+        if scaling:
+            raise refuse("rope_scaling", scaling, f"which type {kind!r} cannot have here")
         return settings
 
     def save(self, settings: Table) -> dict[str, Any]:
@@ -173,88 +173,86 @@ class Rope(Rule):
             config[self.share_key] = share
         elif share != 1.0:
             raise refuse("rotary_percent", share, "the family applies rotary positions to all channels")
-        stretch: dict[str, object] | None = None
+        scaling: dict[str, object] | None = None
         if factor := settings["rotary_seq_len_interpolation_factor"]:
-            stretch = {"rope_type": "linear", "factor": float(factor)}
+            scaling = {"rope_type": "linear", "factor": float(factor)}
         if settings["use_rope_scaling"]:
-            if stretch:
+            if scaling:
                 raise refuse("rotary_seq_len_interpolation_factor", factor, "beside use_rope_scaling")
-            stretch = {"rope_type": "llama3", "factor": settings["rope_scaling_factor"], **LLAMA3}
+            scaling = {"rope_type": "llama3", "factor": settings["rope_scaling_factor"], **LLAMA3}
         if settings["rope_type"] == "yarn" or settings["rope_type"] is None and self.latent or positions == "yarn":
-            stretch = _save_yarn(settings)
-        kind = stretch["rope_type"] if stretch else "default"
+            scaling = _save_yarn(settings)
+        kind = scaling["rope_type"] if scaling else "default"
         if kind not in self.kinds:
             raise refuse("rope_type", kind, f"the family supports {', '.join(self.kinds)}")
-        return {**config, "rope_scaling": stretch}
+        return {**config, "rope_scaling": scaling}
 
 
-def _plain(stretch: dict[str, object], config: Table) -> dict[str, object]:
-    if stretch.get("factor") == 1.0:
-        del stretch["factor"]
+def _plain(scaling: dict[str, object], config: Table) -> dict[str, object]:
+    if scaling.get("factor") == 1.0:
+        del scaling["factor"]
     return {}
 
 
-def _factor(stretch: dict[str, Any]) -> float:
-    if "factor" not in stretch:
-        raise refuse("rope_scaling", stretch, "without a factor")
-    return float(stretch.pop("factor"))
+def _factor(scaling: dict[str, Any]) -> float:
+    if "factor" not in scaling:
+        raise refuse("rope_scaling", scaling, "without a factor")
+    return float(scaling.pop("factor"))
 
 
-def _linear(stretch: dict[str, object], config: Table) -> dict[str, object]:
-    factor = _factor(stretch)
+def _linear(scaling: dict[str, object], config: Table) -> dict[str, object]:
+    factor = _factor(scaling)
     if factor != int(factor):
         raise refuse("rope_scaling factor", factor, "which cannot be represented: it must be a whole number")
     return {"rotary_seq_len_interpolation_factor": int(factor)}
 
 
-def _llama3(stretch: dict[str, object], config: Table) -> dict[str, object]:
-    for name, wanted in LLAMA3.items():
-        if (value := stretch.pop(name, wanted)) != wanted:
-            raise refuse(f"rope_scaling {name}", value, f"which cannot be represented: only {wanted} can")
-    return {"use_rope_scaling": True, "rope_scaling_factor": _factor(stretch)}
+def _llama3(scaling: dict[str, object], config: Table) -> dict[str, object]:
+    for name, supported in LLAMA3.items():
+        if (value := scaling.pop(name, supported)) != supported:
+            raise refuse(f"rope_scaling {name}", value, f"which cannot be represented: only {supported} can")
+    return {"use_rope_scaling": True, "rope_scaling_factor": _factor(scaling)}
 
 
-def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, object]:
-    """Return the settings of yarn scaling; removes the keys that it reads from ``stretch``. Raises UserError without a
-    factor, if only one of mscale and mscale_all_dim is given, or for an ``attention_factor`` next to them or unlike the
-    usual value of the factor."""
-    weights = [stretch.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+def _yarn(scaling: dict[str, Any], config: Table) -> dict[str, object]:
+    """Removes the keys that it reads from ``scaling``. Raises UserError for keys that only ``transformers`` can
+    combine."""
+    weights = [scaling.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if bool(weights[0]) != bool(weights[1]):
         raise refuse("rope_scaling mscale, mscale_all_dim", weights, "which must be given together")
-    factor, given = _factor(stretch), stretch.pop("attention_factor", None)
+    factor, attention_factor = _factor(scaling), scaling.pop("attention_factor", None)
     usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
-    if given is not None and (weights[0] or not math.isclose(given, usual, rel_tol=1e-6)):
+    if attention_factor is not None and (weights[0] or not math.isclose(attention_factor, usual, rel_tol=1e-6)):
         reason = f"which cannot be represented: only {usual:.6g} can"
-        raise refuse("rope_scaling attention_factor of yarn", given, reason)
+        raise refuse("rope_scaling attention_factor of yarn", attention_factor, reason)
     return {
         "rotary_scaling_factor": factor,
-        "yarn_original_max_position_embeddings": stretch.pop("original_max_position_embeddings", None)
+        "yarn_original_max_position_embeddings": scaling.pop("original_max_position_embeddings", None)
         or config["max_position_embeddings"],
-        **{ours: stretch.pop(theirs, usual) for theirs, (ours, usual) in UNUSUAL_YARN.items()},
+        **{setting: scaling.pop(key, usual) for key, (setting, usual) in UNUSUAL_YARN.items()},
         "mscale": weights[0] or 1.0,
         "mscale_all_dim": weights[1],
     }
 
 
 def _save_yarn(settings: Table) -> dict[str, object] | None:
-    """Return the ``rope_scaling`` table of yarn, with only the parameters that differ from their defaults; None for a
-    factor of 1. Raises UserError for an mscale without mscale_all_dim."""
+    """Return the ``rope_scaling`` table with the parameters that differ from their defaults; None for a factor of 1."""
     if settings["rotary_scaling_factor"] == 1.0:  # factor 1 does not scale positions
         return None
     original = settings["yarn_original_max_position_embeddings"]
-    stretch = {
+    scaling = {
         "rope_type": "yarn",
         "factor": settings["rotary_scaling_factor"],
         "original_max_position_embeddings": 4096 if original is None else original,
     }
-    for theirs, (ours, usual) in UNUSUAL_YARN.items():
-        if settings[ours] != usual:
-            stretch[theirs] = settings[ours]
+    for key, (setting, usual) in UNUSUAL_YARN.items():
+        if settings[setting] != usual:
+            scaling[key] = settings[setting]
     if settings["mscale_all_dim"]:
-        stretch |= {name: settings[name] for name in ("mscale", "mscale_all_dim")}
+        scaling |= {name: settings[name] for name in ("mscale", "mscale_all_dim")}
     elif settings["mscale"] != 1.0:
         raise refuse("mscale", settings["mscale"], "which requires mscale_all_dim there")
-    return stretch
+    return scaling
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -268,13 +266,11 @@ def rotary_base(key: str, base: float) -> float:
 
 
 def unstretched_base(kind: str, tables: Table, key: str, base: float) -> float:
-    """Return the rotary base of layers of type ``kind`` from its entry in ``tables``; default ``base``.
-
-    Raises UserError if the entry scales positions."""
-    given = {**(tables.get(kind) or {})}
-    base = given.pop("rope_theta", base)
-    if given.pop("rope_type", "default") != "default" or given:
-        raise refuse(f"rope_parameters {kind}", given, "which cannot be represented: its positions are not scaled")
+    """Return the rotary base of layers of type ``kind``; raise UserError if their entry scales positions."""
+    entry = {**(tables.get(kind) or {})}
+    base = entry.pop("rope_theta", base)
+    if entry.pop("rope_type", "default") != "default" or entry:
+        raise refuse(f"rope_parameters {kind}", entry, "which cannot be represented: its positions are not scaled")
     return rotary_base(key, base)
 
 
@@ -291,7 +287,7 @@ def layer_types_pattern(config: Table, usual: list[bool]) -> list[bool]:
 
 def window_settings(window: tuple[int, int], has: list[bool]) -> dict[str, object]:
     """Return the settings for ``window`` (left, right) in the layers where ``has`` is true."""
-    pattern = None if all(has) else [int(each) for each in has]
+    pattern = None if all(has) else [int(has_window) for has_window in has]
     return {"window_size": window if any(has) else None, "window_attn_skip_freq": pattern if any(has) else None}
 
 
@@ -326,8 +322,8 @@ class Window(Rule):
         self.every_keys = every_keys
         self.by_layer = first is not None or every > 1
         keys = {"use_sliding_window": switch, first or "": first is not None, "layer_types": self.by_layer}
-        known = [key for key, is_read in keys.items() if is_read]
-        super().__init__(("sliding_window", *known, *every_keys), ("window_size", "window_attn_skip_freq"))
+        layer_keys = [key for key, is_read in keys.items() if is_read]
+        super().__init__(("sliding_window", *layer_keys, *every_keys), ("window_size", "window_attn_skip_freq"))
 
     def load(self, config: Table) -> dict[str, object]:
         """Return ``window_size`` and the pattern of layers with a window: from ``layer_types`` if the family has them,
@@ -357,7 +353,7 @@ class Window(Rule):
         if self.switch:
             config["use_sliding_window"] = on
         if self.by_layer:
-            config["layer_types"] = [SLIDING if each else FULL for each in has]
+            config["layer_types"] = [SLIDING if has_window else FULL for has_window in has]
         if self.first and on:
             config[self.first] = has.index(True)
         return config

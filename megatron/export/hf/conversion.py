@@ -28,28 +28,27 @@ class HFTensor:
     """Expert index (row of the local tensor); None: not per expert."""
     config: TransformerConfig
 
-    def views(self, ours: Tensor) -> list[Tensor]:
+    def views(self, local: Tensor) -> list[Tensor]:
         """Return the views of the local tensor (or of the expert's row [1, …]) that form this HF tensor."""
-        return self.layout.views(ours if self.expert is None else ours[0], self.config)[self.index]
+        return self.layout.views(local if self.expert is None else local[0], self.config)[self.index]
 
-    def fill(self, ours: Tensor, theirs: Tensor) -> None:
-        """Copy the HF tensor ``theirs`` into its views of ``ours`` (the full local tensor, of all experts), in place,
-        cast to its dtype; transposes it if the layout says so. Checks no shapes."""
-        mine = ours if self.expert is None else ours[self.expert : self.expert + 1]
+    def fill(self, local: Tensor, tensor: Tensor) -> None:
+        """Copy the HF tensor into its views of the full ``local`` tensor, in place, cast to its dtype."""
+        mine = local if self.expert is None else local[self.expert : self.expert + 1]
         views = self.views(mine)
-        theirs = theirs.T if self.is_transposed else theirs
-        rows = [len(theirs) * view.numel() // theirs.numel() for view in views]
-        for view, piece in zip(views, theirs.split(rows)):
+        tensor = tensor.T if self.is_transposed else tensor
+        rows = [len(tensor) * view.numel() // tensor.numel() for view in views]
+        for view, piece in zip(views, tensor.split(rows)):
             view.copy_(piece.reshape(view.shape))
 
-    def extract(self, ours: LazyTensor | Tensor) -> Tensor:
-        """Return the HF tensor, contiguous; may share memory with ``ours``. ``ours``: the full local tensor; for one
-        expert's part instead a lazy tensor, whose row of this expert is read, or only that row [1, …]."""
-        if isinstance(ours, LazyTensor):
+    def extract(self, local: LazyTensor | Tensor) -> Tensor:
+        """Return the HF tensor, contiguous; may share memory with ``local``: the full local tensor, or for one expert's
+        part a lazy tensor or only its row [1, …]."""
+        if isinstance(local, LazyTensor):
             assert self.expert is not None
-            ours = ours.rows(self.expert, self.expert + 1)
+            local = local.rows(self.expert, self.expert + 1)
         shape = self.shape[::-1] if self.is_transposed else self.shape
-        views = self.views(ours)
+        views = self.views(local)
         joined = torch.cat([view.reshape(-1, *shape[1:]) for view in views]) if len(views) > 1 else views[0]
         joined = joined.reshape(shape)
         return (joined.T if self.is_transposed else joined).contiguous()
@@ -83,45 +82,42 @@ def placements(family: Family, settings: Mapping[str, object]) -> list[Placement
 
 
 def _parts(name: str, shape: tuple[int, ...], layout: TensorLayout, config: TransformerConfig) -> Iterator[HFTensor]:
-    """Yield the HF tensors (name, shape and position in our tensor ``name`` of ``shape``) of one local tensor, per
-    expert if the names contain ``*``. Computes shapes on the meta device; reads no values."""
+    """Yield the HF tensors of one local tensor, per expert if the names contain ``*``; shapes by the meta device."""
     per_expert = "*" in layout.names[0]
     sample = torch.empty(shape, device="meta")
     ndim = 2 if name.endswith("weight") else 1
     views = layout.views(sample[0] if per_expert else sample, config)
-    shapes = [layout.shape(each, min(ndim, each[0].ndim)) for each in views]
+    shapes = [layout.shape(group, min(ndim, group[0].ndim)) for group in views]
     if layout.transposed:
-        shapes = [each[::-1] if len(each) == 2 else each for each in shapes]
+        shapes = [size[::-1] if len(size) == 2 else size for size in shapes]
     for expert in range(shape[0]) if per_expert else [None]:
-        for index, (theirs, size) in enumerate(zip(layout.names, shapes)):
-            yield HFTensor(theirs.replace("*", str(expert)), size, layout, index, expert, config)
+        for index, (hf_name, size) in enumerate(zip(layout.names, shapes)):
+            yield HFTensor(hf_name.replace("*", str(expert)), size, layout, index, expert, config)
 
 
-def to_local(plan: Sequence[Placement], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def to_local(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Convert HF tensors, checked for names and shapes, to lazy local tensors ``model.…``; adds router counters."""
-    return with_counters({f"model.{each.name}": _merged(each, found) for each in plan})
+    return with_counters({f"model.{placement.name}": _merged(placement, tensors) for placement in plan})
 
 
-def _merged(placement: Placement, found: Mapping[str, LazyTensor]) -> LazyTensor:
-    """Return the local tensor of ``placement`` as a lazy tensor in the dtype of its first part; every read reads the HF
-    tensors ``found`` (by name) and copies each into its place. A plain copy is only reshaped. Reads nothing now."""
-    first = found[placement.parts[0].name]
+def _merged(placement: Placement, tensors: Mapping[str, LazyTensor]) -> LazyTensor:
+    """Return the local tensor, in the dtype of its first part; every read reads all of its HF tensors."""
+    first = tensors[placement.parts[0].name]
     if placement.is_copy:
         return LazyTensor(placement.shape, first.dtype, lambda: first.read().reshape(placement.shape))
 
     def read() -> Tensor:
-        ours = torch.empty(placement.shape, dtype=first.dtype)
+        local = torch.empty(placement.shape, dtype=first.dtype)
         for part in placement.parts:
-            part.fill(ours, found[part.name].read())
-        return ours
+            part.fill(local, tensors[part.name].read())
+        return local
 
     return LazyTensor(placement.shape, first.dtype, read)
 
 
 def to_hf(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Convert local tensors ``model.…`` to lazy HF tensors of the same dtypes, in the order of ``plan``. Raises
-    KeyError for a missing one. The last local tensor is kept in memory until its last part is read, so that reading in
-    this order reads each once; experts are read row by row."""
+    """Convert local tensors ``model.…`` to lazy HF tensors, in the order of ``plan``. The last local tensor stays in
+    memory until its last part is read, so that reading in this order reads each once; experts are read row by row."""
     latest: dict[str, Tensor] = {}
 
     def read(name: str, part: HFTensor) -> Tensor:
@@ -130,10 +126,10 @@ def to_hf(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[
         if name not in latest:
             latest.clear()
             latest[name] = tensors[name].read()
-        theirs = part.extract(latest[name])
+        tensor = part.extract(latest[name])
         if part.index == len(part.layout.names) - 1:
             latest.clear()
-        return theirs
+        return tensor
 
     result = {}
     for placement in plan:

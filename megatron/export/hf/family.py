@@ -70,7 +70,7 @@ WITHOUT_MEANING = {"apply_query_key_layer_scaling"}
 """Settings in the description that affect the computation method, but not its result."""
 
 PASSIVE = {
-    "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
+    "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_patternor_path",
     "initializer_range", "use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id",
     "sep_token_id", "cls_token_id", "unk_token_id", "decoder_start_token_id", "return_dict", "id2label", "label2id",
     "num_labels", "tokenizer_class",
@@ -123,12 +123,12 @@ class Family:
     @property
     def passive(self) -> set[str]:
         """Return the keys of config.json that are copied unchanged."""
-        return PASSIVE.union(*(rule.theirs for rule in self.config if isinstance(rule, Ignored)))
+        return PASSIVE.union(*(rule.hf_keys for rule in self.config if isinstance(rule, Ignored)))
 
     def unknown_keys(self, config: Table) -> list[str]:
         """Return the keys of ``config`` that no rule reads, except null, false and empty ones."""
-        known = PASSIVE.union(*(rule.theirs for rule in self.config))
-        return [name for name, value in config.items() if name not in known and value not in (None, False, [], {})]
+        read_keys = PASSIVE.union(*(rule.hf_keys for rule in self.config))
+        return [name for name, value in config.items() if name not in read_keys and value not in (None, False, [], {})]
 
     def load_settings(self, config: Mapping[str, object]) -> dict[str, object]:
         """Convert a ``config.json`` to command-line settings and ``model_family``, without defaults (:func:`complete`
@@ -145,7 +145,7 @@ class Family:
             for rule in rules:
                 for name, value in rule.load(config).items():
                     if settings.setdefault(name, value) != value:
-                        raise refuse(rule.theirs[0], value, f"but another key makes {name} {settings[name]!r:.200}")
+                        raise refuse(rule.hf_keys[0], value, f"but another key makes {name} {settings[name]!r:.200}")
             _check_kinds(settings)  # before other rules compute with them
         if unknown := self.unknown_keys(config):
             values = ", ".join(f"{name} is {config[name]!r:.200}" for name in unknown)
@@ -155,11 +155,8 @@ class Family:
         return {**settings, "model_family": self.model_family}
 
     def save_settings(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """Convert completed settings (:func:`complete`) to a ``config.json`` without passive keys and dtype.
-
-        Raises:
-            UserError: another ``model_family``; else lists all settings that the family does not support.
-        """
+        """Convert completed settings to a ``config.json``. Raises UserError with all settings that the family does not
+        support."""
         if settings["model_family"] != self.model_family:
             raise refuse("model_family", settings["model_family"], f"the family has {self.model_family!r} alone")
         config: dict[str, object] = {"model_type": self.model_type}
@@ -169,30 +166,27 @@ class Family:
         return {"architectures": [self.architecture], **config}
 
     def _save_rules(self, settings: Mapping[str, object], config: dict[str, object]) -> Iterator[str]:
-        """Fill ``config`` in place with the keys of all rules, while iterated; yield every problem as text instead of
-        raising: settings that a rule rejects, cannot compute with (None), or that contradict the keys of an earlier
-        rule."""
+        """Fill ``config`` in place; yield every problem as text instead of raising, so that all are reported."""
         for rule in self.config:
             try:
                 for name, value in rule.save(settings).items():
                     if config.setdefault(name, value) != value:
-                        raise refuse(rule.ours[0], value, f"but another setting makes {name} {config[name]!r}")
+                        raise refuse(rule.settings[0], value, f"but another setting makes {name} {config[name]!r}")
             except UserError as error:
                 yield str(error)
             except (TypeError, ArithmeticError):  # a rule computes with a setting that is None for this model
-                yield str(refuse(rule.ours[0], settings[rule.ours[0]], "which the family does not support"))
+                yield str(refuse(rule.settings[0], settings[rule.settings[0]], "which the family does not support"))
 
     def _without_rule(self, settings: Table) -> Iterator[str]:
-        """Yield as text: quantile balancing, no experts in a family of experts, and every setting of the model that no
-        rule of the family reads and that differs from its default."""
+        """Yield as text every setting that no rule of the family reads and that differs from its default."""
         if "quantile_balancing" in settings["moe_router_load_balancing_type"]:
             yield "moe_router_load_balancing_type is 'quantile_balancing', whose bias no family supports"
-        said = WITHOUT_MEANING.union(*(rule.ours for rule in self.config))
-        if "num_moe_experts" in said and settings["num_moe_experts"] is None:
+        covered = WITHOUT_MEANING.union(*(rule.settings for rule in self.config))
+        if "num_moe_experts" in covered and settings["num_moe_experts"] is None:
             yield "num_moe_experts is None, the family has experts"
         defaults = {**_defaults(), **ELSEWHERE}
         for name in described(settings)[1]:
-            if name not in said and settings[name] != defaults[name]:
+            if name not in covered and settings[name] != defaults[name]:
                 yield str(refuse(name, settings[name], f"the family has {defaults[name]!r} alone"))
 
     def tied(self, settings: Mapping[str, object]) -> dict[str, str]:
@@ -207,26 +201,26 @@ class Family:
         return {name.replace("*", n): tied.get(same, same) for n in layers for name, same in self.repeated.items()}
 
     def layouts(self, settings: Table) -> Iterator[tuple[str, tuple[int, ...], TensorLayout]]:
-        """Yield (local name, unpadded global shape, HF layout with layer numbers inserted) for every tensor of the
-        model of completed settings; multi-token prediction layers are numbered after the decoder's. Raises UserError at
-        the first local tensor that the family lacks."""
+        """Yield (local name, unpadded global shape, HF layout with layer numbers inserted) for every tensor;
+        multi-token prediction layers are numbered after the decoder's. Raises UserError at a tensor that the family
+        lacks."""
         weights = {**self.weights, **self.names(settings)}
         for name, shape in described(settings)[0].items():
-            found = re.fullmatch(r"(encoder|decoder|mtp)\.layers\.(\d+)\.(.*)", name)
+            match = re.fullmatch(r"(encoder|decoder|mtp)\.layers\.(\d+)\.(.*)", name)
             layer, patterns = "", [name]
-            if found:
-                layer = str(int(found[2]) + (settings["num_layers"] if found[1] == "mtp" else 0))
-                rest = found[3].removeprefix("mtp_model_layer.")
-                patterns.append(f"{found[1] if rest == found[3] else 'decoder'}.layers.*.{rest}")
-            keys = [(key, end) for each in patterns for key, end in ((each, ""), _stem(each))]
+            if match:
+                layer = str(int(match[2]) + (settings["num_layers"] if match[1] == "mtp" else 0))
+                rest = match[3].removeprefix("mtp_model_layer.")
+                patterns.append(f"{match[1] if rest == match[3] else 'decoder'}.layers.*.{rest}")
+            keys = [(key, end) for pattern in patterns for key, end in ((pattern, ""), _stem(pattern))]
             key, end = next(((key, end) for key, end in keys if key in weights), ("", ""))
             if not key:
                 raise UserError(f"{self.model_type} has no tensor for {name}")
             layout = weights[key]
             layout = TensorLayout(layout) if isinstance(layout, str) else layout.of(shape)
             before = str(int(layer or settings["num_layers"]) - 1)
-            names = [each.replace("{before}", before).replace("*", layer, 1) for each in layout.names]
-            yield name, shape, layout.renamed([f"{each}{end}" for each in names])
+            names = [pattern.replace("{before}", before).replace("*", layer, 1) for pattern in layout.names]
+            yield name, shape, layout.renamed([f"{pattern}{end}" for pattern in names])
 
 
 def _stem(name: str) -> tuple[str, str]:
@@ -240,8 +234,7 @@ def _defaults() -> dict[str, object]:
 
 
 def _check_kinds(settings: Mapping[str, object]) -> None:
-    """Raise UserError for the first setting of the wrong type or range, because config.json may contain any value.
-    Absent settings and lists pass, and None except for sizes that a model must have."""
+    """Raise UserError for a setting of the wrong type or range: config.json may contain any value."""
     for spec in group_flags(*GROUPS):
         value = settings.get(spec.field)
         if value is None or spec.nargs is not None or spec.type_name == "custom":
@@ -269,13 +262,12 @@ def complete(settings: Mapping[str, object]) -> dict[str, Any]:
 
 def transformer_config(settings: Table) -> TransformerConfig:
     """Build the library's TransformerConfig from completed ``settings``."""
-    known = {each.name for each in fields(TransformerConfig)}
-    return TransformerConfig(**{name: settings[name] for name in _defaults() if name in known})
+    names = {field.name for field in fields(TransformerConfig)}
+    return TransformerConfig(**{name: settings[name] for name in _defaults() if name in names})
 
 
 def described(settings: Table) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-    """Return (global tensor shapes by name, names of the settings that define the model), from the description of the
-    model of completed ``settings``; the vocabulary is not padded."""
+    """Return (unpadded global tensor shapes by name, names of the settings that define the model)."""
     config = transformer_config(settings)
     run = {name: value for name, value in settings.items() if not hasattr(config, name)}
     run |= {"seq_length": 1, "decoder_seq_length": 1, "make_vocab_size_divisible_by": 1, "spec": None, "mask_prob": 0.1}

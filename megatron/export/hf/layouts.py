@@ -41,9 +41,9 @@ class TensorLayout:
         layout.names = tuple(names)
         return layout
 
-    def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
+    def views(self, local: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
         """Return, for each HF name, the views of the local tensor in concatenation order."""
-        return [[ours]]
+        return [[local]]
 
     def shape(self, views: Sequence[Tensor], ndim: int) -> tuple[int, ...]:
         """Return the HF tensor's shape before transposition; ``ndim`` is 2 for weights, 1 for other tensors."""
@@ -56,45 +56,44 @@ Weights = dict[str, TensorLayout | str]
 
 
 class Halves(TensorLayout):
-    """Gated MLP: local [2, f, h] (gate, linear), two HF tensors; ``whole`` is the HF name of an ungated MLP."""
+    """Gated MLP: local [2, f, h] (gate, linear), two HF tensors; ``ungated`` is the HF name of an ungated MLP."""
 
-    def __init__(self, *names: str, whole: str = "") -> None:
+    def __init__(self, *names: str, ungated: str = "") -> None:
         super().__init__(*names)
-        self.whole = whole
+        self.ungated = ungated
 
     def of(self, shape: tuple[int, ...]) -> TensorLayout:
-        return TensorLayout(self.whole) if self.whole and len(shape) == 2 else self
+        return TensorLayout(self.ungated) if self.ungated and len(shape) == 2 else self
 
-    def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
-        return [[ours[0]], [ours[1]]]
+    def views(self, local: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
+        return [[local[0]], [local[1]]]
 
 
 class QueryKeyValue(TensorLayout):
     """QKV: local [g, (p + 2) * d, h]; three HF tensors, or, with one name, all queries, then keys, then values."""
 
-    def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
+    def views(self, local: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
         d = config.kv_channels
         assert d is not None
-        parts = [ours[:, : -2 * d], ours[:, -2 * d : -d], ours[:, -d:]]
+        parts = [local[:, : -2 * d], local[:, -2 * d : -d], local[:, -d:]]
         return [parts] if len(self.names) == 1 else [[part] for part in parts]
 
 
 class KeyValue(TensorLayout):
     """Keys and values of cross-attention: local [g, 2 * d, h], two HF tensors."""
 
-    def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
+    def views(self, local: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
         d = config.kv_channels
-        return [[ours[:, :d]], [ours[:, d:]]]
+        return [[local[:, :d]], [local[:, d:]]]
 
 
 class Interleaved(TensorLayout):
-    """All experts in one HF tensor [e, in, out] with interleaved gate and linear columns.
+    """All experts in one HF tensor [e, in, out] with interleaved gate and linear columns; local [e, 2, f, h], [e, h,
+    f]."""
 
-    Local shapes are [e, 2, f, h] and [e, h, f]."""
-
-    def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
-        return [[ours.permute(0, *range(ours.ndim - 1, 0, -1))]]
+    def views(self, local: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
+        return [[local.permute(0, *range(local.ndim - 1, 0, -1))]]
 
     def shape(self, views: Sequence[Tensor], ndim: int) -> tuple[int, ...]:
-        kept = views[0].shape[:ndim]
-        return (*kept, math.prod(views[0].shape[ndim:]))
+        leading = views[0].shape[:ndim]
+        return (*leading, math.prod(views[0].shape[ndim:]))

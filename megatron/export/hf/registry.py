@@ -28,9 +28,9 @@ KINDS = ("multi_latent_attention", "num_moe_experts", "position_embedding_type")
 @cache
 def known_families() -> dict[str, Family]:
     """Return all families by ``model_type``; imports the modules of ``families/``."""
-    modules = [import_module(f"{families.__name__}.{each.name}") for each in iter_modules(families.__path__)]
-    found = (each for module in modules for each in vars(module).values() if isinstance(each, Family))
-    return {each.model_type: each for each in found}
+    modules = [import_module(f"{families.__name__}.{member.name}") for member in iter_modules(families.__path__)]
+    members = (member for module in modules for member in vars(module).values() if isinstance(member, Family))
+    return {member.model_type: member for member in members}
 
 
 @cache
@@ -41,12 +41,9 @@ def keys_of_transformers(architecture: str) -> frozenset[str]:
 
 
 def find_family(config: Mapping[str, object]) -> Family:
-    """Return the family of a ``config.json`` by its model_type, or, only without one, by its architectures.
-
-    Raises:
-        UserError: the model_type is unknown or no architecture matches (lists the known ones), or ``architectures`` is
-            not a list or names none that this model_type converts; it may be missing or empty.
-    """
+    """Return the family of a ``config.json`` by its model_type, or, only without one, by its architectures. Raises
+    UserError: the model_type is unknown or no architecture matches (lists the known ones), or ``architectures`` is not
+    a list or names none that this model_type converts; it may be missing or empty."""
     table, kind, names = known_families(), config.get("model_type"), config.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(f"config.json: architectures is {names!r:.200}, expected a list of names")
@@ -66,38 +63,34 @@ def find_family(config: Mapping[str, object]) -> Family:
 
 def family_for(settings: Mapping[str, object], preferred: str | None = None, *, only: str | None = None) -> Family:
     """Return the first family that supports completed ``settings``: ``preferred`` (ignored if unknown, or if its model
-    family differs), then in alphabetical order. ``only`` restricts the search to one family.
-
-    Raises:
-        UserError: no family matches (lists the reasons of the closest ones), or ``only`` is unknown.
-    """
+    family differs), then in alphabetical order. ``only`` restricts the search to one family. Raises UserError: no
+    family matches (lists the reasons of the closest ones), or ``only`` is unknown."""
     table, reasons = known_families(), dict[str, str]()
     if only is not None:
         if only not in table:
             raise UserError(f"{only}: no family that can be converted; known: {', '.join(sorted(table))}")
         table = {only: table[only]}
     else:
-        table = {name: each for name, each in table.items() if each.model_family == settings["model_family"]}
-    for name in sorted(table, key=lambda each: (each != preferred, each)):
+        table = {name: family for name, family in table.items() if family.model_family == settings["model_family"]}
+    for name in sorted(table, key=lambda candidate: (candidate != preferred, candidate)):
         try:
             table[name].save_settings(settings)
             return table[name]
         except UserError as error:
             reasons[name] = str(error)
     order = sorted(reasons, key=lambda name: _distance(reasons[name]))
-    said = [f"not {name}: {reasons[name]}" for name in order[:NEAREST]]
-    said += [f"further from it: {', '.join(order[NEAREST:])}"] if order[NEAREST:] else []
-    raise UserError(f"no Hugging Face family has a model of these settings. {'. '.join(said)}")
+    explanations = [f"not {name}: {reasons[name]}" for name in order[:NEAREST]]
+    explanations += [f"further from it: {', '.join(order[NEAREST:])}"] if order[NEAREST:] else []
+    raise UserError(f"no Hugging Face family has a model of these settings. {'. '.join(explanations)}")
 
 
 def _distance(reasons: str) -> tuple[int, int]:
-    """Return a sort key for the distance of a family: (unsupported layer types, number of reasons)."""
+    """Sort key of a family: (unsupported layer types, number of reasons)."""
     return sum(f"{kind} is " in reasons for kind in KINDS), reasons.count("; ")
 
 
 def weight_names(folder: Path) -> set[str]:
-    """Return the tensor names in the index, else in the header of ``model.safetensors``; an empty set if neither can be
-    read, such as for ``.bin`` files."""
+    """Return the tensor names in the index, else in ``model.safetensors``; empty if neither can be read (``.bin``)."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     with suppress(OSError, ValueError, RecursionError):
         if index.is_file():
@@ -109,12 +102,8 @@ def weight_names(folder: Path) -> set[str]:
 def load_settings(folder: Path) -> tuple[Family, dict[str, object], list[str]]:
     """Return the family of a folder, the settings of its ``config.json``, without defaults, and the keys without effect
     that are left out. Keys that require certain tensors (multi-token prediction layers) are ignored if the safetensors
-    lack these.
-
-    Raises:
-        UserError: config.json is missing or malformed, its family is unknown, or values cannot be represented: all keys
-            that ``transformers`` reads and the family does not, else the first problem.
-    """
+    lack these. Raises UserError: config.json is missing or malformed, its family is unknown, or values cannot be
+    represented: all keys that ``transformers`` reads and the family does not, else the first problem."""
     from megatron.core.tokenizers.end_tokens import read_end_ids  # imports numpy
 
     try:

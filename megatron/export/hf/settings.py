@@ -22,9 +22,8 @@ def refuse(name: str, value: object, reason: str) -> UserError:
 
 
 def get(config: Table, names: Iterable[str], default: object = REQUIRED) -> Any:
-    """Return the value of the first key in ``names`` that is not null, else ``default`` (called if it is a function).
-
-    As in ``transformers``, null counts as absent. Raises UserError if ``default`` is REQUIRED."""
+    """Return the first value that is not null, as in ``transformers``; else ``default`` (called if it is a
+    function)."""
     names = tuple(names)
     for name in names:
         if config.get(name) is not None:
@@ -35,13 +34,13 @@ def get(config: Table, names: Iterable[str], default: object = REQUIRED) -> Any:
 
 
 class Rule:
-    """Conversion between keys of ``config.json`` (``theirs``) and equivalent settings (``ours``)."""
+    """Conversion between keys of ``config.json`` (``hf_keys``) and equivalent settings (``settings``)."""
 
     limits: tuple[str, ...] = ()
     """Convertible values of keys with restrictions, as Markdown for the reference page."""
 
-    def __init__(self, theirs: Iterable[str] = (), ours: Iterable[str] = ()) -> None:
-        self.theirs, self.ours = tuple(theirs), tuple(ours)
+    def __init__(self, hf_keys: Iterable[str] = (), settings: Iterable[str] = ()) -> None:
+        self.hf_keys, self.settings = tuple(hf_keys), tuple(settings)
 
     def load(self, config: Table) -> dict[str, object]:
         """Convert config.json to settings; raise ``UserError`` for values that settings cannot represent."""
@@ -74,21 +73,20 @@ class Same(Rule):
         self.default, self.written = default, written
 
     def load(self, config: Table) -> dict[str, Any]:
-        return {self.ours[0]: get(config, self.theirs, self.default)}
+        return {self.settings[0]: get(config, self.hf_keys, self.default)}
 
     def save(self, settings: Table) -> dict[str, object]:
-        return {self.theirs[0]: settings[self.ours[0]]} if self.written else {}
+        return {self.hf_keys[0]: settings[self.settings[0]]} if self.written else {}
 
 
 def same(**names: str) -> tuple[Rule, ...]:
     """Return a :class:`Same` for each setting and its required key."""
-    return tuple(Same(ours, theirs) for ours, theirs in names.items())
+    return tuple(Same(setting, key) for setting, key in names.items())
 
 
 class Choice(Rule):
-    """A key whose values each map to a set of settings.
-
-    If several values match on export, the default is written if it matches, else the first match."""
+    """A key whose values each map to settings; of several that match on export, the default is written, or the
+    first."""
 
     def __init__(self, key: str, options: Mapping[Any, Table], default: object = REQUIRED) -> None:
         super().__init__((key,), dict.fromkeys(name for option in options.values() for name in option))
@@ -97,30 +95,28 @@ class Choice(Rule):
             self.limits = (limit(key, options),)
 
     def load(self, config: Table) -> dict[str, object]:
-        value = get(config, self.theirs, self.default)
+        value = get(config, self.hf_keys, self.default)
         if not isinstance(value, str | bool | int) or value not in self.options:
-            raise refuse(self.theirs[0], value, f"which cannot be represented; known: {list(self.options)}")
+            raise refuse(self.hf_keys[0], value, f"which cannot be represented; known: {list(self.options)}")
         return dict(self.options[value])
 
     def save(self, settings: Table) -> dict[str, object]:
-        """Return the value of the key whose option equals the settings; with several, the default if it is one of them,
-        else the first. Raises UserError if no option fits."""
         fitting = [
             value
             for value, option in self.options.items()
-            if all(settings[name] == wanted for name, wanted in option.items())
+            if all(settings[name] == required for name, required in option.items())
         ]
         if fitting:
-            return {self.theirs[0]: self.default if self.default in fitting else fitting[0]}
-        found = ", ".join(f"{name} {settings[name]!r:.60}" for name in self.ours)
-        raise UserError(f"{found}: not a value of {self.theirs[0]}, which has {list(self.options)}")
+            return {self.hf_keys[0]: self.default if self.default in fitting else fitting[0]}
+        values = ", ".join(f"{name} {settings[name]!r:.60}" for name in self.settings)
+        raise UserError(f"{values}: not a value of {self.hf_keys[0]}, which has {list(self.options)}")
 
 
 class Begin(Rule):
     """Settings with an initial value on import; export accepts any value."""
 
     def __init__(self, fixed: Table) -> None:
-        super().__init__(ours=fixed)
+        super().__init__(settings=fixed)
         self.fixed = fixed
 
     def load(self, config: Table) -> dict[str, object]:
@@ -131,17 +127,19 @@ class Fixed(Begin):
     """Settings with one fixed value in the family; export rejects others."""
 
     def save(self, settings: Table) -> dict[str, object]:
-        others = {name: wanted for name, wanted in self.fixed.items() if settings[name] != wanted}
-        problems = [refuse(name, settings[name], f"the family has {wanted!r} alone") for name, wanted in others.items()]
+        problems = [
+            refuse(name, settings[name], f"the family has {value!r} alone")
+            for name, value in self.fixed.items()
+            if settings[name] != value
+        ]
         if problems:
             raise UserError("; ".join(map(str, problems)))
         return {}
 
 
 class FixedKeys(Rule):
-    """Keys that must be absent or have one value, because no setting represents others.
-
-    ``written``: whether export writes them; False for keys that ``transformers`` ignores."""
+    """Keys that must be absent or have one value, because no setting represents others. ``written``: whether export
+    writes them; False for keys that ``transformers`` ignores."""
 
     def __init__(self, fixed: Table, *, written: bool = True) -> None:
         super().__init__(fixed)
@@ -149,10 +147,10 @@ class FixedKeys(Rule):
         self.limits = tuple(limit(key, [value]) for key, value in fixed.items())
 
     def load(self, config: Table) -> dict[str, object]:
-        for name, wanted in self.fixed.items():
-            value = get(config, (name,), wanted)
-            if value != wanted:
-                raise refuse(name, value, f"which cannot be represented: only {wanted!r} can")
+        for name, fixed_value in self.fixed.items():
+            value = get(config, (name,), fixed_value)
+            if value != fixed_value:
+                raise refuse(name, value, f"which cannot be represented: only {fixed_value!r} can")
         return {}
 
     def save(self, settings: Table) -> dict[str, object]:
@@ -164,12 +162,12 @@ class Computed(Rule):
 
     def __init__(
         self,
-        theirs: Iterable[str],
-        ours: Iterable[str],
+        hf_keys: Iterable[str],
+        settings: Iterable[str],
         load: Callable[[Table], dict[str, object]],
         save: Callable[[Table], dict[str, object]],
         limits: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(theirs, ours)
+        super().__init__(hf_keys, settings)
         self.limits = limits
         self.load, self.save = load, save  # type: ignore[assignment, method-assign]

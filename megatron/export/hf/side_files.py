@@ -43,20 +43,17 @@ OF_DEFINITION = (
 
 
 def side_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Return the existing files of ``folder`` among ``names``, which may be patterns, by name relative to it.
-
-    Raises:
-        UserError: one is a link out of the folder, whose target would be copied into results. Links of the hub's cache
-            are allowed: ``snapshots/<revision>/<name>`` -> ``blobs/<hash>`` of the same repository.
-    """
+    """Return the existing files of ``folder`` among ``names`` (also patterns). Raises UserError for a link out of it,
+    whose target would be copied, except links of the hub's cache: ``snapshots/<revision>/<name>`` ->
+    ``blobs/<hash>``."""
     paths = [path for name in names for path in (sorted(folder.glob(name)) if "*" in name else [folder / name])]
-    found = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     inside = _allowed_folders(Path(os.path.realpath(folder)))
-    for path in found.values():
+    for path in files.values():
         target = Path(os.path.realpath(path))
-        if not any(target.is_relative_to(each) for each in inside):
+        if not any(target.is_relative_to(root) for root in inside):
             raise UserError(f"{path}: is a link out of its folder, to {target}; replace it with a copy of the file")
-    return found
+    return files
 
 
 def is_tokenizer_file(name: str) -> bool:
@@ -65,6 +62,6 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def _allowed_folders(folder: Path) -> list[Path]:
-    """Return ``folder`` and, in a hub cache, its blobs folder, unresolved so that a link named blobs allows nothing."""
-    snapshots = next((each for each in folder.parents if each.name == "snapshots"), None)
+    """A hub cache also has its blobs folder, unresolved so that a link named blobs allows nothing."""
+    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
     return [folder] if snapshots is None else [folder, snapshots.parent / "blobs"]

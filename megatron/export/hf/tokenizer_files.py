@@ -55,9 +55,7 @@ def export_tokenizer(settings: Table, assets: Mapping[str, Path], rows: int) -> 
 
 
 def _build(settings: Table, assets: Mapping[str, Path]) -> Tokenizer | None:
-    """Return the run's tokenizer, with files taken from ``assets`` (copies in the checkpoint) if they are there, else
-    from their original paths; a ``tokenizer.json`` there also serves for an unset type or a NullTokenizer. None, with a
-    warning, if the tokenizer is unknown or cannot be built."""
+    """Files in the checkpoint win over their original paths. None, with a warning, if it cannot be built."""
     values = {field.name: settings[field.name] for field in fields(TokenizerConfig) if field.name in settings}
     cfg = with_copies(TokenizerConfig(**values), assets)
     if is_unnamed(cfg):
@@ -71,26 +69,24 @@ def _build(settings: Table, assets: Mapping[str, Path]) -> Tokenizer | None:
 
 
 def _ids(tokenizer: Tokenizer, model_family: str, rows: int) -> dict[str, int | list[int]]:
-    """Return {config.json key: token ID or list of IDs} of the special tokens that exist and are below ``rows``. For
-    GPT the end is every token that ends a text; T5 starts decoding with bos, else pad."""
+    """Return {config.json key: token ID or IDs} below ``rows``. For GPT the end is every token that ends a text."""
     roles = {"bos_token_id": ["bos"], "eos_token_id": ["eos"], "pad_token_id": ["pad"]}
     if model_family == "bert":
         roles |= {"cls_token_id": ["cls"], "sep_token_id": ["sep"]}
     else:
         roles["decoder_start_token_id"] = ["bos" if "bos" in tokenizer.special_ids else "pad"]
-    found = {
+    special = {
         key: [tokenizer.special_ids[role] for role in names if role in tokenizer.special_ids]
         for key, names in roles.items()
     }
     if model_family == "gpt":
-        found["eos_token_id"] = tokenizer.end_ids
-    valid = {key: list(dict.fromkeys(each for each in ids if 0 <= each < rows)) for key, ids in found.items()}
+        special["eos_token_id"] = tokenizer.end_ids
+    valid = {key: list(dict.fromkeys(token for token in ids if 0 <= token < rows)) for key, ids in special.items()}
     return {key: ids[0] if len(ids) == 1 else ids for key, ids in valid.items() if ids}
 
 
 def _files(tokenizer: Tokenizer, settings: Table, assets: Mapping[str, Path]) -> dict[str, bytes]:
-    """Return {file name: content} with which ``AutoTokenizer`` loads the tokenizer: tokenizer.json, or the
-    SentencePiece model of a T5 vocabulary, and tokenizer_config.json. Empty, with a warning, for other types."""
+    """Return {file name: content} with which ``AutoTokenizer`` loads it. Empty, with a warning, for other types."""
     config: dict[str, object]
     if isinstance(tokenizer, BackendTokenizer):
         texts = tokenizer.inv_vocab
@@ -100,8 +96,8 @@ def _files(tokenizer: Tokenizer, settings: Table, assets: Mapping[str, Path]) ->
     is_t5 = settings.get("model_family") == "t5" and tokenizer.special_ids.get("unk") == T5_UNKNOWN
     if is_t5 and isinstance(tokenizer, SentencePieceTokenizer):
         flags = ("normalized", "lstrip", "rstrip", "single_word")
-        kept: dict[str, object] = {"special": True, **dict.fromkeys(flags, False)}
-        added = {str(index): {"content": token, **kept} for token, index in tokenizer.added.items()}
+        attributes: dict[str, object] = {"special": True, **dict.fromkeys(flags, False)}
+        added = {str(index): {"content": token, **attributes} for token, index in tokenizer.added.items()}
         config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "added_tokens_decoder": added}
         model = settings["tokenizer_model"]
         pieces = read_file(assets.get(f"tokenizer/{Path(model).name}", model), MAX_TEXT_BYTES)

@@ -23,7 +23,7 @@ from megatron.export.hf.tokenizer_files import TOKENS, ExportedTokenizer, export
 from megatron.export.interchange import Interchange, differences
 
 EMBEDDING = "model.embedding.word_embeddings.weight"
-OWN = {"model_type", "architectures", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
+IDENTITY = {"model_type", "architectures", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
 """Keys of config.json that say what a folder is, not where its weights began."""
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", *TOKENS)
 """Keys of a generation_config.json that do not depend on the model it was made for."""
@@ -38,10 +38,9 @@ def save(
     family: str | None,
     preferred: str | None = None,
 ) -> None:
-    """Write ``model`` as a Hugging Face folder: shards in ``dtype`` (None: unchanged), config.json,
-    generation_config.json and tokenizer files. ``family`` forces a family; else the one of the source, ``preferred``,
-    or the first that fits. A ``Target`` is filled but not published, and OSError passes; for a path it becomes
-    CheckpointWriteError. Raises UserError if no family fits or tensors do not match the settings."""
+    """Write ``model`` as a Hugging Face folder. ``family`` forces a family; else the source's, ``preferred``, or the
+    first that fits. A ``Target`` is filled but not published, and OSError passes. See
+    :func:`megatron.export.hf.save_hf`."""
     if EMBEDDING not in model.tensors:
         raise UserError(f"{EMBEDDING} is missing: not a language model of this library")
     before = read_json(model.assets[f"hf/{CONFIG}"]) if f"hf/{CONFIG}" in model.assets else {}
@@ -49,7 +48,7 @@ def save(
     chosen = family_for(settings, before.get("model_type", preferred), only=family)
     plan = placements(chosen, settings)
     weights = {name: tensor for name, tensor in model.tensors.items() if name.startswith("model.")}
-    if problems := differences(weights, {f"model.{each.name}": each.shape for each in plan}):
+    if problems := differences(weights, {f"model.{placement.name}": placement.shape for placement in plan}):
         count = counted(len(problems), "problem")
         raise UserError(f"weights and settings do not fit ({count}): {listed(problems, '; ')}")
     tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_hf(plan, model.tensors).items()}
@@ -62,7 +61,7 @@ def save(
     kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
     saved = chosen.save_settings(settings)
     config = saved | {"torch_dtype": max(set(kinds), key=kinds.count)}
-    config |= {name: before[name] for name in sorted(chosen.passive & before.keys() - OWN)}
+    config |= {name: before[name] for name in sorted(chosen.passive & before.keys() - IDENTITY)}
     tokenizer = ExportedTokenizer()  # a folder's own config.json and tokenizer go along as they are
     if not before:
         tokenizer = export_tokenizer(settings, model.assets, settings["vocab_size"])
@@ -91,26 +90,23 @@ def save(
 
 
 def _generation(assets: Mapping[str, Path], config: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of ``generate()`` from the source folder of the model, or the sampling settings
-    next to the tokenizer; missing ids come from ``config``."""
+    """Return the settings of ``generate()`` of the source folder, or the sampling settings next to the tokenizer."""
     settings: dict[str, object] = {"_from_model_config": True}
     if f"hf/{GENERATION}" in assets:
         settings = read_json(assets[f"hf/{GENERATION}"])
     elif f"tokenizer/{GENERATION}" in assets:
-        found = read_json(assets[f"tokenizer/{GENERATION}"])
-        settings = {name: found[name] for name in SAMPLING if name in found}
+        generation = read_json(assets[f"tokenizer/{GENERATION}"])
+        settings = {name: generation[name] for name in SAMPLING if name in generation}
     ids = {name: config[name] for name in (*TOKENS, "decoder_start_token_id") if name in config}
     return {**settings, **{name: value for name, value in ids.items() if settings.get(name) is None}}
 
 
 def keeps_dtype(name: str) -> bool:
-    """Return whether the HF tensor ``name`` is never cast: the balance of experts is fp32, as steps of 1e-3 are lost in
-    bf16."""
+    """Whether a tensor is never cast: the balance of experts is fp32, as steps of 1e-3 are lost in bf16."""
     return name.endswith("correction_bias")
 
 
 def _stored(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
-    """In ``dtype`` where it is given."""
     if dtype is None or keeps_dtype(name):
         return tensor
     return replace(tensor, dtype=dtype, read=lambda: tensor.read().to(dtype))

@@ -23,7 +23,7 @@ Order = Sequence[tuple[str, tuple[int, ...]]]
 """Names and shapes of a rank's parameters, in creation order."""
 _ALIGNMENT = 64
 _FLAT = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)")
-_MADE = (
+_CREATION_ORDER = (
     "input_layernorm",
     "linear_proj",
     "linear_qkv",
@@ -39,16 +39,15 @@ _MADE = (
 def cut_buckets(
     order: Order, buckets: Mapping[str, Sequence[LazyTensor]], where: str
 ) -> dict[str, dict[str, LazyTensor]]:
-    """Split the ``buckets`` of one buffer (state kind -> 1-d buckets) into the parameters of ``order``, which fill them
-    in reverse; return state kind -> name -> the rank's lazy tensor. Raises CheckpointError if kinds differ in size, or
-    if the parameters do not fill the buckets exactly."""
+    """Split the ``buckets`` of one buffer (state kind -> 1-d buckets) into parameters, which fill them in reverse
+    ``order``. Raises CheckpointError if kinds differ in size, or the parameters do not fill the buckets exactly."""
     by_kind = {kind: [bucket.shape[0] for bucket in parts] for kind, parts in buckets.items()}
     sizes = next(iter(by_kind.values()))
     if any(other != sizes for other in by_kind.values()):
         raise CheckpointError(f"{where}: flat states have different sizes: {by_kind}")
     # embeddings that two stages share have a separate bucket; buckets joined to one do not say where it begins
-    for alone in (False, True) if len(sizes) == 1 else (False,):
-        places = _places(order, sizes, alone)
+    for unpadded in (False, True) if len(sizes) == 1 else (False,):
+        places = _places(order, sizes, unpadded)
         if places is not None:
             break
     else:
@@ -59,14 +58,14 @@ def cut_buckets(
     }
 
 
-def _places(order: Order, sizes: Sequence[int], alone: bool) -> list[tuple[str, tuple[int, ...], int, int]] | None:
-    """Return (name, shape, bucket, start element) of every parameter if parameters in the reverse of ``order`` fill
-    buckets of ``sizes`` exactly; else None. ``alone``: the word embedding's padding to 64 elements is left out."""
+def _places(order: Order, sizes: Sequence[int], unpadded: bool) -> list[tuple[str, tuple[int, ...], int, int]] | None:
+    """Return (name, shape, bucket, start) of every parameter if the reverse of ``order`` fills the buckets; else
+    None."""
     bucket, end, places = 0, 0, []
     for name, shape in reversed(order):
         numel = math.prod(shape)
         aligned = -(-end // _ALIGNMENT) * _ALIGNMENT
-        start = end if alone and name.endswith("word_embeddings.weight") else aligned
+        start = end if unpadded and name.endswith("word_embeddings.weight") else aligned
         if start + numel > sizes[bucket]:
             if end != sizes[bucket] or bucket + 1 == len(sizes):
                 return None
@@ -103,8 +102,8 @@ def unflatten_distributed(
         if match is None or match[2] != "0":
             raise CheckpointError(f"{where}: flat optimizer state of several buffers ({name:.100}): {_ADVICE}")
         buckets.setdefault(int(match[1]), {}).setdefault(match[4], {})[int(match[3])] = tensor
-    known = detect_family(weights) == "gpt" and not any(".experts." in name for name in weights)
-    if not known or sorted(buckets) != list(range(tp * pp)):
+    supported = detect_family(weights) == "gpt" and not any(".experts." in name for name in weights)
+    if not supported or sorted(buckets) != list(range(tp * pp)):
         what = f"of experts, of an encoder, or of {len(buckets)} ranks"
         raise CheckpointError(f"{where}: flat optimizer state {what}: {_ADVICE}")
     result: dict[str, dict[tuple[int, int], dict[str, LazyTensor]]] = {}
@@ -113,14 +112,14 @@ def unflatten_distributed(
         listed = {kind: [parts[index] for index in range(len(parts))] for kind, parts in kinds.items()}
         for order in _orders(weights, (stage, pp), (rank, tp), gated):
             try:
-                found = cut_buckets([(name, part.shape) for name, part in order.items()], listed, where)
+                states = cut_buckets([(name, part.shape) for name, part in order.items()], listed, where)
             except CheckpointError:
                 continue
-            if all(_equal(order[name], main) for name, main in found["param"].items()):
+            if all(_equal(order[name], main) for name, main in states["param"].items()):
                 break
         else:
             raise CheckpointError(f"{where}: the flat state of rank {group} is in no known order: {_ADVICE}")
-        for kind, named in found.items():
+        for kind, named in states.items():
             result.setdefault(kind, {})[stage, rank] = named
     return {STATES[kind]: join_ranks(ranks, tp, gated, where) for kind, ranks in result.items()}
 
@@ -135,25 +134,24 @@ def _equal(weight: LazyTensor, main: LazyTensor) -> bool:
 def _orders(
     weights: Mapping[str, LazyTensor], pipeline: tuple[int, int], tensor: tuple[int, int], gated: bool
 ) -> Iterator[dict[str, LazyTensor]]:
-    """Yield {name: lazy shard} of a rank's parameters in each of three possible creation orders; ``pipeline`` and
-    ``tensor`` are (rank, size). The last stage gets a copy of a tied embedding. Reads nothing."""
+    """Yield a rank's shards in each of three creation orders. The last stage gets a copy of a tied embedding."""
     (stage, pp), (rank, tp) = pipeline, tensor
     layers = layer_indices(weights, "decoder")
     share = len(layers) // pp
     mine = layers[stage * share : (stage + 1) * share]
     kinds = list(dict.fromkeys(name.split(".", 3)[3] for name in weights if name.startswith("decoder.layers.")))
-    own = sorted(kinds, key=lambda kind: _creation_index(find_place(f"decoder.layers.0.{kind}").name))
+    by_creation = sorted(kinds, key=lambda kind: _creation_index(find_place(f"decoder.layers.0.{kind}").name))
     fused = sorted(kinds, key=lambda kind: (_creation_index(kind), "layer_norm" not in kind))
     first = [name for name in weights if name.startswith("embedding.")] if stage == 0 else []
     last = [name for name in weights if not name.startswith(("embedding.", "decoder.layers."))]
     last = last if stage + 1 == pp else []
     if stage + 1 == pp and pp > 1 and "output_layer.weight" not in weights:
         last.append("embedding.word_embeddings.weight")
-    for order in (kinds, own, fused):
+    for order in (kinds, by_creation, fused):
         names = [*first, *(f"decoder.layers.{layer}.{kind}" for layer in mine for kind in order), *last]
         yield {name: rank_part(name, weights[name], rank, tp, gated) for name in names}
 
 
 def _creation_index(name: str) -> int:
     module = name.split(".")[-2]
-    return _MADE.index(module) if module in _MADE else len(_MADE)
+    return _CREATION_ORDER.index(module) if module in _CREATION_ORDER else len(_CREATION_ORDER)

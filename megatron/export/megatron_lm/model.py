@@ -27,23 +27,20 @@ Named = Mapping[str, LazyTensor]
 def find_folder(folder: Path, step: int | None, marker: str) -> Path:
     """Return the checkpoint directory: ``folder`` if ``step`` is None and it contains ``marker`` (a glob pattern).
 
-    Otherwise return the directory of ``step``, by default the tracker's iteration.
-
-    Raises:
-        CheckpointError: no checkpoint of this format exists there.
-    """
+    Otherwise return the directory of ``step``, by default the tracker's iteration. Raises CheckpointError: no
+    checkpoint of this format exists there."""
     if step is None and any(folder.glob(marker)):
         return folder
     try:
         which = read_tracker(folder) if step is None else step
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no checkpoint of this format: neither {marker} nor {TRACKER}") from None
-    found = Path(checkpoint_directory(folder, which))
-    if not any(found.glob(marker)):
+    path = Path(checkpoint_directory(folder, which))
+    if not any(path.glob(marker)):
         raise CheckpointError(
-            f"{found}: holds no {marker}: missing, of another format, or being written (.metadata is last)"
+            f"{path}: holds no {marker}: missing, of another format, or being written (.metadata is last)"
         )
-    return found
+    return path
 
 
 def build_interchange(
@@ -89,9 +86,9 @@ def build_interchange(
 
 
 def our_tensors(named: Named, settings: Settings, prefix: str, tied: bool, where: str) -> dict[str, LazyTensor]:
-    """Convert tensors to local names (with ``prefix``) and local shapes, lazily; stack the experts of a layer. Omits
-    non-weight buffers and, if ``tied``, the output layer's weight. Raises CheckpointError for a tensor without
-    counterpart, a shape that does not fit ``settings``, or missing experts."""
+    """Convert tensors to local names (with ``prefix``) and shapes, lazily; stack the experts of a layer. Omits
+    non-weight buffers and, if ``tied``, the output layer's weight. Raises CheckpointError for one without
+    counterpart."""
     tensors: dict[str, LazyTensor] = {}
     experts: dict[str, dict[int, tuple[table.Counterpart, LazyTensor]]] = {}
     for name, tensor in named.items():
@@ -117,24 +114,21 @@ def _stack(pieces: list[LazyTensor]) -> Tensor:
 
 
 def _shaped(place: table.Counterpart, tensor: LazyTensor, settings: Settings, where: str) -> LazyTensor:
-    """Return ``tensor`` lazily in this project's shape, without vocabulary padding for embeddings and output layers.
-    Raises CheckpointError with the name if the shape does not fit the settings."""
+    """Drops the padding of the vocabulary. Raises CheckpointError with the name if the shape does not fit."""
     try:
         shape = table.our_shape(place, tensor.shape, settings)
     except (CheckpointError, IndexError, KeyError) as error:
         raise CheckpointError(f"{where}: {place.name} of shape {list(tensor.shape)}: {error}") from None
 
     def read() -> Tensor:
-        whole = tensor.read()
-        return (whole[: shape[0]] if place.name in table.VOCABULARY else whole).reshape(shape)
+        values = tensor.read()
+        return (values[: shape[0]] if place.name in table.VOCABULARY else values).reshape(shape)
 
     return LazyTensor(shape, tensor.dtype, read)
 
 
 def _complete(tensors: Mapping[str, LazyTensor], settings: Settings, where: str) -> list[str]:
-    """Raise CheckpointError if a stack's layers are not numbered 0 to n - 1, or a kind of optimizer state lacks a
-    weight or has another shape; other missing weights are not noticed. Return notes for the user: without optimizer
-    state how to load."""
+    """Raise CheckpointError for missing layers, or optimizer state of some weights only; return notes for the user."""
     weights = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     family = settings["model_family"]
     for stack in {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}[family]:
@@ -144,8 +138,8 @@ def _complete(tensors: Mapping[str, LazyTensor], settings: Settings, where: str)
             raise CheckpointError(f"{where}: holds layers {layers}, its arguments say {count}")
     kinds = sorted({name.split(".")[1] for name in tensors if name.startswith("optimizer.")})
     trained = {name: weight.shape for name, weight in weights.items() if not name.endswith("expert_bias")}
-    wanted = {f"optimizer.{kind}.{name}": shape for kind in kinds for name, shape in trained.items()}
-    if problems := differences({name: tensors[name] for name in wanted if name in tensors}, wanted):
+    shapes = {f"optimizer.{kind}.{name}": shape for kind in kinds for name, shape in trained.items()}
+    if problems := differences({name: tensors[name] for name in shapes if name in tensors}, shapes):
         raise CheckpointError(f"{where}: {listed(problems, '; ')}")
     return [] if kinds else ["it holds no optimizer state: give --no-load-optim or --finetune"]
 
@@ -154,9 +148,8 @@ def _complete(tensors: Mapping[str, LazyTensor], settings: Settings, where: str)
 
 
 def checkpoint_objects(state: Mapping[str, Any], settings: Settings, with_optimizer: bool) -> dict[str, object]:
-    """Return the JSON objects of a native training checkpoint: iteration, ``train_state`` (counters), ``scheduler`` if
-    ``state`` has one, and with ``with_optimizer`` its step (default: the iteration) and loss scale ({} unless dynamic
-    and complete). Raises CheckpointError for malformed numbers or scheduler state."""
+    """Return the JSON objects of a native checkpoint: iteration, ``train_state``, ``scheduler`` if ``state`` has one,
+    and ``with_optimizer`` step and loss scale. Raises CheckpointError for malformed numbers or scheduler state."""
     args = state["args"].attributes
     iteration = _count(state.get("iteration", args.get("iteration", 0)), "iteration")
     train_state: dict[str, object] = {
@@ -174,9 +167,9 @@ def checkpoint_objects(state: Mapping[str, Any], settings: Settings, with_optimi
         optimizer = state.get("optimizer")
         step = _find(optimizer, ("common_step", "step"))
         scaler = _find(optimizer, ("grad_scaler",))
-        kept = scaler if isinstance(scaler, dict) else {}
+        fields = scaler if isinstance(scaler, dict) else {}
         names = ("scale", "growth_tracker", "hysteresis_tracker")
-        values = {name: _number(kept[name]) for name in names if name in kept}
+        values = {name: _number(fields[name]) for name in names if name in fields}
         values |= {name: int(value) for name, value in values.items() if name != "scale"}
         constant = settings.get("loss_scale") is not None or not settings.get("fp16")
         objects["optimizer"] = {
@@ -187,14 +180,12 @@ def checkpoint_objects(state: Mapping[str, Any], settings: Settings, with_optimi
 
 
 def _schedule(schedule: Mapping[str, object], settings: Settings) -> dict[str, object]:
-    """Convert the state of the LR scheduler; fields that Megatron-LM does not store come from ``settings``.
-
-    Lengths are in samples in both formats. Raises CheckpointError for missing fields."""
+    """Lengths are in samples in both formats. Raises CheckpointError for missing fields."""
     anneal = settings.get("lr_wsd_decay_samples")
     if anneal is None and settings.get("lr_wsd_decay_iters") is not None:
         sizes = (_count(settings.get(name), name) for name in ("lr_wsd_decay_iters", "global_batch_size"))
         anneal = math.prod(sizes)
-    taken = (
+    fields = (
         "max_lr",
         "min_lr",
         "lr_warmup_steps",
@@ -205,10 +196,10 @@ def _schedule(schedule: Mapping[str, object], settings: Settings) -> dict[str, o
         "wd_incr_steps",
         "wd_incr_style",
     )
-    if missing := [name for name in (*taken, "num_steps") if name not in schedule]:
+    if missing := [name for name in (*fields, "num_steps") if name not in schedule]:
         raise CheckpointError(f"the state of its scheduler lacks {', '.join(missing)}")
     return {
-        **{name: schedule[name] for name in taken},
+        **{name: schedule[name] for name in fields},
         "init_lr": settings.get("lr_warmup_init", 0.0),
         "wsd_decay_steps": anneal,
         "lr_wsd_decay_style": settings.get("lr_wsd_decay_style", "exponential"),
@@ -217,7 +208,6 @@ def _schedule(schedule: Mapping[str, object], settings: Settings) -> dict[str, o
 
 
 def _number(value: object) -> Any:
-    """Return a number; a tensor of one element is read."""
     if isinstance(value, LazyTensor):
         if value.shape not in ((), (1,)):
             raise CheckpointDamagedError(f"a tensor of shape {list(value.shape)} where a number is expected")
@@ -232,11 +222,10 @@ def _count(value: object, name: str) -> int:
 
 
 def _find(value: object, names: tuple[str, ...]) -> object:
-    """Search nested lists and dicts breadth-first; return the first non-None entry with one of ``names``, or None, also
-    after a million items."""
-    todo, seen = deque([value]), 0
-    while todo and seen < 10**6:
-        item, seen = todo.popleft(), seen + 1
+    """Search breadth-first; None also after a million items."""
+    todo, num_items = deque([value]), 0
+    while todo and num_items < 10**6:
+        item, num_items = todo.popleft(), num_items + 1
         if isinstance(item, dict):
             for name in names:
                 if item.get(name) is not None:

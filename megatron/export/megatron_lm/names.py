@@ -25,8 +25,8 @@ LAYER = re.compile(r"((?:model\.)?(?:(?:en|de)coder\.layers\.\d+|mtp\.layers\.\d
 class Row:
     """One parameter: its name within a layer (or the model), and how tensor-parallel ranks split it."""
 
-    ours: str
-    theirs: str = ""
+    local: str
+    megatron: str = ""
     """Name in ``torch_dist`` if it differs from the local name."""
     dim: int | None = None
     """Dimension of Megatron-LM's shape that tensor parallelism splits; None: replicated."""
@@ -36,17 +36,17 @@ class Row:
     """Whether the local tensor has a leading expert dimension."""
 
 
-def _linear(name: str, dim: int | None, fold: str = "", theirs: str = "", experts: bool = False) -> list[Row]:
-    """Return the rows of a weight and its bias; the bias of a row-parallel layer is replicated."""
-    theirs = theirs or name
+def _linear(name: str, dim: int | None, fold: str = "", megatron: str = "", experts: bool = False) -> list[Row]:
+    """The bias of a row-parallel layer is replicated."""
+    megatron = megatron or name
     return [
-        Row(f"{name}.weight", f"{theirs}.weight", dim, fold, experts),
-        Row(f"{name}.bias", f"{theirs}.bias", 0 if dim == 0 else None, fold, experts),
+        Row(f"{name}.weight", f"{megatron}.weight", dim, fold, experts),
+        Row(f"{name}.bias", f"{megatron}.bias", 0 if dim == 0 else None, fold, experts),
     ]
 
 
-def _norm(name: str, theirs: str = "") -> list[Row]:
-    return [Row(f"{name}.{kind}", f"{theirs or name + '.'}{kind}") for kind in ("weight", "bias")]
+def _norm(name: str, megatron: str = "") -> list[Row]:
+    return [Row(f"{name}.{kind}", f"{megatron or name + '.'}{kind}") for kind in ("weight", "bias")]
 
 
 _ATTENTION = "self_attention."
@@ -109,12 +109,12 @@ REGISTERED_TWICE = {
 """T5 tensors that checkpoints also store under a second name; optimizer state uses only the second name."""
 _FIRST_NAMES = {second: first for first, second in REGISTERED_TWICE.items()}
 
-_BY_THEIRS = {row.theirs or row.ours: row for row in LAYER_ROWS}
-_BY_OURS: dict[str, Row] = {}
+_BY_MEGATRON_NAME = {row.megatron or row.local: row for row in LAYER_ROWS}
+_BY_LOCAL_NAME: dict[str, Row] = {}
 for _row in LAYER_ROWS:  # the first of two rows is what Transformer Engine's layers, the default there, are saved as
-    _BY_OURS.setdefault(_row.ours, _row)
-_MODEL = {row.ours: row for row in MODEL_ROWS}
-_PREDICTION = {row.ours: row for row in _PREDICTION_ROWS}
+    _BY_LOCAL_NAME.setdefault(_row.local, _row)
+_MODEL = {row.local: row for row in MODEL_ROWS}
+_PREDICTION = {row.local: row for row in _PREDICTION_ROWS}
 
 _OLD_NAMES = [
     (r"^module\.", ""),
@@ -173,8 +173,8 @@ def detect_family(names: Collection[str]) -> str:
 
 
 def current_names(named: Mapping[str, T], family: str) -> dict[str, T]:
-    """Return ``named`` with the tensors of BERT and T5 renamed to names that :func:`find_place` knows; of two with one
-    new name, the first stays. GPT is copied unchanged."""
+    """Rename BERT's and T5's tensors to names that :func:`find_place` knows; of two with one new name, the first
+    stays."""
     if family == "gpt":
         return dict(named)
     result: dict[str, T] = {}
@@ -190,9 +190,8 @@ def current_names(named: Mapping[str, T], family: str) -> dict[str, T]:
 
 
 def find_place(name: str) -> Counterpart:
-    """Return the counterpart (local name, table row, expert index or None) of the Megatron-LM tensor ``name``, in
-    today's or older spelling, whose layer number must be global. Raises CheckpointError if the table has no such
-    name."""
+    """Return the counterpart of the Megatron-LM tensor ``name``, in today's or older spelling, with a global layer
+    number. Raises CheckpointError if the table has no such name."""
     current = name
     for pattern, replacement in _OLD_NAMES:
         current = re.sub(pattern, replacement, current)
@@ -201,27 +200,22 @@ def find_place(name: str) -> Counterpart:
         current, expert = match[1], int(match[2])
     if current in _MODEL:
         return Counterpart(current, _MODEL[current])
-    if (match := LAYER.fullmatch(current)) and match[2] in _BY_THEIRS:
-        row = _BY_THEIRS[match[2]]
-        return Counterpart(match[1] + row.ours, row, expert)
+    if (match := LAYER.fullmatch(current)) and match[2] in _BY_MEGATRON_NAME:
+        row = _BY_MEGATRON_NAME[match[2]]
+        return Counterpart(match[1] + row.local, row, expert)
     if (match := re.fullmatch(r"(mtp\.layers\.\d+\.)(.+)", current)) and match[2] in _PREDICTION:
         return Counterpart(current, _PREDICTION[match[2]])
     raise CheckpointError(f"the tensor {name!r:.120} has no counterpart here: its layer is not one that this model has")
 
 
 def their_name(name: str, experts: bool) -> tuple[str, Row]:
-    """Return the ``torch_dist`` name and table row of the local weight ``name`` (without ``model.``).
-
-    ``experts``: whether its layer is MoE, where the pre-MLP norm has another name.
-
-    Raises:
-        CheckpointError: Megatron-LM has no such tensor.
-    """
+    """Return the ``torch_dist`` name and table row of a local weight. Raises CheckpointError if Megatron-LM has no such
+    tensor. ``experts``: whether its layer is MoE, where the pre-MLP norm has another name."""
     if name in _MODEL:
         return name, _MODEL[name]
-    if (match := LAYER.fullmatch(name)) and match[2] in _BY_OURS:
-        row = _BY_OURS[match[2]]
-        inside = match[2] if experts and match[2].startswith("pre_mlp_layernorm.") else row.theirs or row.ours
+    if (match := LAYER.fullmatch(name)) and match[2] in _BY_LOCAL_NAME:
+        row = _BY_LOCAL_NAME[match[2]]
+        inside = match[2] if experts and match[2].startswith("pre_mlp_layernorm.") else row.megatron or row.local
         return match[1].replace("mtp_model_layer", "transformer_layer") + inside, row
     if (match := re.fullmatch(r"(mtp\.layers\.\d+\.)(.+)", name)) and match[2] in _PREDICTION:
         return name, _PREDICTION[match[2]]
@@ -229,11 +223,8 @@ def their_name(name: str, experts: bool) -> tuple[str, Row]:
 
 
 def our_shape(place: Counterpart, shape: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
-    """Convert Megatron-LM's unsharded ``shape`` (with all experts) to the local one, without vocabulary padding.
-
-    Raises:
-        CheckpointError: the shape is not divisible into groups or gate halves.
-    """
+    """Convert Megatron-LM's unsharded ``shape`` (with all experts) to the local one, without vocabulary padding. Raises
+    CheckpointError if it is not divisible into groups or gate halves."""
     start, dims = shape[:1] if place.row.experts else (), shape[1:] if place.row.experts else shape
     parts = split_parts(place.row, settings)
     if parts > 1:
@@ -336,8 +327,7 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups"
 
 
 def _check_sizes(args: Settings) -> None:
-    """Raise CheckpointDamagedError unless the sizes that tensors are read with are integers from 1 to 2^31 - 1, or, for
-    the number of layers, MAX_LAYERS. Missing sizes and None pass."""
+    """Raise CheckpointDamagedError unless sizes that tensors are read with are from 1 to 2^31 - 1 (or MAX_LAYERS)."""
     for name in _SIZES:
         largest = MAX_LAYERS if name == "num_layers" else 2**31 - 1
         value = args.get(name)

@@ -16,28 +16,24 @@ Ranks = Mapping[tuple[int, int], Mapping[str, LazyTensor]]
 """(pipeline stage, tensor rank) -> name -> local shard."""
 
 
-def rank_part(name: str, whole: LazyTensor, rank: int, tp: int, gated: bool) -> LazyTensor:
-    """Return the lazy shard of a global tensor on tensor rank ``rank`` of ``tp``, halves of a gated MLP sharded
-    separately; replicated tensors unchanged. Whether ``tp`` divides the dimension is not checked."""
+def rank_part(name: str, tensor: LazyTensor, rank: int, tp: int, gated: bool) -> LazyTensor:
+    """Return the lazy shard of a global tensor on tensor rank ``rank`` of ``tp``, which must divide the dimension;
+    halves of a gated MLP are sharded separately."""
     row = find_place(name).row
     if row.dim is None or tp == 1:
-        return whole
-    dim, halves, shape = row.dim, 2 if row.fold == "gate" and gated else 1, list(whole.shape)
+        return tensor
+    dim, halves, shape = row.dim, 2 if row.fold == "gate" and gated else 1, list(tensor.shape)
     shape[dim] //= tp
 
     def read() -> Tensor:
-        return whole.read().unflatten(dim, (halves, tp, -1)).select(dim + 1, rank).flatten(dim, dim + 1)
+        return tensor.read().unflatten(dim, (halves, tp, -1)).select(dim + 1, rank).flatten(dim, dim + 1)
 
-    return LazyTensor(tuple(shape), whole.dtype, read)
+    return LazyTensor(tuple(shape), tensor.dtype, read)
 
 
 def join_ranks(ranks: Ranks, tp: int, gated: bool, where: str) -> dict[str, LazyTensor]:
-    """Merge the shards of all ranks into lazy global tensors, for the names of each stage's tensor rank 0; a name of an
-    earlier stage wins.
-
-    Raises:
-        CheckpointError: a shard is missing, or shards differ in shape or dtype.
-    """
+    """Merge the shards of all ranks into lazy global tensors; a name of an earlier stage wins. Raises CheckpointError
+    if a shard is missing, or shards differ in shape or dtype."""
     joined: dict[str, LazyTensor] = {}
     for stage in sorted({stage for stage, _ in ranks}):
         for name in ranks[stage, 0]:
@@ -48,9 +44,8 @@ def join_ranks(ranks: Ranks, tp: int, gated: bool, where: str) -> dict[str, Lazy
 
 
 def _join(name: str, parts: Sequence[LazyTensor], tp: int, gated: bool, where: str) -> LazyTensor:
-    """Return the global tensor of the shards ``parts`` in rank order, lazily; gate and up halves are joined separately.
-    Raises CheckpointError if their number is not ``tp`` or shapes or dtypes differ. Of a replicated tensor returns the
-    first shard; equal values are not checked."""
+    """Gate and up halves are joined separately. Of a replicated tensor returns the first shard; values are not
+    compared."""
     row, first = find_place(name).row, parts[0]
     if len(parts) != tp or any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
         shapes = [list(part.shape) for part in parts]

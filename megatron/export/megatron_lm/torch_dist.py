@@ -41,7 +41,7 @@ _STACKED = re.compile(r"(.*\b(?:decoder|encoder)\.layers)\.([a-z_].*)")
 
 @dataclass
 class _Stored:
-    """A global tensor stored in pieces; each piece is a ``torch.save`` file at an offset of a larger file."""
+    """A global tensor in pieces; each is a ``torch.save`` file at an offset of a larger file."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,67 +51,63 @@ class _Stored:
     """Global shape of a tensor in flattened shards; ``shape`` is then (shards per dimension…, flat shard size)."""
 
     @property
-    def whole(self) -> tuple[int, ...]:
-        """The tensor's global shape."""
+    def global_shape(self) -> tuple[int, ...]:
         return self.shape if self.original is None else self.original
 
-    def read(self, wanted: Rectangle) -> Tensor:
-        """Read a rectangle of the tensor (global coordinates) from the files that hold it, as a new tensor. Tensors
-        stored as flat parts of their rank shards are put together in their original shape."""
+    def read(self, rectangle: Rectangle) -> Tensor:
+        """Read a rectangle (global coordinates). Flat parts of rank shards are put together in their original shape."""
         if self.original is None:
-            return self._stored(wanted)
+            return self._stored(rectangle)
         *counts, flat = self.shape
         local = tuple(total // count for total, count in zip(self.original, counts))
-        out = torch.empty(wanted.lengths, dtype=self.dtype)
+        out = torch.empty(rectangle.lengths, dtype=self.dtype)
         for index in itertools.product(*map(range, counts)):
             part = Rectangle(tuple(i * n for i, n in zip(index, local)), local)
-            if (shared := part.intersect(wanted)) is not None:
+            if (shared := part.intersect(rectangle)) is not None:
                 values = self._stored(Rectangle((*index, 0), (*(1,) * len(counts), flat))).reshape(local)
-                shared.of(out, wanted.offsets).copy_(shared.of(values, part.offsets))
+                shared.of(out, rectangle.offsets).copy_(shared.of(values, part.offsets))
         return out
 
     def read_rows(self, start: int, stop: int) -> Tensor:
-        """Read ``[start:stop]`` of the first dimension."""
-        return self.read(Rectangle((start, *(0,) * (len(self.whole) - 1)), (stop - start, *self.whole[1:])))
+        return self.read(
+            Rectangle((start, *(0,) * (len(self.global_shape) - 1)), (stop - start, *self.global_shape[1:]))
+        )
 
     def lazy(self, layer: int | None = None) -> LazyTensor:
-        """Return the lazy tensor, or, with ``layer``, the lazy entry ``layer`` of its first dimension."""
+        """With ``layer``: entry ``layer`` of the first dimension."""
         if layer is None:
-            return LazyTensor(self.whole, self.dtype, partial(self.read, Rectangle.whole(self.whole)), self.read_rows)
-        return LazyTensor(self.whole[1:], self.dtype, lambda: self.read_rows(layer, layer + 1)[0])
+            return LazyTensor(
+                self.global_shape, self.dtype, partial(self.read, Rectangle.whole(self.global_shape)), self.read_rows
+            )
+        return LazyTensor(self.global_shape[1:], self.dtype, lambda: self.read_rows(layer, layer + 1)[0])
 
-    def _stored(self, wanted: Rectangle) -> Tensor:
+    def _stored(self, rectangle: Rectangle) -> Tensor:
         """Read a rectangle in the coordinates of the stored pieces."""
-        out = torch.empty(wanted.lengths, dtype=self.dtype)
+        out = torch.empty(rectangle.lengths, dtype=self.dtype)
         for piece, place in self.pieces.items():
-            if (shared := piece.intersect(wanted)) is not None:
-                shared.of(out, wanted.offsets).copy_(shared.of(self._piece(piece, place), piece.offsets))
+            if (shared := piece.intersect(rectangle)) is not None:
+                shared.of(out, rectangle.offsets).copy_(shared.of(self._piece(piece, place), piece.offsets))
         return out
 
     def _piece(self, piece: Rectangle, place: tuple[Path, int, int]) -> Tensor:
-        """Read one complete piece from its file at ``place`` (path, offset, size). Raises CheckpointDamagedError if the
-        content there is not a tensor of the piece's shape and the dtype, or is damaged."""
+        """``place``: (path, offset, size). Raises CheckpointDamagedError for another shape or dtype."""
         value = read_torch_file(*place)
         if not isinstance(value, LazyTensor) or value.shape != piece.lengths or value.dtype != self.dtype:
-            found = f"shape {value.shape} {value.dtype}" if isinstance(value, LazyTensor) else "no tensor"
+            content = f"shape {value.shape} {value.dtype}" if isinstance(value, LazyTensor) else "no tensor"
             raise CheckpointDamagedError(
-                f"{place[0]}: {self.name} is {found} at byte {place[1]}, expected {piece.lengths} {self.dtype}"
+                f"{place[0]}: {self.name} is {content} at byte {place[1]}, expected {piece.lengths} {self.dtype}"
             )
         return value.read()
 
 
 @dataclass
 class _Checkpoint:
-    """Parsed metadata of a checkpoint folder."""
-
     folder: Path
     tensors: dict[str, _Stored]
     objects: dict[str, tuple[Path, int, int]]
 
     def state(self) -> dict[str, Any]:
-        """Read the unsharded state (arguments, counters, LR schedule) from ``common.pt``, or, if that file is missing,
-        from the object ``common_state``. Raises CheckpointDamagedError if neither is there or it is not a
-        dictionary."""
+        """Read ``common.pt``, or, if that file is missing, the object ``common_state``."""
         common = self.folder / "common.pt"
         if common.exists() or "common_state" not in {name.partition("/")[0] for name in self.objects}:
             value = read_torch_file(common)
@@ -122,9 +118,9 @@ class _Checkpoint:
         return value
 
     def object(self, name: str) -> Any:
-        """Read the object ``name``; of several shards, read the first."""
-        found = sorted(key for key in self.objects if key.partition("/")[0] == name)
-        value = read_torch_file(*self.objects[found[0]])
+        """Of several shards, reads the first."""
+        keys = sorted(key for key in self.objects if key.partition("/")[0] == name)
+        value = read_torch_file(*self.objects[keys[0]])
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -171,21 +167,19 @@ def load_megatron_torch_dist(
 
 
 def _add(named: dict[str, LazyTensor], name: str, stored: _Stored) -> None:
-    """Add ``stored`` lazily to ``named``, one tensor per layer if layers are stacked. Raises CheckpointDamagedError for
-    no layers or more than ``MAX_LAYERS``."""
+    """One tensor per layer if layers are stacked. Raises CheckpointDamagedError for too many layers."""
     match = _STACKED.fullmatch(name)
     if match is None:
         named[name] = stored.lazy()
         return
-    if not 0 < stored.whole[0] <= MAX_LAYERS:
-        raise CheckpointDamagedError(f"{name}: has {stored.whole[0]} layers, at most {MAX_LAYERS} are expected")
-    for layer in range(stored.whole[0]):
+    if not 0 < stored.global_shape[0] <= MAX_LAYERS:
+        raise CheckpointDamagedError(f"{name}: has {stored.global_shape[0]} layers, at most {MAX_LAYERS} are expected")
+    for layer in range(stored.global_shape[0]):
         named[f"{match[1]}.{layer}.{match[2]}"] = stored.lazy(layer)
 
 
 def _open(folder: Path) -> _Checkpoint:
-    """Read and check the metadata: all files exist and are long enough, and pieces cover every tensor exactly once.
-    Raises CheckpointDamagedError, for compressed data or an unsafe pickle CheckpointError. Reads no tensors."""
+    """Check that all files are long enough, and that pieces cover every tensor exactly once. Reads no tensors."""
     path = folder / ".metadata"
     data = read_regular_file(path, MAX_METADATA_BYTES, follow=True)
     metadata = unpickle(io.BytesIO(data), len(data), str(path))
@@ -198,9 +192,8 @@ def _open(folder: Path) -> _Checkpoint:
 
 
 def _parse(metadata: Record, folder: Path) -> _Checkpoint:
-    """Return the tensors (with the file, offset and size of each rectangle) and objects that ``.metadata`` lists.
-    Raises CheckpointDamagedError for file names with folders, ranges outside a file, missing or short pieces, or
-    rectangles that do not cover a tensor exactly; CheckpointError for compressed data."""
+    """Raises CheckpointDamagedError for file names with folders, ranges outside a file, or pieces that do not cover a
+    tensor exactly; CheckpointError for compressed data."""
     sizes: dict[str, int] = {}
     places: dict[str, dict[tuple[int, ...] | None, tuple[Path, int, int]]] = {}
     for index, info in metadata["storage_data"].items():
@@ -257,8 +250,7 @@ def _checked_original(name: str, shape: tuple[int, ...], original: tuple[int, ..
 
 
 def _size(path: Path) -> int:
-    """Return the size of the file in bytes. Raises CheckpointDamagedError if it is missing, unreadable or not a regular
-    file."""
+    """Raises CheckpointDamagedError if the file is missing, unreadable or not regular."""
     try:
         status = path.stat()
     except OSError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def load_megatron_torch(
     }
     parts = _numbered(files, (pp, tp, ep), table, directory)
     where, gated = str(directory), is_gated(table)
-    weights = {rank: {name: each for named in chunks for name, each in named.items()} for rank, chunks in parts.items()}
+    weights = {rank: dict(ChainMap(*reversed(chunks))) for rank, chunks in parts.items()}
     kinds: dict[str, dict[tuple[int, int, int], Named]] = {}
     if not table.get("no_save_optim"):
         for rank, chunks in parts.items():
@@ -101,8 +101,7 @@ def _name(rank: int, stage: int, expert: int, pp: int, ep: int) -> str:
 
 
 def _rank_file(directory: Path, name: str) -> dict[str, object]:
-    """Return the dictionary in the rank folder ``name``, from ``model_optim_rng.pt`` or else ``model_rng.pt``, with
-    lazy tensors. Raises CheckpointError if it is another object."""
+    """Read ``model_optim_rng.pt`` or else ``model_rng.pt``. Raises CheckpointError unless it is a dictionary."""
     folder = directory / name
     path = folder / "model_optim_rng.pt"
     if not path.exists() and (folder / "model_rng.pt").exists():
@@ -119,8 +118,8 @@ def _numbered(
     args: Settings,
     directory: Path,
 ) -> dict[tuple[int, int, int], list[Named]]:
-    """Return (stage, tensor rank, expert rank) -> weights per virtual stage, with global layer and expert indices and
-    current names. Raises CheckpointError if a file lacks a virtual stage or the ranks of a stage differ in layers."""
+    """Return (stage, tensor rank, expert rank) -> weights per virtual stage, with global layer and expert indices.
+    Raises CheckpointError if a file lacks a virtual stage or the ranks of a stage differ in layers."""
     pp, tp, ep = sizes
     experts = (args.get("num_experts") or 0) // ep
     result: dict[tuple[int, int, int], list[Named]] = {key: [] for key in files}
@@ -149,8 +148,7 @@ def _numbered(
 
 
 def _weights(model: dict[str, object], offsets: Counter[str], first_expert: int) -> tuple[Named, Counter[str]]:
-    """Flatten nested names, add the layer offset of each stack and ``first_expert``; return (tensors, number of layers
-    per stack). Buffers that are no weights and values that are no tensors are dropped."""
+    """Flatten names, add the layer offset of each stack and ``first_expert``; return (tensors, layers per stack)."""
     named: Named = {}
     layers: set[tuple[str, str]] = set()
     todo = deque([("", model)])
@@ -173,18 +171,17 @@ def _weights(model: dict[str, object], offsets: Counter[str], first_expert: int)
 def _merged(
     ranks: Mapping[tuple[int, int, int], Named], sizes: tuple[int, int, int], gated: bool, where: str
 ) -> dict[str, LazyTensor]:
-    """Merge all ranks into lazy global tensors. Expert rank 0 contributes everything, the others only their experts;
-    their copies of dense tensors are not compared. Raises CheckpointError for missing shards or shapes that differ."""
+    """Expert rank 0 contributes everything, the others only their experts; copies of dense tensors are not compared."""
     pp, tp, ep = sizes
     merged: dict[str, LazyTensor] = {}
     for expert in range(ep):
-        held = {(stage, rank): ranks[stage, rank, expert] for stage in range(pp) for rank in range(tp)}
+        shards = {(stage, rank): ranks[stage, rank, expert] for stage in range(pp) for rank in range(tp)}
         if expert:
-            held = {
-                key: {name: each for name, each in named.items() if find_place(name).expert is not None}
-                for key, named in held.items()
+            shards = {
+                key: {name: tensor for name, tensor in named.items() if find_place(name).expert is not None}
+                for key, named in shards.items()
             }
-        merged |= join_ranks(held, tp, gated, where)
+        merged |= join_ranks(shards, tp, gated, where)
     return merged
 
 
@@ -192,18 +189,17 @@ def _merged(
 
 
 def _optimizer(state: dict[str, object], chunks: list[Named], folder: Path) -> dict[str, Named]:
-    """Return state kind -> name -> this rank's shard, from ``distrib_optim.pt`` in the rank's ``folder`` if it exists,
-    else from ``state["optimizer"]``; empty if no optimizer state was saved. ``chunks``: the rank's weights per virtual
-    stage. Raises CheckpointDamagedError for values of other types."""
-    parameters = {name: each for named in chunks for name, each in named.items() if not name.endswith("expert_bias")}
+    """Return state kind -> name -> this rank's shard, from ``distrib_optim.pt`` if it exists, else from ``state``.
+    ``chunks``: weights per virtual stage. Raises CheckpointDamagedError for values of other types."""
+    parameters = {name: state for named in chunks for name, state in named.items() if not name.endswith("expert_bias")}
     flat = folder / "distrib_optim.pt"
     kinds: dict[str, Named] = {}
     try:
         if flat.exists():
             return _distributed(read_torch_file(flat), chunks, flat)
         saved = state.get("optimizer")
-        for each in [] if saved is None else saved if isinstance(saved, list) else [saved]:
-            _by_number(each, parameters, kinds, folder)
+        for part in [] if saved is None else saved if isinstance(saved, list) else [saved]:
+            _by_number(part, parameters, kinds, folder)
     except (AttributeError, KeyError, TypeError, IndexError) as error:  # a value of another type in the pickle
         raise CheckpointDamagedError(
             f"{flat if flat.exists() else folder}: malformed optimizer state ({error!r:.100}); copy the checkpoint "
@@ -213,9 +209,8 @@ def _optimizer(state: dict[str, object], chunks: list[Named], folder: Path) -> d
 
 
 def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: Path) -> None:
-    """Add index-keyed optimizer state to ``kinds`` in place: groups with weight decay hold matrices, others biases and
-    norms, each in the order of ``parameters``. Raises CheckpointError if a group has another number of parameters or a
-    state another shape; missing states are skipped."""
+    """Add index-keyed state to ``kinds`` in place: groups with weight decay hold matrices, others biases and norms,
+    each in the order of ``parameters``. Missing states are skipped."""
     inner = saved.get("optimizer", saved) if isinstance(saved, dict) else {}
     states, groups = inner.get("state", {}), inner.get("param_groups", [])
     mains = saved.get("fp32_from_fp16_params") or saved.get("fp32_from_fp16") or []
@@ -223,8 +218,8 @@ def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: P
         decays, experts = group.get("wd_mult", 1.0) != 0, bool(group.get("is_expert_parallel"))
         names = [
             name
-            for name, each in parameters.items()
-            if (len(each.shape) > 1 and not name.endswith(".bias")) == decays and (".experts." in name) == experts
+            for name, tensor in parameters.items()
+            if (len(tensor.shape) > 1 and not name.endswith(".bias")) == decays and (".experts." in name) == experts
         ]
         numbers = group["params"]
         if len(numbers) != len(names):
@@ -232,9 +227,9 @@ def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: P
                 f"{folder}: group {index} of its optimizer has {len(numbers)} parameters, expected {len(names)}"
             )
         for place, (number, name) in enumerate(zip(numbers, names)):
-            found = {kind: states.get(number, {}).get(kind) for kind in ("exp_avg", "exp_avg_sq")}
-            found["main_param"] = mains[index][place] if index < len(mains) and mains[index] else None
-            for kind, tensor in found.items():
+            values = {kind: states.get(number, {}).get(kind) for kind in ("exp_avg", "exp_avg_sq")}
+            values["main_param"] = mains[index][place] if index < len(mains) and mains[index] else None
+            for kind, tensor in values.items():
                 if tensor is None:
                     continue
                 if not isinstance(tensor, LazyTensor) or tensor.shape != parameters[name].shape:
@@ -244,19 +239,18 @@ def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: P
 
 
 def _distributed(saved: Any, chunks: list[Named], path: Path) -> dict[str, Named]:
-    """Split the flat buffers of ``distrib_optim.pt``, one entry per virtual stage, into parameters: state kind -> name
-    -> lazy shard. Raises CheckpointError for experts, buffers that are not flat, or other sizes; stages without state
-    are skipped."""
+    """Split the flat buffers of ``distrib_optim.pt``, one entry per virtual stage, into lazy shards. Raises
+    CheckpointError for experts or other sizes; stages without state are skipped."""
     kinds: dict[str, Named] = {}
     if not isinstance(saved, dict) or any(".experts." in name for named in chunks for name in named):
         raise CheckpointError(f"{path}: flat optimizer state of experts: save it as torch_dist, and convert that")
     for index, named in enumerate(chunks):
-        order = [(name, each.shape) for name, each in named.items()]
+        order = [(name, part.shape) for name, part in named.items()]
         for buffer in (saved.get(index) or {}).values():
-            flat = {kind: each if isinstance(each, list) else [each] for kind, each in buffer.items() if kind in STATES}
-            pieces = [each for parts in flat.values() for each in parts]
-            if not pieces or any(not isinstance(each, LazyTensor) or len(each.shape) != 1 for each in pieces):
+            flat = {kind: part if isinstance(part, list) else [part] for kind, part in buffer.items() if kind in STATES}
+            pieces = [part for parts in flat.values() for part in parts]
+            if not pieces or any(not isinstance(part, LazyTensor) or len(part.shape) != 1 for part in pieces):
                 raise CheckpointError(f"{path}: a buffer is not flat")
-            for kind, found in cut_buckets(order, flat, str(path)).items():
-                kinds.setdefault(STATES[kind], {}).update(found)
+            for kind, shards in cut_buckets(order, flat, str(path)).items():
+                kinds.setdefault(STATES[kind], {}).update(shards)
     return kinds

@@ -45,16 +45,14 @@ _LAYER_NUMBER = re.compile(r"^((?:.*\.)?(?:en|de)coder\.layers)\.(\d+)\.(.*)$")
 
 @dataclass
 class _Piece:
-    """A local tensor with its Megatron-LM shape and layer index."""
-
     source: LazyTensor
     shape: tuple[int, ...]
     """Megatron-LM's shape with vocabulary padding, without the layer dimension."""
     layer: int | None
 
     def read(self) -> Tensor:
-        """Return the tensor in Megatron-LM's shape: vocabulary padded with zeros, and with a leading dimension of 1 if
-        it is one layer of a stack. Reads the source on every call."""
+        """Pad the vocabulary with zeros; a layer of a stack gets a leading dimension of 1. Reads the source on every
+        call."""
         tensor = self.source.read()
         if tensor.shape[0] < self.shape[0] and tensor.shape[1:] == self.shape[1:]:  # the vocabulary's rows and biases
             padding = tensor.new_zeros((self.shape[0] - tensor.shape[0], *tensor.shape[1:]))
@@ -67,11 +65,8 @@ def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike
     """Write ``<folder>/iter_…`` (``release`` without training state) and its tracker, for Megatron-LM's loader.
 
     One layer is in memory at a time. Optimizer state is written for the non-distributed optimizer. RNG states are not
-    written: resuming requires --no-load-rng.
-
-    Raises:
-        CheckpointError: the checkpoint exists, or a tensor has no counterpart in Megatron-LM.
-    """
+    written: resuming requires --no-load-rng. Raises CheckpointError: the checkpoint exists, or a tensor has no
+    counterpart in Megatron-LM."""
     objects = interchange.objects
     which = objects["iteration"] if "train_state" in objects else RELEASE
     target = Path(checkpoint_directory(folder, which))
@@ -103,9 +98,7 @@ def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike
 
 
 def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metadata:
-    """Append one ``torch.save`` file per piece (layer) to ``file``, one piece in memory at a time; return the metadata
-    with their offsets. Adds the empty ``_extra_state`` entries of linear layers and output biases, which the loader
-    requires."""
+    """Append one ``torch.save`` file per piece, one in memory at a time; return the metadata with their offsets."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, pieces in stacked.items():
@@ -130,9 +123,7 @@ def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metad
 def _write_extra_states(
     module: str, layers: int, file: BinaryIO, tensors: dict[str, object], storage: dict[MetadataIndex, _StorageInfo]
 ) -> None:
-    """Append an empty extra state (quantization state in Transformer Engine) per layer of ``module`` to ``file``,
-    because the loader requires them, and for ``linear_proj`` also of core attention; add them to ``tensors`` and
-    ``storage`` in place."""
+    """The loader requires empty extra states (quantization state in Transformer Engine) of every layer."""
     names = [module.replace("linear_proj", "core_attention"), module] if module.endswith("linear_proj") else [module]
     for name in names:
         for layer in range(layers):
@@ -144,8 +135,7 @@ def _write_extra_states(
 
 def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
     """Return Megatron-LM name -> pieces in layer order; the layers of a stack share one name if all have the same
-    tensors, else each has its own. Tensors outside ``model.`` and ``optimizer.`` are left out. Raises CheckpointError
-    for optimizer state or weights that Megatron-LM does not have."""
+    tensors. Raises CheckpointError for a tensor that Megatron-LM does not have."""
     named: dict[str, _Piece] = {}
     for name, tensor in interchange.tensors.items():
         prefix, _, inner = name.partition(".")
@@ -161,11 +151,11 @@ def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
     for match in matches.values():
         if match:
             kinds.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
-    alike = {stack for stack, layers in kinds.items() if all(each == layers.get(0) for each in layers.values())}
+    uniform = {stack for stack, layers in kinds.items() if all(layer == layers.get(0) for layer in layers.values())}
     stacked: dict[str, list[_Piece]] = {}
     for name, piece in named.items():
         match = matches[name]
-        if match and match[1] in alike:
+        if match and match[1] in uniform:
             layer = _Piece(piece.source, piece.shape, int(match[2]))
             stacked.setdefault(f"{match[1]}.{match[3]}", []).append(layer)
         else:
@@ -174,8 +164,7 @@ def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
 
 
 def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interchange) -> dict[str, _Piece]:
-    """Return {Megatron-LM name with ``prefix``: piece in its shape, vocabulary padded}; empty for router counters, two
-    names for weights that Megatron-LM's T5 registers twice. Raises CheckpointError for a tensor without counterpart."""
+    """Empty for router counters, two names for weights that Megatron-LM's T5 registers twice."""
     if name.endswith(COUNTER):
         return {}
     match = _LAYER_NUMBER.fullmatch(name)
@@ -188,7 +177,7 @@ def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interc
         dims = (_padded(interchange.settings, dims[0]), *dims[1:])
     twice = REGISTERED_TWICE.get(their) if interchange.settings.get("model_family") == "t5" else None
     names = [their] if twice is None else [twice] if prefix else [their, twice]
-    return {prefix + each: _Piece(tensor, (*start, *dims), None) for each in names}
+    return {prefix + name: _Piece(tensor, (*start, *dims), None) for name in names}
 
 
 def _padded(settings: Settings, rows: int) -> int:
@@ -196,8 +185,7 @@ def _padded(settings: Settings, rows: int) -> int:
 
 
 def _common(interchange: Interchange) -> dict[str, object]:
-    """Return the contents of ``common.pt``: arguments (a Namespace), counters, and LR schedule and optimizer groups if
-    the interchange has them; no tensors but the step. Requires a word embedding."""
+    """Return the contents of ``common.pt``. Requires a word embedding."""
     settings, objects = interchange.settings, interchange.objects
     args = {("num_experts" if name == "num_moe_experts" else name): value for name, value in settings.items()}
     rows = next(t.shape[0] for name, t in interchange.tensors.items() if name.endswith("word_embeddings.weight"))
@@ -209,7 +197,8 @@ def _common(interchange: Interchange) -> dict[str, object]:
     state["num_floating_point_operations_so_far"] = counters.get("floating_point_operations", 0)
     if "scheduler" in objects:
         left_out = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
-        state["opt_param_scheduler"] = {key: each for key, each in objects["scheduler"].items() if key not in left_out}
+        schedule = objects["scheduler"]
+        state["opt_param_scheduler"] = {key: schedule[key] for key in schedule if key not in left_out}
     if any(name.startswith("optimizer.") for name in interchange.tensors):
         step = objects.get("optimizer", {}).get("step", iteration)
         optimizer = {"state": {"common_step": torch.tensor(float(step))}, "param_groups": _groups(settings, step)}
@@ -219,8 +208,7 @@ def _common(interchange: Interchange) -> dict[str, object]:
 
 
 def _groups(settings: Settings, step: int) -> list[dict[str, object]]:
-    """Return the optimizer's two parameter groups (weights; biases and norms without weight decay) with all settings of
-    Adam but without parameters. Missing settings take Megatron-LM's defaults."""
+    """Two groups: weights; biases and norms without weight decay. Missing settings take Megatron-LM's defaults."""
     lr, decay = settings.get("lr") or 0.0, settings.get("weight_decay") or 0.0
     betas = (settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999))
     shared = {

@@ -62,7 +62,6 @@ def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfi
 
 def compare_settings(folder: str, ours: Interchange, cfg: PretrainConfig) -> int:
     """Compare both implementations on a small random model with the settings of ``cfg`` and ``folder``'s config.json.
-
     Writes the small HF model to a temporary folder. Returns 1 if the logits differ, else 0."""
     settings, config = _model_settings(ours, cfg), read_json(Path(folder) / CONFIG)
     family = find_family(config)
@@ -135,7 +134,6 @@ def _fill_missing(theirs: torch.nn.Module, names: Collection[str], config: Table
 
 def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) -> torch.Tensor:
     """Build this project's model in fp32 without dropout, load ``weights`` and return fp32 logits [b, s, vocabulary].
-
     T5's encoder receives ``tokens`` [b, s], its decoder the tokens of ``peer_inputs``."""
     rows = weights.tensors[WORDS].shape[0]
     plain = cfg.with_settings(bf16=False, fp16=False, attention_dropout=0.0, hidden_dropout=0.0)

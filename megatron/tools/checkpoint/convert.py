@@ -100,11 +100,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Convert --load-dir to --save-dir in the format --saver, published only when complete; print notes and how to load
     it, then compare logits with transformers if one side is HF, unless --no-checking. Other flags are settings of the
-    model. Return the exit code (1: the logits differ).
-
-    Raises:
-        UserError: the source, the flags or the target are unusable.
-    """
+    model. Return the exit code (1: the logits differ). Raises UserError: the source, the flags or the target are
+    unusable."""
     args, flags = parser().parse_known_args([each for each in argv if each != "--"])
     if args.true_vocab_size is not None:
         flags += ["--vocab-size", str(args.true_vocab_size)]
@@ -167,11 +164,7 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     """Merge ``source.settings`` with training ``flags``, validate both, and return the config.
 
     Checks that names and shapes of the tensors match the model. Writes the completed settings back to
-    ``source.settings``.
-
-    Raises:
-        CheckpointError: settings contradict the flags, or the tensors do not match them.
-    """
+    ``source.settings``. Raises CheckpointError: settings contradict the flags, or the tensors do not match them."""
     tensors = source.tensors
     rows = embedding_rows(tensors, where)
     # native: the tensors' size replaces the stored flag, which a tokenizer may have overridden in training
@@ -196,9 +189,8 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
 
 
 def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:
-    """Return ``tensor`` with a cast to ``dtype`` (a key of ``DTYPES``) on read.
-
-    Unchanged: optimizer state, counters, and the expert bias, which is fp32 in every model."""
+    """Return ``tensor`` with a cast to ``dtype`` (a key of ``DTYPES``) on read. Unchanged: optimizer state, counters,
+    and the expert bias, which is fp32 in every model."""
     import torch
 
     if dtype is None or not name.startswith("model.") or name.endswith((COUNTER, "expert_bias")):
@@ -218,7 +210,7 @@ def write(
             are kept for the next attempt.
         OSError: any other failure to write.
     """
-    kept = sum(entry["bytes"] for entry in target.done.values())
+    kept = sum(entry["bytes"] for entry in target.finished.values())
     free = shutil.disk_usage(target.folder).free
     if size - kept > free:
         raise CheckpointError(f"{target.final}: needs {(size - kept) / 1e9:.2f} GB, {free / 1e9:.2f} GB are free there")

@@ -48,11 +48,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def detect_format(folder: Path) -> str:
     """Return the checkpoint format (one of ``LOADERS``) of a folder or file from the files present, in ``folder`` or in
     its ``iter_…`` and ``release`` folders, before the folder's own config.json or safetensors. A --save folder without
-    a complete checkpoint is native.
-
-    Raises:
-        CheckpointError: the path does not exist, is an unfinished conversion, or matches no format.
-    """
+    a complete checkpoint is native. Raises CheckpointError: the path does not exist, is an unfinished conversion, or
+    matches no format."""
     if folder.name.endswith(HIDDEN) and folder.name.startswith("."):
         raise CheckpointError(f"{folder}: an unfinished conversion; repeat its command to complete it")
     if not os.path.lexists(folder):
@@ -82,12 +79,9 @@ def open_checkpoint(
 ) -> tuple[str, Interchange]:
     """Open a checkpoint; return its format and its contents, whose tensors are read lazily.
 
-    ``padded_vocabulary`` keeps the padding rows of a Megatron-LM vocabulary; native and HF folders ignore it.
-
-    Raises:
-        CheckpointError: the folder does not exist or has no known format, or ``step`` is given for a format without
-            iterations.
-    """
+    ``padded_vocabulary`` keeps the padding rows of a Megatron-LM vocabulary; native and HF folders ignore it. Raises
+    CheckpointError: the folder does not exist or has no known format, or ``step`` is given for a format without
+    iterations."""
     path, loader = Path(folder), LOADER_ALIASES.get(loader, loader)
     loader = detect_format(path) if loader == "auto" else loader
     if not os.path.lexists(path):
@@ -111,10 +105,7 @@ def check_copied_files(folder: str, step: int | None) -> None:
 
 def native_folder(path: Path, step: int | None) -> Path:
     """Return the directory of iteration ``step`` (None: latest) in a --save folder, or ``path`` if it is a checkpoint.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
+    Raises CheckpointError: there is no such checkpoint."""
     if (path / MANIFEST).is_file() and step is None:
         return path
     found = find_checkpoint(path, step)

@@ -106,9 +106,8 @@ def print_tree(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> int:
-    """Print the differences between two checkpoints; return 1 if names, shapes or values differ, else 0.
-
-    Differing settings are printed, but do not affect the result. Reads all tensors that both contain."""
+    """Print the differences between two checkpoints; return 1 if names, shapes or values differ, else 0. Differing
+    settings are printed, but do not affect the result. Reads all tensors that both contain."""
     both = [name for name, _ in formats.in_order(one.tensors) if name in other.tensors]
     progress = formats.CopyProgress("compared", formats.total_bytes({name: one.tensors[name] for name in both}))
     found: dict[str, Any] = {

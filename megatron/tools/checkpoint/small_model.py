@@ -105,9 +105,8 @@ def _thresholds(config: Mapping[str, object]) -> list[int]:
 
 
 def random_weights(family: Family, settings: Mapping[str, object]) -> Interchange:
-    """Return a model of ``settings`` with fp32 weights from a fixed seed.
-
-    The weights are large enough that every setting affects the logits measurably."""
+    """Return a model of ``settings`` with fp32 weights from a fixed seed. The weights are large enough that every
+    setting affects the logits measurably."""
     generator = torch.Generator().manual_seed(5)
     tensors = {
         f"model.{each.name}": LazyTensor.of(
@@ -134,7 +133,7 @@ def small_config(
     dropped: set[str] = set()
     for rule in family.config:
         if rule.save(settings) != rule.save(small):
-            dropped |= {*rule.theirs}
+            dropped |= {*rule.hf_keys}
     found = {name: value for name, value in found.items() if name not in dropped}
     for rule in family.config:
         found |= {name: value for name, value in rule.save(small).items() if name in dropped}

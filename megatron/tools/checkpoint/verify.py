@@ -35,11 +35,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Read all of the checkpoint that ``argv`` names (--ckpt-step, or --all iterations), print its problems, and return
     the exit code: 1 if one is damaged, else 0. --no-names skips the comparison with the model, which other flags
-    complete.
-
-    Raises:
-        UserError: the folder does not exist or contains no iteration.
-    """
+    complete. Raises UserError: the folder does not exist or contains no iteration."""
     args, flags = parser().parse_known_args([each for each in argv if each != "--"])
     if not os.path.lexists(args.folder):
         raise UserError(f"{args.folder}: there is no such folder")

@@ -51,7 +51,7 @@ def test_what_an_attempt_left_unfinished_is_removed_by_the_next(tmp_path):
         (target.folder / "part").write_text("of a file")
         raise KeyboardInterrupt
     with Target(tmp_path / "out", "a conversion") as target:
-        assert [path.name for path in target.folder.iterdir()] == ["whole.safetensors"] == [*target.done]
+        assert [path.name for path in target.folder.iterdir()] == ["whole.safetensors"] == [*target.finished]
 
 
 def test_files_of_megatron_lms_format_are_synced_whole(tmp_path, synced):
@@ -76,7 +76,7 @@ def test_a_loss_of_power_leaves_a_whole_target_or_none(tmp_path, tmp_path_factor
             assert promise is None
             with Target(folder / "a/out", "a conversion") as target:
                 for path in target.folder.rglob("*.safetensors"):
-                    assert path.name in target.done and read_safetensors(path)
+                    assert path.name in target.finished and read_safetensors(path)
 
     with PowerLoss(tmp_path, tmp_path_factory.mktemp("states"), check).recording() as power:
         with Target(tmp_path / "a/out", "a conversion") as target:

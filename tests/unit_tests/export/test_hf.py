@@ -227,8 +227,10 @@ def test_another_architecture_and_an_unknown_family_list_those_that_there_are(tm
         ({"model_type": "mamba"}, ("'mamba'", "llama, ", "qwen3_moe")),
         ({"model_type": None, "architectures": ["X"]}, ("None", "llama")),
         ({"architectures": ["LlamaForSequenceClassification"]}, ("LlamaForSequenceClassification", "LlamaForCausalLM")),
-        ({"model_type": "bert", "architectures": ["BertForTokenClassification"]},
-         ("BertForTokenC", "BertForPreTraining, BertForMaskedLM, BertModel, BertForNextSentencePrediction")),
+        (
+            {"model_type": "bert", "architectures": ["BertForTokenClassification"]},
+            ("BertForTokenC", "BertForPreTraining, BertForMaskedLM, BertModel, BertForNextSentencePrediction"),
+        ),
         ({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_size": 64}, ("[53, 64]",)),
     ):
         refused(write(tmp_path / "a", weights, {**CONFIG, **change}), *words)
@@ -272,7 +274,7 @@ def test_a_key_that_no_setting_can_represent_is_refused_with_its_value(change, w
 @pytest.mark.parametrize("name", sorted(known_families()))
 def test_odd_values_of_any_key_end_in_one_message(name, tmp_path):
     base = {**CONFIG, "model_type": name, "architectures": [known_families()[name].architecture]}
-    keys = {key for rule in known_families()[name].config for key in rule.theirs}
+    keys = {key for rule in known_families()[name].config for key in rule.hf_keys}
     (tmp_path / "a").mkdir()
     for key in sorted(keys):
         for value in (None, True, -1, 1.5, 10**30, 10**400, "x", [1], {"x": 1}):

@@ -14,7 +14,7 @@ from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import QueryKeyValue, Weights
 from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
 
-OURS = "encoder.layers.*"
+LOCAL = "encoder.layers.*"
 EXACT_GELU = Choice(
     "hidden_act",
     {
@@ -27,9 +27,8 @@ EXACT_GELU = Choice(
 
 
 def has_pairs(masked: str) -> Computed:
-    """Return the rule between ``type_vocab_size`` 2 (pairs of texts: token types, pooler, binary head) and
-    ``bert_binary_head``. 1 means single texts, exported as the architecture ``masked``. Other values raise
-    UserError."""
+    """Return the rule between ``type_vocab_size`` 2 (pairs of texts) and ``bert_binary_head``. 1 means single texts,
+    exported as the architecture ``masked``."""
 
     def load(config: Table) -> dict[str, object]:
         if (kinds := get(config, ("type_vocab_size",), 2)) not in (1, 2):
@@ -66,12 +65,12 @@ def encoder(base: str) -> Weights:
         "embedding.word_embeddings": f"{base}.embeddings.word_embeddings",
         "embedding.position_embeddings": f"{base}.embeddings.position_embeddings",
         "embedding.tokentype_embeddings": f"{base}.embeddings.token_type_embeddings",
-        f"{OURS}.self_attention.linear_qkv": QueryKeyValue(
+        f"{LOCAL}.self_attention.linear_qkv": QueryKeyValue(
             *(f"{layer}.attention.self.{part}" for part in ("query", "key", "value"))
         ),
-        f"{OURS}.self_attention.linear_proj": f"{layer}.attention.output.dense",
-        f"{OURS}.mlp.linear_fc1": f"{layer}.intermediate.dense",
-        f"{OURS}.mlp.linear_fc2": f"{layer}.output.dense",
+        f"{LOCAL}.self_attention.linear_proj": f"{layer}.attention.output.dense",
+        f"{LOCAL}.mlp.linear_fc1": f"{layer}.intermediate.dense",
+        f"{LOCAL}.mlp.linear_fc2": f"{layer}.output.dense",
     }
 
 
@@ -80,8 +79,8 @@ def post_norms(base: str) -> Weights:
     output = f"{base}.encoder.layer.{{before}}.output.LayerNorm"
     return {
         "encoder.layers.0.input_layernorm": f"{base}.embeddings.LayerNorm",
-        f"{OURS}.input_layernorm": output,
-        f"{OURS}.pre_mlp_layernorm": f"{base}.encoder.layer.*.attention.output.LayerNorm",
+        f"{LOCAL}.input_layernorm": output,
+        f"{LOCAL}.pre_mlp_layernorm": f"{base}.encoder.layer.*.attention.output.LayerNorm",
         "encoder.final_layernorm": output,
     }
 
@@ -123,8 +122,8 @@ MEGATRON_BERT = replace(
     also_read=("MegatronBertForMaskedLM", "MegatronBertModel", "MegatronBertForNextSentencePrediction"),
     weights={
         **WEIGHTS,
-        f"{OURS}.input_layernorm": "bert.encoder.layer.*.attention.ln",
-        f"{OURS}.pre_mlp_layernorm": "bert.encoder.layer.*.ln",
+        f"{LOCAL}.input_layernorm": "bert.encoder.layer.*.attention.ln",
+        f"{LOCAL}.pre_mlp_layernorm": "bert.encoder.layer.*.ln",
         "encoder.final_layernorm": "bert.encoder.ln",
     },
 )

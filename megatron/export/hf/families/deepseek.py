@@ -16,7 +16,7 @@ def _load_choice(config: Table) -> dict[str, object]:
     method = get(config, ("topk_method",), GREEDY)
     if method not in (GREEDY, LIMITED):
         raise refuse("topk_method", method, f"which cannot be represented; known: {[GREEDY, LIMITED]}")
-    return GROUPS.load(config) if method == LIMITED else dict.fromkeys(GROUPS.ours)
+    return GROUPS.load(config) if method == LIMITED else dict.fromkeys(GROUPS.settings)
 
 
 def _save_choice(settings: Table) -> dict[str, object]:
@@ -25,7 +25,11 @@ def _save_choice(settings: Table) -> dict[str, object]:
 
 
 CHOICE = Computed(
-    ("topk_method", *GROUPS.theirs), GROUPS.ours, _load_choice, _save_choice, (limit("topk_method", [GREEDY, LIMITED]),)
+    ("topk_method", *GROUPS.hf_keys),
+    GROUPS.settings,
+    _load_choice,
+    _save_choice,
+    (limit("topk_method", [GREEDY, LIMITED]),),
 )
 """Choice among all experts, or within the groups whose best experts have the highest scores."""
 DEEPSEEK_V2 = Family(

@@ -7,7 +7,7 @@ from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import QueryKeyValue
 from megatron.export.hf.settings import Choice, Fixed, FixedKeys, Ignored, Same, same
 
-OURS, LAYER = "encoder.layers.*", "distilbert.transformer.layer.*"
+LOCAL, LAYER = "encoder.layers.*", "distilbert.transformer.layer.*"
 
 DISTILBERT = Family(
     "distilbert", "DistilBertForMaskedLM", models="DistilBERT",
@@ -24,14 +24,14 @@ DISTILBERT = Family(
     weights={
         "embedding.word_embeddings": "distilbert.embeddings.word_embeddings",
         "embedding.position_embeddings": "distilbert.embeddings.position_embeddings",
-        f"{OURS}.self_attention.linear_qkv": QueryKeyValue(*(f"{LAYER}.attention.{each}_lin" for each in "qkv")),
-        f"{OURS}.self_attention.linear_proj": f"{LAYER}.attention.out_lin",
-        f"{OURS}.mlp.linear_fc1": f"{LAYER}.ffn.lin1",
-        f"{OURS}.mlp.linear_fc2": f"{LAYER}.ffn.lin2",
+        f"{LOCAL}.self_attention.linear_qkv": QueryKeyValue(*(f"{LAYER}.attention.{letter}_lin" for letter in "qkv")),
+        f"{LOCAL}.self_attention.linear_proj": f"{LAYER}.attention.out_lin",
+        f"{LOCAL}.mlp.linear_fc1": f"{LAYER}.ffn.lin1",
+        f"{LOCAL}.mlp.linear_fc2": f"{LAYER}.ffn.lin2",
         # a norm after a residual sum there is the norm before the next branch here
         "encoder.layers.0.input_layernorm": "distilbert.embeddings.LayerNorm",
-        f"{OURS}.input_layernorm": "distilbert.transformer.layer.{before}.output_layer_norm",
-        f"{OURS}.pre_mlp_layernorm": f"{LAYER}.sa_layer_norm",
+        f"{LOCAL}.input_layernorm": "distilbert.transformer.layer.{before}.output_layer_norm",
+        f"{LOCAL}.pre_mlp_layernorm": f"{LAYER}.sa_layer_norm",
         "encoder.final_layernorm": "distilbert.transformer.layer.{before}.output_layer_norm",
         "lm_head.dense": "vocab_transform",
         "lm_head.layer_norm": "vocab_layer_norm",

@@ -13,9 +13,7 @@ LAYER = "transformer.h.*"
 
 
 def _load_architecture(config: Table) -> dict[str, object]:
-    """Return groups and branches. The new architecture has parallel branches, with two norms by default, and any number
-    of key/value heads; the old one has one key/value head or one per query head. Raises UserError for two norms in the
-    old architecture and sequential branches in the new one, which ``transformers`` cannot run."""
+    """``transformers`` cannot run two norms in the old architecture, or sequential branches in the new one."""
     is_new, parallel = get(config, ("new_decoder_architecture",), False), get(config, ("parallel_attn",), True)
     heads, norms = config["num_attention_heads"], get(config, ("num_ln_in_parallel_attn",), 2 if is_new else 1)
     if norms not in ((1, 2) if is_new else (1,)):

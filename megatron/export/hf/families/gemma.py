@@ -35,7 +35,7 @@ GEMMA = Family(
 
 def cap(key: str, default: float | None) -> Computed:
     """A soft cap, under one name in both; null means no cap."""
-    return Computed((key,), (key,), lambda config: {key: config.get(key, default)}, lambda ours: {key: ours[key]})
+    return Computed((key,), (key,), lambda config: {key: config.get(key, default)}, lambda table: {key: table[key]})
 
 
 def _load_scale(config: Table) -> dict[str, object]:
@@ -79,18 +79,18 @@ class TwoRopes(Rope):
 
     def __init__(self) -> None:
         super().__init__(1e6, kinds=("default", "linear"))
-        self.theirs, self.ours = (*self.theirs, "rope_local_base_freq"), (*self.ours, "rotary_base_local")
+        self.hf_keys, self.settings = (*self.hf_keys, "rope_local_base_freq"), (*self.settings, "rotary_base_local")
 
     def load(self, config: Table) -> dict[str, object]:
         """Return the rotary settings of full layers, and ``rotary_base_local``, the base of layers with a window (None
         without windows). Raises UserError for unknown layer types or scaling of the local positions."""
-        given = get(config, ("rope_parameters",), {})
+        tables = get(config, ("rope_parameters",), {})
         local = get(config, ("rope_local_base_freq",), 10000.0)
-        if isinstance(given, dict) and {FULL, SLIDING} & given.keys():
-            if strange := given.keys() - {FULL, SLIDING}:
-                raise refuse("rope_parameters", sorted(strange), f"beside {FULL} and {SLIDING}")
-            local = unstretched_base(SLIDING, given, "rope_local_base_freq", local)
-            config = {**config, "rope_parameters": given.get(FULL) or {}}
+        if isinstance(tables, dict) and {FULL, SLIDING} & tables.keys():
+            if unknown := tables.keys() - {FULL, SLIDING}:
+                raise refuse("rope_parameters", sorted(unknown), f"beside {FULL} and {SLIDING}")
+            local = unstretched_base(SLIDING, tables, "rope_local_base_freq", local)
+            config = {**config, "rope_parameters": tables.get(FULL) or {}}
         local = rotary_base("rope_local_base_freq", local)
         has_windows = WINDOW.load(config)["window_size"] is not None
         return {**super().load(config), "rotary_base_local": local if has_windows else None}
@@ -98,9 +98,9 @@ class TwoRopes(Rope):
     def save(self, settings: Table) -> dict[str, object]:
         """Return the rotary keys and ``rope_local_base_freq``: ``rotary_base_local``, else the common base, or 10000
         without windows. Raises UserError if layers with a window would share positions with linear scaling."""
-        local, stretch = settings["rotary_base_local"], settings["rotary_seq_len_interpolation_factor"]
+        local, factor = settings["rotary_base_local"], settings["rotary_seq_len_interpolation_factor"]
         if local is None and settings["window_size"] is not None:
-            if stretch:
+            if factor:
                 raise refuse("rotary_base_local", local, "rotary scaling is not supported by the family")
             local = settings["rotary_base"]
         return {**super().save(settings), "rope_local_base_freq": float(local or 10000)}

@@ -8,7 +8,7 @@ from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import Weights
 from megatron.export.hf.settings import Choice, Fixed, Ignored, Rule, Same
 
-QKV_BIAS = {each: {"add_qkv_bias": each} for each in (True, False)}
+QKV_BIAS = {value: {"add_qkv_bias": value} for value in (True, False)}
 COMMON: tuple[Rule, ...] = (
     *llama.SIZES, llama.FFN, *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES,
     Rope(share=0.5),

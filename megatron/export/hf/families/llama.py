@@ -14,7 +14,7 @@ SIZES = same(
 )
 FFN = Same("ffn_hidden_size", "intermediate_size")
 HEAD_SIZE = Same("kv_channels", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"])
-NO_PADDING = Computed((), (), lambda config: {}, lambda ours: {"pad_token_id": None})
+NO_PADDING = Computed((), (), lambda config: {}, lambda settings: {"pad_token_id": None})
 """For families whose default is an id that a smaller vocabulary lacks: no model could be built."""
 DROPOUT = (Same("attention_dropout", "attention_dropout", default=0.0), Begin({"hidden_dropout": 0.0}))
 SILU_GATED = Choice("hidden_act", {"silu": {"swiglu": True}, "swish": {"swiglu": True}}, default="silu")
@@ -40,7 +40,7 @@ def common(epsilon: float = 1e-6) -> tuple[Rule, ...]:
 ATTENTION: Weights = {
     "decoder.layers.*.input_layernorm": "model.layers.*.input_layernorm",
     "decoder.layers.*.self_attention.linear_qkv": QueryKeyValue(
-        *(f"model.layers.*.self_attn.{each}_proj" for each in "qkv")
+        *(f"model.layers.*.self_attn.{letter}_proj" for letter in "qkv")
     ),
     "decoder.layers.*.self_attention.linear_proj": "model.layers.*.self_attn.o_proj",
     "decoder.layers.*.self_attention.q_layernorm": "model.layers.*.self_attn.q_norm",

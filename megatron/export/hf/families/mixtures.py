@@ -23,7 +23,7 @@ from megatron.export.hf.settings import (
 
 
 def _pattern(has: list[bool]) -> int | list[int]:
-    return 1 if all(has) else [int(each) for each in has]
+    return 1 if all(has) else [int(has_experts) for has_experts in has]
 
 
 def _layers_with_experts(settings: Table) -> list[bool]:
@@ -66,10 +66,10 @@ def _save_first_dense(settings: Table) -> dict[str, object]:
     return {"first_k_dense_replace": first}
 
 
-def shared_expert(theirs: str) -> Weights:
+def shared_expert(hf_name: str) -> Weights:
     """Return the layouts of the shared expert, which processes every token."""
-    ours = "decoder.layers.*.mlp.shared_experts.linear_fc"
-    return {f"{ours}1": Halves(f"{theirs}.gate_proj", f"{theirs}.up_proj"), f"{ours}2": f"{theirs}.down_proj"}
+    local = "decoder.layers.*.mlp.shared_experts.linear_fc"
+    return {f"{local}1": Halves(f"{hf_name}.gate_proj", f"{hf_name}.up_proj"), f"{local}2": f"{hf_name}.down_proj"}
 
 
 MIXTRAL = Family(
@@ -95,7 +95,7 @@ MIXTRAL = Family(
 
 MIXTURE = (
     EXPERT_LAYERS,
-    Choice("norm_topk_prob", {each: {"moe_router_pre_softmax": not each} for each in (False, True)}, default=False),
+    Choice("norm_topk_prob", {value: {"moe_router_pre_softmax": not value} for value in (False, True)}, default=False),
     Same("moe_ffn_hidden_size", "moe_intermediate_size"),
     Ignored(("router_aux_loss_coef", "output_router_logits")),
 )
@@ -121,7 +121,7 @@ QWEN2_MOE = Family(
         *llama.common(), llama.FFN, llama.HEAD_SIZE, groups(16), Rope(), *MIXTURE,
         Window(4096, switch=True, first="max_window_layers"),
         Fixed({"add_bias_linear": False, "moe_shared_expert_gate": True}),
-        Choice("qkv_bias", {each: {"add_qkv_bias": each} for each in (True, False)}, default=True),
+        Choice("qkv_bias", {value: {"add_qkv_bias": value} for value in (True, False)}, default=True),
         Same("num_moe_experts", "num_experts", default=60),
         Same("moe_router_topk", "num_experts_per_tok", default=4),
         Same("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=5632),
@@ -166,9 +166,8 @@ def _load_query_rank(config: Table) -> dict[str, object]:
 def expert_groups(scored: int) -> Computed:
     """Rule of a choice limited to some groups of experts; a group's score is the sum of its ``scored`` best scores.
 
-    ``moe_router_group_score_topk`` is None where its default has the same meaning, so that a model of Megatron-LM's has
-    the same settings. A single group does not limit the choice, for any score. Import requires both keys; export writes
-    1 and 1 without groups, and raises UserError if several groups add up another number of scores."""
+    ``moe_router_group_score_topk`` is None where its default has the same meaning, so that a model of Megatron-LM's
+    has the same settings. A single group does not limit the choice, for any score."""
     groups, chosen, score = names = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
 
     def load(config: Table) -> dict[str, object]:
@@ -179,9 +178,9 @@ def expert_groups(scored: int) -> Computed:
     def save(settings: Table) -> dict[str, object]:
         if settings[groups] is None:
             return {"n_group": 1, "topk_group": 1}
-        found = settings[score] or settings["moe_router_topk"] // settings[chosen]
-        if settings[groups] > 1 and found != scored:
-            raise refuse(score, found, f"the family adds up the {scored} best scores of a group")
+        num_scores = settings[score] or settings["moe_router_topk"] // settings[chosen]
+        if settings[groups] > 1 and num_scores != scored:
+            raise refuse(score, num_scores, f"the family adds up the {scored} best scores of a group")
         return {"n_group": settings[groups], "topk_group": settings[chosen]}
 
     return Computed(("n_group", "topk_group"), names, load, save)
@@ -195,7 +194,7 @@ def _load_normalized(config: Table) -> dict[str, object]:
 
 
 NORMALIZED_IF_SEVERAL = Computed(
-    ("norm_topk_prob",), (), _load_normalized, lambda ours: {"norm_topk_prob": ours["moe_router_topk"] != 1}
+    ("norm_topk_prob",), (), _load_normalized, lambda settings: {"norm_topk_prob": settings["moe_router_topk"] != 1}
 )
 """Sigmoid scores are divided by the sum of the chosen ones, here only if several are chosen."""
 
@@ -215,11 +214,11 @@ PREDICTION = Computed(
     ("num_nextn_predict_layers",),
     ("mtp_num_layers",),
     lambda config: {"mtp_num_layers": config.get("num_nextn_predict_layers") or None},
-    lambda ours: {"num_nextn_predict_layers": ours["mtp_num_layers"] or 0},
+    lambda settings: {"num_nextn_predict_layers": settings["mtp_num_layers"] or 0},
 )
 """DeepSeek-V3: layers of multi-token prediction."""
 PREDICTION_WEIGHTS: Weights = {
-    **{f"mtp.layers.*.{each}": f"model.layers.*.{each}" for each in ("enorm", "hnorm", "eh_proj")},
+    **{f"mtp.layers.*.{value}": f"model.layers.*.{value}" for value in ("enorm", "hnorm", "eh_proj")},
     "mtp.layers.*.final_layernorm": "model.layers.*.shared_head.norm",
 }
 PREDICTION_COPIES = {
@@ -232,7 +231,7 @@ EXPERT_BIAS: Weights = {"decoder.layers.*.mlp.router.expert_bias": "model.layers
 LATENT_ATTENTION: tuple[Rule, ...] = (
     *same(kv_lora_rank="kv_lora_rank", qk_head_dim="qk_nope_head_dim", qk_pos_emb_head_dim="qk_rope_head_dim",
           v_head_dim="v_head_dim"),
-    Computed(("q_lora_rank",), ("q_lora_rank",), _load_query_rank, lambda ours: {"q_lora_rank": ours["q_lora_rank"]}),
+    Computed(("q_lora_rank",), ("q_lora_rank",), _load_query_rank, lambda table: {"q_lora_rank": table["q_lora_rank"]}),
     Same("num_attention_heads", "num_key_value_heads"), Rope(latent=True),
     # the norms of its latents always have this epsilon; the key is ignored
     Fixed({"normalization": "RMSNorm", "norm_epsilon": 1e-6, "multi_latent_attention": True, "qk_layernorm": True}),
@@ -241,7 +240,8 @@ LATENT_ATTENTION: tuple[Rule, ...] = (
 )  # fmt: skip
 """DeepSeek-V2 and V3: queries, keys and values of low rank."""
 LATENT_WEIGHTS: Weights = {
-    f"decoder.layers.*.self_attention.{ours}": f"model.layers.*.self_attn.{theirs}" for ours, theirs in LATENTS.items()
+    f"decoder.layers.*.self_attention.{local}": f"model.layers.*.self_attn.{hf_name}"
+    for local, hf_name in LATENTS.items()
 }
 
 DEEPSEEK_V3 = Family(
@@ -286,8 +286,8 @@ GPT_OSS = Family(
         **llama.AROUND, **llama.ATTENTION,
         "decoder.layers.*.self_attention.core_attention.softmax_offset": "model.layers.*.self_attn.sinks",
         "decoder.layers.*.mlp.router": "model.layers.*.mlp.router",
-        **{f"decoder.layers.*.mlp.experts.{ours}": Interleaved(f"model.layers.*.mlp.experts.{theirs}")
-           for ours, theirs in (("linear_fc1.weight", "gate_up_proj"), ("linear_fc1.bias", "gate_up_proj_bias"),
+        **{f"decoder.layers.*.mlp.experts.{local}": Interleaved(f"model.layers.*.mlp.experts.{hf_name}")
+           for local, hf_name in (("linear_fc1.weight", "gate_up_proj"), ("linear_fc1.bias", "gate_up_proj_bias"),
                                 ("linear_fc2.weight", "down_proj"), ("linear_fc2.bias", "down_proj_bias"))},
     },
 )  # fmt: skip

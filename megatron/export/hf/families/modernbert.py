@@ -14,27 +14,25 @@ BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 1
 
 
 def _load_layers(config: Table) -> dict[str, object]:
-    """Return rotary bases of full and windowed layers and the two-sided window, from ``layer_types`` or the interval of
-    full layers. The local base is None without windows. Raises UserError for scaled positions or other tables."""
+    """The local base is None without windows. Raises UserError for scaled positions or other tables."""
     count, every = config["num_hidden_layers"], get(config, ("global_attn_every_n_layers",), 3)
     has = attention.layer_types_pattern(config, [layer % every != 0 for layer in range(count)])
     half, tables = get(config, ("local_attention",), 128) // 2, get(config, ("rope_parameters",), {})
     if not isinstance(tables, dict) or not all(isinstance(tables.get(kind) or {}, dict) for kind in BASES):
         raise refuse("rope_parameters", tables, f"but must be a table each for {FULL} and {SLIDING}")
-    whole, local = (
+    base, local = (
         attention.unstretched_base(kind, tables, key, get(config, (key,), default))
         for kind, (key, default) in BASES.items()
     )
     return {
-        "rotary_base": whole,
+        "rotary_base": base,
         "rotary_base_local": local if any(has) else None,
         **attention.window_settings((half, half), has),
     }
 
 
 def _save_layers(settings: Table) -> dict[str, object]:
-    """Return window, layer types and rotary bases, in the keys of both older and newer transformers versions. Raises
-    UserError for a window of unequal sides."""
+    """Return the keys of both older and newer transformers versions."""
     size, local = settings["window_size"], settings["rotary_base_local"] or settings["rotary_base"]
     if size and (size[0] != size[1] or size[0] < 0):
         raise refuse("window_size", size, "the family requires windows of equal size on both sides")
@@ -42,7 +40,7 @@ def _save_layers(settings: Table) -> dict[str, object]:
     bases = {FULL: float(settings["rotary_base"]), SLIDING: float(local)}
     return {
         **({"local_attention": 2 * size[0]} if size else {}),
-        "layer_types": [SLIDING if each else FULL for each in has],
+        "layer_types": [SLIDING if has_window else FULL for has_window in has],
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
         **{key: bases[kind] for kind, (key, _) in BASES.items()},
     }
@@ -53,7 +51,7 @@ LAYERS = Computed(
      "local_rope_theta"),
     ("rotary_base", "rotary_base_local", "window_size", "window_attn_skip_freq"), _load_layers, _save_layers,
 )  # fmt: skip
-OURS, LAYER = "encoder.layers.*", "model.layers.*"
+LOCAL, LAYER = "encoder.layers.*", "model.layers.*"
 
 MODERNBERT = Family(
     "modernbert", "ModernBertForMaskedLM", models="ModernBERT",
@@ -76,12 +74,12 @@ MODERNBERT = Family(
     weights={
         "embedding.word_embeddings": "model.embeddings.tok_embeddings",
         "encoder.layers.0.input_layernorm": "model.embeddings.norm",
-        f"{OURS}.input_layernorm": f"{LAYER}.attn_norm",
-        f"{OURS}.self_attention.linear_qkv": QueryKeyValue(f"{LAYER}.attn.Wqkv"),
-        f"{OURS}.self_attention.linear_proj": f"{LAYER}.attn.Wo",
-        f"{OURS}.pre_mlp_layernorm": f"{LAYER}.mlp_norm",
-        f"{OURS}.mlp.linear_fc1": f"{LAYER}.mlp.Wi",
-        f"{OURS}.mlp.linear_fc2": f"{LAYER}.mlp.Wo",
+        f"{LOCAL}.input_layernorm": f"{LAYER}.attn_norm",
+        f"{LOCAL}.self_attention.linear_qkv": QueryKeyValue(f"{LAYER}.attn.Wqkv"),
+        f"{LOCAL}.self_attention.linear_proj": f"{LAYER}.attn.Wo",
+        f"{LOCAL}.pre_mlp_layernorm": f"{LAYER}.mlp_norm",
+        f"{LOCAL}.mlp.linear_fc1": f"{LAYER}.mlp.Wi",
+        f"{LOCAL}.mlp.linear_fc2": f"{LAYER}.mlp.Wo",
         "encoder.final_layernorm": "model.final_norm",
         "lm_head.dense": "head.dense", "lm_head.layer_norm": "head.norm", "output_layer": "decoder",
     },

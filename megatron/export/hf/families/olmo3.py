@@ -12,20 +12,15 @@ WINDOW = Window(4096, every=4)
 
 
 class FullRope(Rope):
-    """Rotary scaling in layers without a window only; one base for all layers.
-
-    ``transformers`` 5 reads a table per kind of layer; 4.57 reads ``rope_theta`` and ``rope_scaling``. Both are
-    written.
-    """
+    """Rotary scaling in layers without a window only, as tables (``transformers`` 5) and as single keys (4.57)."""
 
     def __init__(self) -> None:
         super().__init__(BASE)
-        self.ours = (*self.ours, "rotary_base_local")
+        self.settings = (*self.settings, "rotary_base_local")
 
     def load(self, config: Table) -> dict[str, object]:
         """Return the rotary settings of full layers (scaled) and ``rotary_base_local`` of windowed layers (never
-        scaled; None without windows). Raises UserError for tables of other layer types, or, without tables, for a base
-        other than the default."""
+        scaled; None without windows). Raises UserError for tables of other layer types."""
         tables = get(config, ("rope_parameters",), None)
         if tables is None:
             base = get(config, (self.base_key,), BASE)
@@ -40,8 +35,8 @@ class FullRope(Rope):
         else:
             if not isinstance(tables, dict) or not all(isinstance(tables.get(kind), dict) for kind in (FULL, SLIDING)):
                 raise refuse("rope_parameters", tables, f"but must be a table each for {FULL} and {SLIDING}")
-            if strange := tables.keys() - {FULL, SLIDING}:
-                raise refuse("rope_parameters", sorted(strange), f"next to {FULL} and {SLIDING}")
+            if unknown := tables.keys() - {FULL, SLIDING}:
+                raise refuse("rope_parameters", sorted(unknown), f"next to {FULL} and {SLIDING}")
             local = unstretched_base(SLIDING, tables, self.base_key, BASE)
             settings = super().load(
                 {"max_position_embeddings": config.get("max_position_embeddings"), "rope_parameters": tables[FULL]}

@@ -23,7 +23,7 @@ OPT = Family(
         llama.tied(True), gpt.activation("activation_function", "relu", relu=True),
         Same("hidden_dropout", "dropout", default=0.1), Same("attention_dropout", "attention_dropout", default=0.0),
         Same("add_bias_linear", "enable_bias", default=True),
-        Computed(("word_embed_proj_dim",), (), _load_width, lambda ours: {"word_embed_proj_dim": ours["hidden_size"]}),
+        Computed(("word_embed_proj_dim",), (), _load_width, lambda t: {"word_embed_proj_dim": t["hidden_size"]}),
         Fixed({"position_embedding_type": "learned_absolute", "learned_position_offset": 2,
               "normalization": "LayerNorm", "norm_epsilon": 1e-5}),
         FixedKeys({"do_layer_norm_before": True, "layer_norm_elementwise_affine": True,

@@ -12,7 +12,7 @@ from megatron.export.hf.settings import Computed, Fixed, Same, Table, get, refus
 
 
 def _load_positions(config: Table) -> dict[str, object]:
-    """Return the positions of a text and the rows of the table before the first one: padding id + 1."""
+    """The rows of the table before the first position are padding id + 1."""
     offset = get(config, ("pad_token_id",), 1) + 1
     rows = get(config, ("max_position_embeddings",))
     return {"learned_position_offset": offset, "max_position_embeddings": rows - offset}
@@ -44,7 +44,7 @@ ROBERTA = Family(
     "roberta", "RobertaForMaskedLM", models="RoBERTa",
     limits=("models that decode",),
     config=(
-        *(rule for rule in bert.COMMON if rule.ours != ("max_position_embeddings",)), POSITIONS,
+        *(rule for rule in bert.COMMON if rule.settings != ("max_position_embeddings",)), POSITIONS,
         Same("bert_num_tokentypes", "type_vocab_size", default=2),
         Fixed({"bert_binary_head": False, "apply_residual_connection_post_layernorm": True}),
     ),

@@ -10,7 +10,7 @@ SEED_OSS = Family(
     config=(
         *llama.SIZES, llama.FFN, *llama.rms_norm(), llama.tied(False), llama.SILU_GATED, llama.NO_BIASES, groups(8),
         Same("kv_channels", "head_dim", default=128), Rope(),
-        Choice("attention_bias", {each: {"add_qkv_bias": each} for each in (True, False)}, default=True),
+        Choice("attention_bias", {value: {"add_qkv_bias": value} for value in (True, False)}, default=True),
         FixedKeys({"attention_out_bias": False, "mlp_bias": False}),
         Same("attention_dropout", "attention_dropout", default=0.1),
         Same("hidden_dropout", "residual_dropout", default=0.1), llama.NO_PADDING,

@@ -10,13 +10,12 @@ from megatron.export.hf.settings import Computed, Fixed, FixedKeys, Ignored, Sam
 
 
 def _load_rotated(config: Table) -> dict[str, object]:
-    """Return ``no_rope_freq``: None if all layers rotate, n if every n-th layer does not, else a list with 1 for layers
-    without rotary positions. Raises UserError for a list that is too short or has other values than 0 and 1."""
+    """None if all layers rotate, n if every n-th layer does not, else a list with 1 for layers that do not."""
     count, interval = config["num_hidden_layers"], get(config, ("no_rope_layer_interval",), 4)
     rotated = get(config, ("no_rope_layers",), [int((layer + 1) % interval != 0) for layer in range(count)])
-    if not isinstance(rotated, list) or len(rotated) < count or not all(each in (0, 1) for each in rotated):
+    if not isinstance(rotated, list) or len(rotated) < count or not all(value in (0, 1) for value in rotated):
         raise refuse("no_rope_layers", rotated, f"but must be 1 (rotary positions) or 0 for each of {count} layers")
-    without = [int(not each) for each in rotated[:count]]
+    without = [int(not value) for value in rotated[:count]]
     if not any(without):
         return {"no_rope_freq": None}
     every = without.index(1) + 1

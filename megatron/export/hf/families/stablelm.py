@@ -10,7 +10,7 @@ STABLELM = Family(
     config=(
         *llama.SIZES, llama.FFN, derived_head_size(), groups(32), Rope(share=0.25), llama.tied(False),
         llama.SILU_GATED, llama.NO_BIASES, Same("norm_epsilon", "layer_norm_eps", default=1e-5),
-        Choice("use_qkv_bias", {each: {"add_qkv_bias": each} for each in (False, True)}, default=False),
+        Choice("use_qkv_bias", {value: {"add_qkv_bias": value} for value in (False, True)}, default=False),
         Same("attention_dropout", "attention_dropout", default=0.0),
         Same("hidden_dropout", "hidden_dropout", default=0.0),
         Fixed({"normalization": "LayerNorm"}),

@@ -36,19 +36,18 @@ ACTIVATION = Choice(
 
 
 def _stack(stack: str, mlp: int) -> Weights:
-    """Return {our name: HF name or layout} of a stack, ``encoder`` or ``decoder``, without cross-attention. ``mlp``:
-    index of the feed-forward network in a HF layer."""
-    ours, theirs = f"{stack}.layers.*", f"{stack}.block.*.layer"
-    attention, wide = f"{theirs}.0.SelfAttention", f"{theirs}.{mlp}.DenseReluDense"
+    """``mlp``: index of the feed-forward network in a HF layer."""
+    local_layer, hf_layer = f"{stack}.layers.*", f"{stack}.block.*.layer"
+    attention, wide = f"{hf_layer}.0.SelfAttention", f"{hf_layer}.{mlp}.DenseReluDense"
     bias = "relative_attention_bias"
     return {
         f"{stack}_relative_pos_emb.{bias}": f"{stack}.block.0.layer.0.SelfAttention.{bias}",
-        f"{ours}.input_layernorm": f"{theirs}.0.layer_norm",
-        f"{ours}.self_attention.linear_qkv": QueryKeyValue(*(f"{attention}.{each}" for each in "qkv")),
-        f"{ours}.self_attention.linear_proj": f"{attention}.o",
-        f"{ours}.pre_mlp_layernorm": f"{theirs}.{mlp}.layer_norm",
-        f"{ours}.mlp.linear_fc1": Halves(f"{wide}.wi_0", f"{wide}.wi_1", whole=f"{wide}.wi"),
-        f"{ours}.mlp.linear_fc2": f"{wide}.wo",
+        f"{local_layer}.input_layernorm": f"{hf_layer}.0.layer_norm",
+        f"{local_layer}.self_attention.linear_qkv": QueryKeyValue(*(f"{attention}.{letter}" for letter in "qkv")),
+        f"{local_layer}.self_attention.linear_proj": f"{attention}.o",
+        f"{local_layer}.pre_mlp_layernorm": f"{hf_layer}.{mlp}.layer_norm",
+        f"{local_layer}.mlp.linear_fc1": Halves(f"{wide}.wi_0", f"{wide}.wi_1", ungated=f"{wide}.wi"),
+        f"{local_layer}.mlp.linear_fc2": f"{wide}.wo",
         f"{stack}.final_layernorm": f"{stack}.final_layer_norm",
     }
 
