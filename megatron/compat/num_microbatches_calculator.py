@@ -86,11 +86,8 @@ unset_num_microbatches_calculator = destroy_num_microbatches_calculator
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
-    """Move to the global batch that starts after ``consumed_samples`` samples.
-
-    ``consistency_check`` is accepted: every size of the schedule was checked when it was set up. ``verbose`` logs a
-    batch size that changes.
-    """
+    """Move to the global batch that starts after ``consumed_samples`` samples. ``consistency_check`` is accepted: every
+    size of the schedule was checked when it was set up. ``verbose`` logs a batch size that changes."""
     before = get_current_global_batch_size()
     _Current.position = replace(_position(), consumed_samples=consumed_samples)
     if verbose and get_current_global_batch_size() != before:

@@ -32,9 +32,7 @@ class RerunStateMachine:
         fatal: bool = True,
     ) -> None:
         """``ArithmeticError`` with ``message`` where ``rejection_func(result)`` is true; a warning if not ``fatal``.
-
-        ``comparison_func`` and ``tolerance`` are ignored, because no step is run twice.
-        """
+        ``comparison_func`` and ``tolerance`` are ignored, because no step is run twice."""
         if not bool(rejection_func(result)):
             return
         if fatal:

@@ -105,11 +105,8 @@ def _checkpointer(model: Sequence[nn.Module], optimizer: Any, scheduler: Any) ->
 def load_common_state_dict(checkpoint_dir: str | os.PathLike) -> dict[str, Any]:
     """Return the values of a checkpoint that are no tensors: what ``dist_checkpointing.save`` got, or the state of a
     run (``args`` as a namespace, ``iteration``, ``num_floating_point_operations_so_far``, ``opt_param_scheduler``).
-    Also reads a ``torch_dist`` checkpoint of Megatron-LM (its pickles without running their code).
-
-    Raises:
-        CheckpointError: the directory is no checkpoint, or damaged.
-    """
+    Also reads a ``torch_dist`` checkpoint of Megatron-LM (its pickles without running their code). Raises
+    CheckpointError: the directory is no checkpoint, or damaged."""
     from megatron.export.megatron_lm.torch_dist import read_common_state
 
     folder = Path(checkpoint_dir)

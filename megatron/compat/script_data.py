@@ -61,11 +61,8 @@ class ScriptData:
     def build(self, provider: Callable, num_samples: NumSamples) -> tuple[object, ...]:
         """Return the data sets of ``provider``, built on every rank where they use our builder. If only some ranks of a
         model replica hold them, the first one with the most becomes :attr:`source`, and the others get stand-ins of
-        equal length. Collective over the replica.
-
-        Raises:
-            UserError: no rank of a model replica holds all the data sets that its other ranks hold.
-        """
+        equal length. Collective over the replica. Raises UserError: no rank of a model replica holds all the data sets
+        that its other ranks hold."""
         with built_on_every_rank():
             datasets = tuple(provider(list(num_samples)))
         group = parallel_state.get_process_groups().tp_pp
@@ -121,10 +118,8 @@ class ScriptBatch(dict[str, Any]):
 
 
 class MicroBatches(Iterator[object]):
-    """Micro-batches that every rank of a model replica reads, so that scripts need not broadcast.
-
-    ``on_read`` gets each of them before the script does. On a CPU their tensors are :class:`HostTensor`.
-    """
+    """Micro-batches that every rank of a model replica reads, so that scripts need not broadcast. ``on_read`` gets each
+    of them before the script does. On a CPU their tensors are :class:`HostTensor`."""
 
     def __init__(self, batches: Iterator[object], on_read: Callable[[object], None]) -> None:
         self.batches, self.on_read = batches, on_read

@@ -115,11 +115,8 @@ class Index:
 def read_index(idx_path: str, bin_bytes: int, multimodal: bool = False) -> Index:
     """Open an ``.idx`` and prove it consistent with itself and with a ``.bin`` of ``bin_bytes`` bytes.
 
-    Costs one sequential pass over the index, nothing over the tokens.
-
-    Raises:
-        IndexedDatasetError: with the exact reason.
-    """
+    Costs one sequential pass over the index, nothing over the tokens. Raises IndexedDatasetError: with the exact
+    reason."""
     buffer = map_file(idx_path)
     dtype, num_sequences, num_documents = _read_header(idx_path, buffer)
     expected = HEADER_BYTES + 12 * num_sequences + 8 * num_documents + (num_sequences if multimodal else 0)

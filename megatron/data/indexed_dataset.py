@@ -178,10 +178,7 @@ class IndexedDataset:
 
     def changes(self) -> Iterator[str]:
         """Yield a text for each file that was written to, replaced or removed since it was opened; nothing if none was.
-
-        Raises:
-            IndexedDatasetError: one is shorter than it was: its end reads as zeros, or kills the process.
-        """
+        Raises IndexedDatasetError: one is shorter than it was: its end reads as zeros, or kills the process."""
         for path, before in self._stamps.items():
             try:
                 now = os.stat(path)
@@ -258,11 +255,8 @@ def _not_a_prefix(path: str) -> str:
 
 def resolve_prefix(path_prefix: str) -> str:
     """Return the prefix to open for a data path: the path itself, or with the first of ``DEFAULT_SUFFIXES`` for which
-    both files exist (logged). Opens nothing.
-
-    Raises:
-        MissingDatasetError: a FileNotFoundError; neither exists. Names similar paths, or the fix for a folder or text.
-    """
+    both files exist (logged). Opens nothing. Raises MissingDatasetError: a FileNotFoundError; neither exists. Names
+    similar paths, or the fix for a folder or text."""
     if IndexedDataset.exists(path_prefix):
         return path_prefix
     for suffix in DEFAULT_SUFFIXES:

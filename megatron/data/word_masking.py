@@ -110,11 +110,8 @@ def mask_words(
 
 
 def expected_masks(length: int, probability: float, max_ngram: int) -> tuple[int, int]:
-    """Masked tokens of a full sample, and spans if every word is one token and lengths are geometric.
-
-    >>> expected_masks(512, 0.15, 10)
-    (76, 18)
-    """
+    """Masked tokens of a full sample, and spans if every word is one token and lengths are geometric. >>>
+    expected_masks(512, 0.15, 10) (76, 18)"""
     masked = max(1, int(probability * (length - 2)))
     mean = (1 - (1 - GEOMETRIC) ** max_ngram) / GEOMETRIC  # of min(draw, max_ngram)
     return masked, math.ceil(masked / mean)

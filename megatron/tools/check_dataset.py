@@ -27,7 +27,6 @@ PROGRESS_SECONDS = 5.0
 
 def id_range(data: IndexedDataset, prefix: str) -> tuple[int, int, int, int]:
     """Read all tokens; return (smallest id, largest id, index of the first smallest, index of the first largest).
-
     Returns (0, -1, 0, 0) without tokens. Prints progress to stderr."""
     tokens = data.index.dtype
     low, high, low_at, high_at = 0, -1, 0, 0

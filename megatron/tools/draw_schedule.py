@@ -27,9 +27,8 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def text_table(timeline: Timeline, width: int) -> str:
-    """Format one line per rank with ``width`` columns of equal duration.
-
-    A column shows the action (F, B, W) that runs at its midpoint, in lower case for odd chunks, or a dot if idle."""
+    """Format one line per rank with ``width`` columns of equal duration. A column shows the action (F, B, W) that runs
+    at its midpoint, in lower case for odd chunks, or a dot if idle."""
     column = timeline.duration / width
     lines = []
     for rank, events in enumerate(timeline.events):
@@ -43,9 +42,8 @@ def text_table(timeline: Timeline, width: int) -> str:
 
 
 def draw(timeline: Timeline, title: str, path: Path) -> None:
-    """Draw one bar per action and write the figure to ``path``: colored by F/B/W, paler for later chunks.
-
-    Bars that are wide enough show the micro-batch index. Raises UserError without matplotlib."""
+    """Draw one bar per action and write the figure to ``path``: colored by F/B/W, paler for later chunks. Bars that are
+    wide enough show the micro-batch index. Raises UserError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:

@@ -44,11 +44,8 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def build_sample(trained: TrainedModel, texts: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return (token ids, token types) in the format of training: cls A sep, or cls A sep B sep, types 0 and 1.
-
-    Raises:
-        UserError: more tokens than positions, a pair for a model without binary head, or a single text without mask.
-    """
+    """Return (token ids, token types) in the format of training: cls A sep, or cls A sep B sep, types 0 and 1. Raises
+    UserError: more tokens than positions, a pair for a model without binary head, or a single text without mask."""
     from megatron.core.config.errors import UserError
     from megatron.core.inference.sampling import check_length
 

@@ -72,10 +72,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 def load_prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of --prompt, then the lines of --prompt-file; without any, one empty prompt (a new document).
-
-    Raises:
-        UserError: the file cannot be read or is not UTF-8.
-    """
+    Raises UserError: the file cannot be read or is not UTF-8."""
     lines = []
     if args.prompt_file:
         try:
@@ -102,11 +99,8 @@ def check_ranges(args: argparse.Namespace) -> None:
 
 def texts(args: argparse.Namespace) -> Iterator[str]:
     """Check flags and prompts, load the model, and yield the generated text of each prompt; nothing runs before the
-    first is requested. Each prompt uses the same seed.
-
-    Raises:
-        UserError: a flag is out of range, the prompt file is unreadable, or the checkpoint cannot be used.
-    """
+    first is requested. Each prompt uses the same seed. Raises UserError: a flag is out of range, the prompt file is
+    unreadable, or the checkpoint cannot be used."""
     from megatron.core.inference.sampling import Sampling
     from megatron.training.trained_model import load_trained_model
 

@@ -47,11 +47,8 @@ Part = tuple[int, int, int]
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of this tool. Exits with code 2 for unknown, abbreviated or malformed flags.
-
-    Raises:
-        UserError: a number below 1.
-    """
+    """Return the flags of this tool. Exits with code 2 for unknown, abbreviated or malformed flags. Raises UserError: a
+    number below 1."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
@@ -91,12 +88,9 @@ def moved(cfg: PretrainConfig, paths: Sequence[str]) -> PretrainConfig:
 def build(
     saved: Saved, paths: Sequence[str] | None, other: Mapping[str, str]
 ) -> tuple[PretrainConfig, Tokenizer, DataSource]:
-    """Return settings, tokenizer and training data of a run; ``paths`` replace its data sets, settings in
-    ``other`` its tokenizer.
-
-    Raises:
-        UserError: another tokenizer; data that is missing, written after the checkpoint, or made by the program.
-    """
+    """Return settings, tokenizer and training data of a run; ``paths`` replace its data sets, settings in ``other`` its
+    tokenizer. Raises UserError: another tokenizer; data that is missing, written after the checkpoint, or made by the
+    program."""
     cfg = saved.cfg if paths is None else moved(saved.cfg, paths)
     if cfg.data.dataloader_type == "external" or not cfg.needs_data:
         raise UserError(f"{saved.directory}: its training program makes the data itself; only that program can read it")
@@ -208,11 +202,8 @@ def print_sample(row: Mapping[str, Any], width: int | None) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the samples of --iteration of the run whose checkpoints are in --load; return 0.
-
-    Raises:
-        UserError: no checkpoint, data or tokenizer as the run had it, or an iteration whose settings are unknown.
-    """
+    """Print the samples of --iteration of the run whose checkpoints are in --load; return 0. Raises UserError: no
+    checkpoint, data or tokenizer as the run had it, or an iteration whose settings are unknown."""
     args = parse_command_line(argv)
     if args.family is not None:
         get_family(args.family)

@@ -45,9 +45,8 @@ def documents(root: Path, paths: list[Path]) -> Iterator[dict[str, str]]:
 
 
 def functions(document: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the functions and methods of a file as dedented documents.
-
-    Nested functions stay in their outer function. A file that this Python cannot parse yields nothing."""
+    """Yield the functions and methods of a file as dedented documents. Nested functions stay in their outer function. A
+    file that this Python cannot parse yields nothing."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the text

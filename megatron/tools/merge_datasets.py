@@ -21,11 +21,8 @@ from megatron.data.sidecar import SidecarInfo, read_sidecar, same_tokenizer, sid
 
 
 def find_prefixes(folder: str) -> list[str]:
-    """Return the sorted path prefixes of all .bin/.idx pairs in ``folder``.
-
-    Raises:
-        UserError: no pair exists, or one file of a pair is missing.
-    """
+    """Return the sorted path prefixes of all .bin/.idx pairs in ``folder``. Raises UserError: no pair exists, or one
+    file of a pair is missing."""
     if not os.path.isdir(folder):
         raise UserError(f"--input {folder} is no folder: give the folder that holds the .bin and .idx files")
     names = {os.path.splitext(name) for name in os.listdir(folder)}
@@ -40,11 +37,8 @@ def find_prefixes(folder: str) -> list[str]:
 
 
 def common_dtype(prefixes: list[str], multimodal: bool) -> type:
-    """Open and check every data set; return their common token dtype.
-
-    Raises:
-        UserError: a data set is damaged, or the dtypes differ.
-    """
+    """Open and check every data set; return their common token dtype. Raises UserError: a data set is damaged, or the
+    dtypes differ."""
     dtypes = {prefix: IndexedDataset(prefix, multimodal=multimodal).index.dtype for prefix in prefixes}
     if len(set(dtypes.values())) > 1:
         listing = ", ".join(f"{prefix} {np.dtype(dtype).name}" for prefix, dtype in dtypes.items())
@@ -54,11 +48,7 @@ def common_dtype(prefixes: list[str], multimodal: bool) -> type:
 
 def common_sidecar(prefixes: list[str]) -> SidecarInfo | None:
     """Return the sidecar that all data sets share; None if no data set has one, or, with a warning on stderr, only
-    some.
-
-    Raises:
-        UserError: tokenizers or --append-eod differ, or a sidecar is damaged.
-    """
+    some. Raises UserError: tokenizers or --append-eod differ, or a sidecar is damaged."""
     found = {prefix: read_sidecar(prefix) for prefix in prefixes}
     known = {prefix: info for prefix, info in found.items() if info is not None}
     # the longest fingerprint: older sidecars record the files only

@@ -90,11 +90,8 @@ def metrics_path(path: Path) -> Path:
 def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
     """Read the metrics and timing files of one run; lines with malformed counters are skipped.
 
-    ``x_axis`` is "iteration", "samples" or "tokens". Evaluations use the x value of their training iteration.
-
-    Raises:
-        UserError: the file does not exist or contains no record.
-    """
+    ``x_axis`` is "iteration", "samples" or "tokens". Evaluations use the x value of their training iteration. Raises
+    UserError: the file does not exist or contains no record."""
     file = metrics_path(path)
     run = Run(label)
     tokens = 0.0
@@ -154,9 +151,8 @@ def run_labels(paths: Sequence[Path]) -> list[str]:
 
 
 def smoothed(series: Series, half_life: float) -> Series:
-    """Return a two-sided exponential moving average, which has no lag; non-finite points are removed.
-
-    Weights halve every ``half_life`` points in both directions."""
+    """Return a two-sided exponential moving average, which has no lag; non-finite points are removed. Weights halve
+    every ``half_life`` points in both directions."""
     points = [(x, y) for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
     keep = 0.5 ** (1.0 / half_life)
     totals = [0.0] * len(points)
@@ -176,10 +172,7 @@ def smoothed(series: Series, half_life: float) -> Series:
 
 def choose_panels(runs: list[Run], keys: list[str] | None) -> list[str]:
     """Return the metrics to draw: ``keys``, or by default the losses, learning rate, gradient norm and throughput.
-
-    Raises:
-        UserError: no run contains one of ``keys``.
-    """
+    Raises UserError: no run contains one of ``keys``."""
     known = {key for run in runs for key in [*run.train, *run.timing, *(name for name, _ in run.evaluation)]}
     if keys:
         missing = [key for key in keys if key not in known]
@@ -193,9 +186,8 @@ def choose_panels(runs: list[Run], keys: list[str] | None) -> list[str]:
 
 
 def draw(runs: list[Run], output: Path, *, keys: list[str] | None, smooth: float | None, x_axis: str) -> None:
-    """Draw one panel per metric and write the figure to ``output``, whose suffix selects the format.
-
-    Creates missing parent folders. Raises UserError if matplotlib is not installed."""
+    """Draw one panel per metric and write the figure to ``output``, whose suffix selects the format. Creates missing
+    parent folders. Raises UserError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -278,9 +270,8 @@ def wrapped(text: str, width: int) -> str:
 
 
 def spike_limit(runs: list[Run], key: str) -> float:
-    """Return the upper end of a norm's y axis, so that spikes do not flatten the curve; infinity without spikes.
-
-    Only metrics whose name ends in "norm", with at least 20 points, are limited."""
+    """Return the upper end of a norm's y axis, so that spikes do not flatten the curve; infinity without spikes. Only
+    metrics whose name ends in "norm", with at least 20 points, are limited."""
     values = sorted(y for run in runs for y in (run.train.get(key) or Series()).y if abs(y) < LARGEST)
     if not key.endswith("norm") or len(values) < 20:
         return math.inf
@@ -297,9 +288,8 @@ def cut_spikes(axes: Axes, runs: list[Run], key: str, limit: float) -> None:
 
 
 def draw_line(axes: Axes, series: Series, color: str, label: str, smooth: float | None, limit: float) -> None:
-    """Draw a curve; with ``smooth`` (half-life; 0: 1% of the points) also its average over values up to ``limit``.
-
-    A single point is drawn as a dot."""
+    """Draw a curve; with ``smooth`` (half-life; 0: 1% of the points) also its average over values up to ``limit``. A
+    single point is drawn as a dot."""
     marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(series.x) == 1 else {}
     if smooth is None or len(series.x) < 3:
         axes.plot(series.x, series.y, color=color, linewidth=1.4, label=label, **marker)
@@ -318,11 +308,8 @@ def colors_for(count: int) -> list[str]:
 
 
 def text_chart(runs: list[Run], key: str, width: int = 80, height: int = 18) -> str:
-    """Draw the curve of ``key`` as text: one symbol per training run, one letter per evaluation data set.
-
-    Raises:
-        UserError: no finite value exists.
-    """
+    """Draw the curve of ``key`` as text: one symbol per training run, one letter per evaluation data set. Raises
+    UserError: no finite value exists."""
     curves: list[tuple[str, str, Series]] = []
     for index, run in enumerate(runs):
         series = run.train.get(key) or run.timing.get(key)

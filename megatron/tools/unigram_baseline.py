@@ -27,9 +27,8 @@ MOST_SAMPLES = 20_000  # maximum number of training samples whose masked tokens 
 
 
 def token_counts(train: Any, vocab_size: int) -> np.ndarray:
-    """Return int64[vocab_size]: the number of times that each id is a training target, plus one.
-
-    GPT: all tokens of the training split. BERT and T5: the targets of at most ``MOST_SAMPLES`` samples."""
+    """Return int64[vocab_size]: the number of times that each id is a training target, plus one. GPT: all tokens of the
+    training split. BERT and T5: the targets of at most ``MOST_SAMPLES`` samples."""
     counts = np.ones(vocab_size, dtype=np.int64)
     if not isinstance(train, MaskedWordPieceDataset):
         for document in train.indices:
@@ -62,11 +61,8 @@ def order_loss(train: Any, valid: Any, num_samples: int) -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Print the unigram loss on the evaluation samples of the run's flags ``argv``, for BERT's pairs also the loss of
-    the order, and with --metrics the model's last losses; return 0. Builds data and tokenizer, no model.
-
-    Raises:
-        UserError: wrong flags, or --metrics contains no validation loss.
-    """
+    the order, and with --metrics the model's last losses; return 0. Builds data and tokenizer, no model. Raises
+    UserError: wrong flags, or --metrics contains no validation loss."""
     own = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
     own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags")
     own.add_argument("--metrics", default=None, help="metrics.jsonl of a run to compare with")

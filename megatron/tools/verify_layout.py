@@ -68,10 +68,7 @@ LARGEST_BUCKET = 3000  # elements; small enough that the shrunken model has seve
 
 def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
     """Return ``cfg`` with a small model and the same layout, in fp64 on gloo; not yet resolved by ``validate_args``.
-
-    Raises:
-        ConfigError: ``cfg`` is invalid on ``world_size`` ranks.
-    """
+    Raises ConfigError: ``cfg`` is invalid on ``world_size`` ranks."""
     resolved = validate_args(dataclasses.replace(cfg, needs_data=False), world_size)
     defaults = type(cfg)()
     values: dict[str, Any] = {
@@ -150,9 +147,8 @@ def _unit(cfg: PretrainConfig) -> int:
 
 
 def _small_experts(cfg: PretrainConfig) -> dict[str, object]:
-    """Return few narrow experts, divisible by the EP size and the number of expert groups.
-
-    A capacity factor is raised so that no token is dropped: capacity is per rank, so drops depend on the layout."""
+    """Return few narrow experts, divisible by the EP size and the number of expert groups. A capacity factor is raised
+    so that no token is dropped: capacity is per rank, so drops depend on the layout."""
     model = cfg.model
     if model.num_moe_experts is None:
         return {}
@@ -214,9 +210,8 @@ def _few_layers(cfg: PretrainConfig) -> int:
 
 
 def _small_stages(cfg: PretrainConfig) -> dict[str, object]:
-    """Return a pipeline layout with the same cuts if stages cut layers in two; else nothing.
-
-    If all layers are identical, one full layer per stage represents all of its full layers."""
+    """Return a pipeline layout with the same cuts if stages cut layers in two; else nothing. If all layers are
+    identical, one full layer per stage represents all of its full layers."""
     model = cfg.model
     stages = run_stages(cfg, cfg.tokenizer.vocab_size)
     if model.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):

@@ -78,11 +78,8 @@ class BlendedMegatronDatasetBuilder:
         ``multiple_validation_sets`` a list. Weighted blends hold at least the size asked for; blends without weights
         hold each source once, interleaved by size, and at most the size asked for.
 
-        A share of a common source that leaves no test sample gives no test data, with a warning.
-
-        Raises:
-            ValueError: another split that samples are asked of is empty or too short for one, or named test data is.
-        """
+        A share of a common source that leaves no test sample gives no test data, with a warning. Raises ValueError:
+        another split that samples are asked of is empty or too short for one, or named test data is."""
         if not _EVERY_RANK.get() and not self.is_built_on_rank():
             return [None] * len(Split)
         return call_all(partial(self._build_split, split) for split in Split)

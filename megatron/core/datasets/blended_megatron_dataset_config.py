@@ -23,10 +23,8 @@ MANY_SOURCES = 16
 
 @dataclass(kw_only=True)
 class BlendedMegatronDatasetConfig:
-    """The data sources, how they are cut and blended, and where indices are cached.
-
-    Give ``blend`` (all splits from the same sources) or ``blend_per_split``, or neither for mock data.
-    """
+    """The data sources, how they are cut and blended, and where indices are cached. Give ``blend`` (all splits from the
+    same sources) or ``blend_per_split``, or neither for mock data."""
 
     random_seed: int
     """Seed of the sample order."""

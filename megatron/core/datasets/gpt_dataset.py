@@ -77,11 +77,8 @@ class GPTDataset(MegatronDataset):
 
     ``dataset[i]`` is a dict of numpy arrays: ``tokens`` int64[s], ``labels`` int64[s], ``loss_mask`` float32[s],
     ``position_ids`` int64[s] and, with ``reset_attention_mask``, ``cu_seqlens`` int32[documents in the sample + 1].
-    ``dataset[None]`` is a sample without loss that pads a batch.
-
-    Raises:
-        EmptySplitError: a ValueError; not one sample can be cut from the documents.
-    """
+    ``dataset[None]`` is a sample without loss that pads a batch. Raises EmptySplitError: a ValueError; not one sample
+    can be cut from the documents."""
 
     def __init__(
         self,
@@ -304,10 +301,8 @@ def _padding_id(config: GPTDatasetConfig) -> int:
 
 
 class MockGPTLowLevelDataset:
-    """100,000 documents that count upwards, of 1 to 4095 tokens, each ended by the end-of-document token.
-
-    A model learns from them that the next token is one more. In a smaller vocabulary, counting starts again at 1.
-    """
+    """100,000 documents that count upwards, of 1 to 4095 tokens, each ended by the end-of-document token. A model
+    learns from them that the next token is one more. In a smaller vocabulary, counting starts again at 1."""
 
     seed = 0
     size = 100_000

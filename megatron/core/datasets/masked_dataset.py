@@ -34,11 +34,8 @@ SENTENCES = "tools/preprocess_data.py --split-sentences"
 
 @dataclass(kw_only=True)
 class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
-    """Settings of a data set with masked words.
-
-    Raises:
-        UserError: a value out of range, or a tokenizer that lacks a token samples need; lists every problem.
-    """
+    """Settings of a data set with masked words. Raises UserError: a value out of range, or a tokenizer that lacks a
+    token samples need; lists every problem."""
 
     masking_probability: float
     """Share of tokens to mask, between 0 and 1 (--mask-prob)."""
@@ -128,10 +125,7 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
 
 class MaskedWordPieceDataset(MegatronDataset):
     """See the module; arguments as for ``MegatronDataset``, with documents that follow one another in ``indices``.
-
-    Raises:
-        EmptySplitError: a ValueError; no document of the split gives a sample.
-    """
+    Raises EmptySplitError: a ValueError; no document of the split gives a sample."""
 
     def __init__(
         self,
@@ -288,11 +282,8 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     def _check_samples_have_tokens(self, rows: np.ndarray) -> None:
         """Reject samples [n, 3] without tokens, which documents of empty sentences give. If ``takes_empty_samples``,
-        warn, and reject them only if every sample is empty: dropping some would change the order of the others.
-
-        Raises:
-            UserError: with the file, the first such document and the number of samples.
-        """
+        warn, and reject them only if every sample is empty: dropping some would change the order of the others. Raises
+        UserError: with the file, the first such document and the number of samples."""
         sizes = self.dataset.sequence_lengths
         if len(sizes) and sizes.min() > 0:
             return

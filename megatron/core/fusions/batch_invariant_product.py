@@ -239,9 +239,7 @@ def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor, halves: int
 
 def batch_invariant_product(x: Tensor, weight: Tensor, parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``x`` [t, k] times ``weight`` [o, k] transposed, [t, o], rounded to ``dtype`` (None: not rounded, fp32, or
-    fp64 for fp64); not differentiable.
-
-    ``parts`` must be 1, 2, 4 or 8 and divide k (asserted)."""
+    fp64 for fp64); not differentiable. ``parts`` must be 1, 2, 4 or 8 and divide k (asserted)."""
     assert parts in (1, 2, 4, 8) and x.shape[1] % parts == 0
     dtype = dtype or accumulator_dtype(x.dtype)
     if not len(x):

@@ -120,10 +120,7 @@ class Tokenizer(ABC):
 
     def tokenize_sentences(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
         """Tokenize each text; with ``special_tokens`` surround it by the tokenizer's tokens, such as [CLS] ... [SEP].
-
-        Raises:
-            ValueError: ``special_tokens`` is set, but the tokenizer does not define such tokens.
-        """
+        Raises ValueError: ``special_tokens`` is set, but the tokenizer does not define such tokens."""
         if special_tokens:
             raise UserError(f"--sentence-special-tokens: {self.tokenizer_type} adds no tokens around a text; remove it")
         return self.tokenize_batch(texts)

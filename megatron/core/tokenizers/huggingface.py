@@ -176,12 +176,9 @@ def build_huggingface(
     extra_ids: int = 0,
 ) -> BackendTokenizer:
     """Build a HuggingFaceTokenizer from a tokenizer.json, or from a folder that holds one. Adds ``special_tokens`` and
-    ``extra_ids`` sentinels, unless the file has them. Truncation and padding of the file are switched off.
-
-    Raises:
-        UserError: a name instead of a path, no tokenizer.json, code in the folder, a broken file, wrong ids of added
-            tokens, no end-of-document token.
-    """
+    ``extra_ids`` sentinels, unless the file has them. Truncation and padding of the file are switched off. Raises
+    UserError: a name instead of a path, no tokenizer.json, code in the folder, a broken file, wrong ids of added
+    tokens, no end-of-document token."""
     file = _locate(path)
     raw = read_tokenizer_file("--tokenizer-model", str(file), "HuggingFaceTokenizer", "a tokenizer.json")
     definition = _parse(raw, file)
@@ -239,11 +236,7 @@ def build_gpt2_bpe(
 ) -> BackendTokenizer:
     """Build a GPT2BPETokenizer from vocab.json and merges.txt, plus ``special_tokens`` and ``extra_ids`` sentinels at
     the end. The end-of-document token (the first of ``EOD_NAMES`` in the vocabulary or ``special_tokens``) is also eos
-    and bos.
-
-    Raises:
-        UserError: a file is missing or malformed, ids are shared, or there is no end-of-document token.
-    """
+    and bos. Raises UserError: a file is missing or malformed, ids are shared, or there is no end-of-document token."""
     kind = "GPT2BPETokenizer"
     vocab_raw = read_tokenizer_file("--vocab-file", vocab_file, kind, "vocab.json, a map from token to id")
     merges_raw = read_tokenizer_file("--merge-file", merge_file, kind, "merges.txt, two tokens a line")
@@ -281,10 +274,7 @@ def build_bert_wordpiece(
 
     ``special_tokens`` and ``extra_ids`` sentinels (--vocab-extra-ids; None: Megatron-LM's number, 100 with case and
     none without) follow the file's own tokens. Where these have no [BOS] and [EOS], [CLS] and [SEP] stand for them.
-
-    Raises:
-        UserError: the file is missing, repeats a token, or lacks [CLS], [SEP], [PAD], [MASK] or [UNK].
-    """
+    Raises UserError: the file is missing, repeats a token, or lacks [CLS], [SEP], [PAD], [MASK] or [UNK]."""
     kind = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
     raw = read_tokenizer_file("--vocab-file", vocab_file, kind, "vocab.txt, one token a line")
     lines = _lines(raw, vocab_file)

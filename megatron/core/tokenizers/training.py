@@ -20,11 +20,8 @@ def train_byte_level_bpe(
 
     Id 0 is ``end_of_document``, then come the 256 bytes, then the merges in order. Next to ``output``,
     tokenizer_config.json names the special tokens, so that ``transformers`` loads the folder, too. ``asked_by`` names
-    the caller in errors.
-
-    Raises:
-        UserError: the vocabulary is too small for the bytes, or `tokenizers` is not installed.
-    """
+    the caller in errors. Raises UserError: the vocabulary is too small for the bytes, or `tokenizers` is not
+    installed."""
     if vocab_size < 257:
         raise UserError(f"--vocab-size {vocab_size}: at least 257 are needed, 256 bytes and {end_of_document}")
     library = require("tokenizers", asked_by)
@@ -60,11 +57,8 @@ def train_wordpiece(
     an older file; return the size reached, which may be less than ``vocab_size``.
 
     Ids 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK]; then come the most frequent characters, a quarter of the vocabulary
-    and 1000 at most, inside words (##) and at their start, then whole pieces in the order of their merges.
-
-    Raises:
-        UserError: the vocabulary is below 64, or `tokenizers` is not installed.
-    """
+    and 1000 at most, inside words (##) and at their start, then whole pieces in the order of their merges. Raises
+    UserError: the vocabulary is below 64, or `tokenizers` is not installed."""
     if vocab_size < 64:
         raise UserError(f"--vocab-size {vocab_size}: at least 64 are needed, {' '.join(BERT_TOKENS)} among them")
     library = require("tokenizers", asked_by)

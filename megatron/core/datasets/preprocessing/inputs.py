@@ -204,11 +204,7 @@ def split_file(file_index: int, file: InputFile, size: int, max_line_bytes: int)
 
 
 def open_parquet(path: str) -> ParquetFile:
-    """A ``pyarrow.parquet.ParquetFile``.
-
-    Raises:
-        ValueError: damaged, or pyarrow is missing.
-    """
+    """A ``pyarrow.parquet.ParquetFile``. Raises ValueError: damaged, or pyarrow is missing."""
     library = require("pyarrow.parquet", f"--input {path}")
     try:
         return library.ParquetFile(path)
