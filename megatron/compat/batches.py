@@ -27,18 +27,18 @@ NAMES = (*PER_TOKEN, "attention_mask", *PER_BATCH)
 
 
 def get_batch_on_this_tp_rank(
-    batch: Batch, has_cu_seqlens: bool | None = False, is_hybrid_cp: bool | None = False, **known: object
+    batch: Batch, has_cu_seqlens: bool | None = False, is_hybrid_cp: bool | None = False, **options: object
 ) -> Batch:
     """Return the first tensor-parallel rank's ``batch`` on every rank of its group, with all of :data:`NAMES` (None if
     missing) and its further keys. Collective: the other ranks' ``batch`` is not read.
 
     Without ``has_cu_seqlens`` (``is_sft`` in earlier releases) document boundaries of our data sets become an attention
-    mask, and ``cu_seqlens`` None. ``known``: groups, ranks and sizes, ignored, as they follow from the running program.
+    mask, and ``cu_seqlens`` None. ``options`` (groups, ranks, sizes) are ignored: the running program has them.
     Raises UserError for ``is_hybrid_cp``."""
     if is_hybrid_cp:
         _reject_hybrid()
     shared = broadcast_batch({**dict.fromkeys(NAMES), **batch})
-    if not (has_cu_seqlens or known.get("is_sft")):
+    if not (has_cu_seqlens or options.get("is_sft")):
         shared = {**with_attention_mask(shared), "cu_seqlens": None}
     return shared
 

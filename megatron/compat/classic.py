@@ -97,7 +97,7 @@ class ScriptBatches(Batches):
         super().__init__(task.cfg)
         self.task = task
 
-    def read(self, reader: BatchReader, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
+    def read(self, reader: BatchReader, number: int, num_next: int = 0) -> tuple[Iterator[dict], Tensor]:
         """Return the training iterator, which the script reads itself, and the tokens of ``number`` micro-batches."""
         tokens = number * self.cfg.training.micro_batch_size * self.cfg.data.seq_length
         return reader.batches, torch.tensor([tokens], dtype=torch.float64)
@@ -205,20 +205,20 @@ class ClassicTask(Task):
         taken as not given, and document boundaries are added. Tensors are this context-parallel rank's, on its
         device."""
         forward = signature(model.forward)
-        given: Mapping[str, object] = forward.bind_partial(*args, **kwargs).arguments
-        known: dict[str, object] = {}
+        passed: Mapping[str, object] = forward.bind_partial(*args, **kwargs).arguments
+        facts: dict[str, object] = {}
         names = ["sample_index"]
         if takes_main_loss(model):  # other models may mean something else by a mask
             names.append("loss_mask")
-        if next(iter(given.values()), True) is None:
-            given = {name: value for name, value in given.items() if value is not None or name not in kwargs}
+        if next(iter(passed.values()), True) is None:
+            passed = {name: value for name, value in passed.items() if value is not None or name not in kwargs}
             if "cu_seqlens" in self._batch:
                 bounds = self._batch["cu_seqlens"].to(initialize.training_device())
-                known["packed_seq_params"] = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+                facts["packed_seq_params"] = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         tensors = get_batch_on_this_cp_rank({name: self._batch[name] for name in names if name in self._batch})
-        known |= to_device(tensors, initialize.training_device())
-        missing = forward.parameters.keys() - given.keys()
-        kwargs = {**kwargs, **{name: value for name, value in known.items() if name in missing}}
+        facts |= to_device(tensors, initialize.training_device())
+        missing = forward.parameters.keys() - passed.keys()
+        kwargs = {**kwargs, **{name: value for name, value in facts.items() if name in missing}}
         return self._main_loss(model, args, kwargs) if takes_main_loss(model) else (args, kwargs)
 
     @cached_property
@@ -253,15 +253,15 @@ def pretrain(*arguments: Any, **named: Any) -> None:
     order = ["cfg_container", "train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"]
     if len(arguments) > 2 and isinstance(arguments[2], ModelType):
         order.append(order.pop(2))
-    given = {**dict(zip(order, arguments)), **named}
-    container = given.pop("cfg_container")
-    functions = _functions(given.pop("train_valid_test_dataset_provider"), given.pop("forward_step_func"))
-    if (model_provider := given.pop("model_provider", None)) is not None:
+    options = {**dict(zip(order, arguments)), **named}
+    container = options.pop("cfg_container")
+    functions = _functions(options.pop("train_valid_test_dataset_provider"), options.pop("forward_step_func"))
+    if (model_provider := options.pop("model_provider", None)) is not None:
         functions["model_provider"] = model_provider
     elif container.model is None:
         raise UserError("pretrain(): no model; give a model_provider, or pretrain_cfg_container_from_args(args, model)")
-    given.pop("model_type", None)
-    _train(container.settings, functions, given.pop("hooks", ()), given)
+    options.pop("model_type", None)
+    _train(container.settings, functions, options.pop("hooks", ()), options)
 
 
 def pretrain_from_flags(
@@ -307,8 +307,8 @@ def _train(cfg: FlatConfig, functions: dict[str, Callable], hooks: Sequence[Hook
     """Run the loop; leave the process (``sys.exit``) with its exit code if that is not 0. Creates the process group of
     a single process unless --dry-run. ``options`` are the other arguments of :func:`pretrain`, of any release:
     TypeError for unknown ones, ValueError for values that are not available."""
-    if strange := sorted(options.keys() - _NEEDS_NOTHING - _NONE_ONLY - {"skip_model_parallel_init"}):
-        raise TypeError(f"pretrain() has no argument {', '.join(strange)}")
+    if unknown := sorted(options.keys() - _NEEDS_NOTHING - _NONE_ONLY - {"skip_model_parallel_init"}):
+        raise TypeError(f"pretrain() has no argument {', '.join(unknown)}")
     for name in sorted(options.keys() - _NEEDS_NOTHING):
         if options[name]:
             raise ValueError(f"pretrain({name}=...): not available; pass {None if name in _NONE_ONLY else False}")
@@ -327,12 +327,15 @@ def _checked_forward_step(forward_step: Callable) -> Callable:
     """Return ``forward_step`` itself, which is called with (iterator, model): further parameters must have defaults.
     Raises ValueError if more than two are required."""
     required = [
-        each
-        for each in signature(forward_step).parameters.values()
-        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        parameter
+        for parameter in signature(forward_step).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     if len(required) > 2:
-        raise ValueError(f"forward_step takes {[each.name for each in required]}; expected (data_iterator, model)")
+        raise ValueError(
+            f"forward_step takes {[parameter.name for parameter in required]}; expected (data_iterator, model)"
+        )
     return forward_step
 
 

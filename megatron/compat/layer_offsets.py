@@ -27,8 +27,8 @@ def _layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None
     ranks = config.pipeline_model_parallel_size
     if ranks == 1 and virtual_pipeline_size(config) == 1:
         return range(config.num_layers)
-    given = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    is_given = any(getattr(config, name) is not None for name in given)
+    names = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    is_given = any(getattr(config, name) is not None for name in names)
     accounts = config.account_for_embedding_in_pipeline_split or config.account_for_loss_in_pipeline_split
     if not is_given and not accounts:
         raise UserError(
@@ -40,5 +40,5 @@ def _layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None
     stage: StageContents = stages[rank + (vp_stage or 0) * ranks]
     if stage.cuts_layers:
         raise UserError("get_transformer_layer_offset: the layout cuts a layer; end every stage with a full one")
-    before = sum(round(each.num_layers) for each in stages[: stage.stage])
+    before = sum(round(stage.num_layers) for stage in stages[: stage.stage])
     return range(before, before + round(stage.num_layers))

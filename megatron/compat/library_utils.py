@@ -151,7 +151,7 @@ def configure_nvtx_profiling(enabled: bool) -> None:
 def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
     """Open a range for NVIDIA's profilers, where there is a GPU."""
     if torch.cuda.is_available():
-        torch.cuda.nvtx.range_push(".".join(each for each in (msg, suffix) if each) or "range")
+        torch.cuda.nvtx.range_push(".".join(part for part in (msg, suffix) if part) or "range")
 
 
 def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:

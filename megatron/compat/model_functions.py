@@ -62,11 +62,11 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
     for our parameters from the declaration (whether tensor-parallel ranks hold parts, and along which dim), else False,
     -1 and 1."""
     spec: ParameterSpec | None = getattr(tensor, "spec", None)
-    placed = None if spec is None else spec.mesh.get("tp") or spec.mesh.get("etp")
-    split = isinstance(placed, Shard)
+    placement = None if spec is None else spec.mesh.get("tp") or spec.mesh.get("etp")
+    split = isinstance(placement, Shard)
     dim = -1
-    if spec is not None and isinstance(placed, Shard):
-        dim = max(placed.dim - (len(spec.shape) - spec.ndim), 0)  # leading logical dims are folded into the first
+    if spec is not None and isinstance(placement, Shard):
+        dim = max(placement.dim - (len(spec.shape) - spec.ndim), 0)  # leading logical dims are folded into the first
     for name, value in (("tensor_model_parallel", split), ("partition_dim", dim), ("partition_stride", 1)):
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
@@ -80,10 +80,10 @@ def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_chec
         for _, param in chunk.named_parameters():
             digest.update(param.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     group = parallel_state.get_process_groups().dp_cp
-    found: list[object] = [digest.hexdigest()] * group.size
+    digests: list[object] = [digest.hexdigest()] * group.size
     if group.size > 1:
-        dist.all_gather_object(found, digest.hexdigest(), group=group.handle)
-    return len(set(found)) == 1
+        dist.all_gather_object(digests, digest.hexdigest(), group=group.handle)
+    return len(set(digests)) == 1
 
 
 class Float16Module(nn.Module):
@@ -124,5 +124,5 @@ class Float16Module(nn.Module):
 def _to(x: object, dtype: torch.dtype) -> Any:
     """Floating-point tensors of ``x``, also inside tuples, as ``dtype``."""
     if isinstance(x, tuple) and not hasattr(x, "_fields"):
-        return tuple(_to(each, dtype) for each in x)
+        return tuple(_to(item, dtype) for item in x)
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -39,24 +39,24 @@ class NameSource(NamedTuple):
 @functools.cache
 def table() -> dict[str, dict[str, NameSource]]:
     """Return {module: {name: source}} of ``names.tsv``, modules with the prefix ``megatron.``."""
-    found: dict[str, dict[str, NameSource]] = {}
+    sources: dict[str, dict[str, NameSource]] = {}
     for line in Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):
             continue
         module, source, names = line.split("\t")
-        for each in names.split():
-            name, _, older = each.partition("=")
-            found.setdefault(f"megatron.{module}", {})[name] = NameSource(source, older or name)
-    return found
+        for entry in names.split():
+            name, _, older = entry.partition("=")
+            sources.setdefault(f"megatron.{module}", {})[name] = NameSource(source, older or name)
+    return sources
 
 
 def attribute(module: str, name: str) -> Any:
     """Return what programs get as ``name`` from ``module``, importing its source; for names that do not exist here, a
     class or function that raises UserError when called. Raises AttributeError for a name that is not in the table."""
-    known = table().get(module, {})
-    source = known.get(name)
-    if source is None and ALL in known and not name.startswith("__"):
-        source = known[ALL]._replace(name=name)
+    sources = table().get(module, {})
+    source = sources.get(name)
+    if source is None and ALL in sources and not name.startswith("__"):
+        source = sources[ALL]._replace(name=name)
     if source is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     if source.module.startswith(ABSENT):
@@ -84,20 +84,20 @@ def _absent(name: str, reason: str) -> Any:
 def serve_other_names(module: str) -> None:
     """Give the imported ``module`` a ``__getattr__`` that finds the names of the table. Also sets ``__all__`` if it is
     missing in a module that is no package, and an empty ``__path__`` if the table has modules below it."""
-    served = sys.modules[module]
-    if not hasattr(served, "__all__") and not hasattr(served, "__path__"):  # ``import *`` takes the table's names too
-        public = [name for name in vars(served) if not name.startswith("_")]
-        served.__all__ = public + [name for name in table().get(module, {}) if name != ALL]  # type: ignore[attr-defined]
-    served.__getattr__ = functools.partial(attribute, module)  # type: ignore[method-assign]
-    if not hasattr(served, "__path__") and module in _packages():
-        served.__path__ = []  # submodules of the table: Python looks for submodules of packages only
+    target = sys.modules[module]
+    if not hasattr(target, "__all__") and not hasattr(target, "__path__"):  # ``import *`` takes the table's names too
+        public = [name for name in vars(target) if not name.startswith("_")]
+        target.__all__ = public + [name for name in table().get(module, {}) if name != ALL]  # type: ignore[attr-defined]
+    target.__getattr__ = functools.partial(attribute, module)  # type: ignore[method-assign]
+    if not hasattr(target, "__path__") and module in _packages():
+        target.__path__ = []  # submodules of the table: Python looks for submodules of packages only
 
 
 @functools.cache
 def _packages() -> frozenset[str]:
     """Parents of the modules of the table."""
     parts = (name.split(".") for name in table())
-    return frozenset(".".join(each[:end]) for each in parts for end in range(1, len(each)))
+    return frozenset(".".join(part[:end]) for part in parts for end in range(1, len(part)))
 
 
 class Finder:

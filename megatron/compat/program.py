@@ -124,11 +124,11 @@ def parse_script_args(
 ) -> FlatConfig:
     """Return the settings of an entry script's command line, not yet resolved. The script names no model family: it is
     the first one that has all groups of the given flags, or else the default one."""
-    given = {normalize(word.partition("=")[0]) for word in sys.argv[1:]}
-    specs = [spec for spec in flag_specs() if not given.isdisjoint(map(normalize, spec.names))]
+    typed = {normalize(word.partition("=")[0]) for word in sys.argv[1:]}
+    specs = [spec for spec in flag_specs() if not typed.isdisjoint(map(normalize, spec.names))]
     used = {spec.group for spec in specs if spec.field not in getattr(spec.group, "HARMLESS", ())}
     optional = used & {*optional_groups(FlatConfig)}
-    family = next((name for name, each in families().items() if optional <= {*each.groups}), None)
+    family = next((name for name, candidate in families().items() if optional <= {*candidate.groups}), None)
     return parse_args(
         args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False, model_family=family
     )
@@ -167,10 +167,10 @@ def current_settings(args: Namespace) -> FlatConfig:
     changed = {name: value for name, value in vars(args).items() if name not in before or before[name] != value}
     if derived := sorted(changed.keys() & {*_derived(cfg), "padded_vocab_size"}):
         raise UserError(f"args.{derived[0]}: follows from other settings and cannot be assigned; change those")
-    ours = changed.keys() & cfg.values().keys()
+    fields = changed.keys() & cfg.values().keys()
     return replace(
         cfg,
-        **{name: changed[name] for name in ours},
-        explicit=cfg.explicit | ours,
-        extra=cfg.extra | {name: value for name, value in changed.items() if name not in ours},
+        **{name: changed[name] for name in fields},
+        explicit=cfg.explicit | fields,
+        extra=cfg.extra | {name: value for name, value in changed.items() if name not in fields},
     )

@@ -38,13 +38,13 @@ class RotaryEmbedding(nn.Module):
         rotary_base: float = 10000,
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
-        **further: Any,
+        **options: Any,
     ) -> None:
         """Compute the frequencies fp32 [d / 2] of the first ``kv_channels * rotary_percent`` channels, with LLaMA 3's
-        scaling if ``rope_scaling``. ``further`` may hold ``use_cpu_initialization`` (ignored) and ``cp_group``; else
+        scaling if ``rope_scaling``. ``options`` may hold ``use_cpu_initialization`` (ignored) and ``cp_group``; else
         TypeError."""
         super().__init__()
-        if unknown := further.keys() - {"use_cpu_initialization", "cp_group"}:
+        if unknown := options.keys() - {"use_cpu_initialization", "cp_group"}:
             raise TypeError(f"RotaryEmbedding() has no arguments {', '.join(sorted(unknown))}")
         dim = int(kv_channels * rotary_percent)
         frequencies = rotary_base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -52,7 +52,7 @@ class RotaryEmbedding(nn.Module):
             frequencies = Llama3Scaling(rope_scaling_factor).scaled(frequencies, rotary_base, dim)
         self.rotary_interleaved, self.factor = rotary_interleaved, seq_len_interpolation_factor or 1.0
         self.register_buffer("inv_freq", frequencies, persistent=False)
-        self.cp_group = further.get("cp_group")
+        self.cp_group = options.get("cp_group")
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: AnyGroup = None) -> Tensor:
         """Return [max_seq_len, 1, 1, d], or this context-parallel rank's part of it unless ``packed_seq``."""

@@ -68,20 +68,20 @@ class ScriptData:
         group = parallel_state.get_process_groups().tp_pp
         if group.size == 1:
             return datasets
-        found: list[Any] = [None] * group.size
-        dist.all_gather_object(found, [_lengths(each) for each in datasets], group=group.handle)
-        held = [sum(each is not None for each in lengths) for lengths in found]
-        if min(held) == max(held):
+        by_rank: list[Any] = [None] * group.size
+        dist.all_gather_object(by_rank, [_lengths(dataset) for dataset in datasets], group=group.handle)
+        counts = [sum(dataset is not None for dataset in lengths) for lengths in by_rank]
+        if min(counts) == max(counts):
             return datasets
-        self.source = held.index(max(held))
-        wanted = found[self.source]
-        for rank, lengths in enumerate(found):
-            if any(length is not None and each is None for length, each in zip(lengths, wanted)):
+        self.source = counts.index(max(counts))
+        reference = by_rank[self.source]
+        for rank, lengths in enumerate(by_rank):
+            if any(length is not None and dataset is None for length, dataset in zip(lengths, reference)):
                 raise UserError(
                     f"data sets: rank {group.ranks[rank]} holds one that rank {group.ranks[self.source]} does not; "
                     "return all of them on one rank of each tensor-parallel group, or on every rank"
                 )
-        return tuple(_stand_in(each, length) for each, length in zip(datasets, wanted))
+        return tuple(_stand_in(dataset, length) for dataset, length in zip(datasets, reference))
 
     def share(self, batches: Iterator[object], number: int) -> Iterator[Any]:
         """Return the next ``number`` micro-batches, broadcast from :attr:`source` to the other ranks of the model
@@ -97,14 +97,14 @@ class ScriptData:
 def _lengths(dataset: object) -> Any:
     """Return None for no data, else the length of a data set (0 if it has no length), or a list of lengths."""
     if isinstance(dataset, list | tuple):
-        return [_lengths(each) for each in dataset]
+        return [_lengths(part) for part in dataset]
     return None if dataset is None else len(dataset) if hasattr(dataset, "__len__") else 0
 
 
 def _stand_in(dataset: object, lengths: Any) -> Any:
     if dataset is not None or lengths is None:
         return dataset
-    return [_stand_in(None, each) for each in lengths] if isinstance(lengths, list) else AbsentData(lengths)
+    return [_stand_in(None, length) for length in lengths] if isinstance(lengths, list) else AbsentData(lengths)
 
 
 class ScriptBatch(dict[str, Any]):

@@ -29,8 +29,8 @@ def get_torch_version() -> Any:
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
     """Whether Transformer Engine is newer than ``version``, or equal with ``check_equality``; False without it."""
-    found = get_te_version()
-    return found is not None and _reaches(str(found), version, check_equality)
+    installed = get_te_version()
+    return installed is not None and _reaches(str(installed), version, check_equality)
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
@@ -38,9 +38,9 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     return _reaches(str(torch.__version__), version, check_equality)
 
 
-def _reaches(found: str, version: str, check_equality: bool) -> bool:
-    ours = TorchVersion(found)
-    return ours >= version if check_equality else ours > version
+def _reaches(installed: str, version: str, check_equality: bool) -> bool:
+    parsed = TorchVersion(installed)
+    return parsed >= version if check_equality else parsed > version
 
 
 def _version(text: str) -> Any:

@@ -40,13 +40,13 @@ def normalize(weights: Sequence[float]) -> list[float]:
 def parse_and_normalize_split(split: str) -> list[float]:
     """Return three fractions that sum to 1 from text such as ``"949,50,1"``, ``"0.9 0.1"`` or ``"'99,1,0'"``; missing
     ones are 0. Raises UserError for other text (also signs and exponents), more than three numbers, or a sum of 0."""
-    strange = re.sub(r"[0-9.,/\s'\"%\[\]()]", "", split)
+    unknown = re.sub(r"[0-9.,/\s'\"%\[\]()]", "", split)
     numbers = re.findall(r"[.0-9]+", split)
     try:
         parts = [float(number) for number in numbers]
     except ValueError:
         parts = []
-    if strange or not parts or len(parts) > len(Split) or sum(parts) <= 0:
+    if unknown or not parts or len(parts) > len(Split) or sum(parts) <= 0:
         raise UserError(
             f"--split {split!r}: give one to three numbers, not all zero, for train,valid,test, such as 969,30,1"
         )
@@ -132,14 +132,14 @@ def get_blend_and_blend_per_split(args: BlendSettings) -> tuple[Blend | None, li
     Raises UserError for more than one source, or a malformed one; the three per-split paths count as one source and may
     be None."""
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    given = {
+    sources = {
         "--data-path": args.data_path is not None,
         "--data-args-path": args.data_args_path is not None,
         "--train-data-path/--valid-data-path/--test-data-path": any(paths is not None for paths in per_split),
         "--per-split-data-args-path": args.per_split_data_args_path is not None,
         "--mock-data": bool(args.mock_data),
     }
-    chosen = [flag for flag, present in given.items() if present]
+    chosen = [flag for flag, present in sources.items() if present]
     if len(chosen) > 1:
         raise UserError(f"{' and '.join(chosen)} are both given: a run reads exactly one source of data; keep one")
     if args.data_path is not None:

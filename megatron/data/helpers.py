@@ -37,8 +37,8 @@ def compiled(name: str) -> Callable[..., Any] | None:
 def shuffle(values: np.ndarray, random_state: np.random.RandomState) -> None:
     """Shuffle the 1-D ``values`` in place: same permutation, same state afterwards as ``random_state.shuffle``. Uses
     C++ for contiguous int32, uint32 and int64 arrays, if it is built."""
-    known = {"int32": "shuffle_int32", "uint32": "shuffle_uint32", "int64": "shuffle_int64"}
-    name = known.get(values.dtype.name)
+    functions = {"int32": "shuffle_int32", "uint32": "shuffle_uint32", "int64": "shuffle_int64"}
+    name = functions.get(values.dtype.name)
     if _cpp is None or name is None or values.ndim != 1 or not values.flags.c_contiguous or len(values) >= 2**32:
         random_state.shuffle(values)
         return
@@ -139,21 +139,21 @@ def build_blending_indices_numpy(
     """Return the same arrays as ``build_blending_indices`` in C++: (source int16, its sample int64) per sample; each
     step takes the source that is furthest below its share, the first among equals. A source at its limit is not drawn
     again; ``size`` must not exceed the sum of ``limits``."""
-    taken = np.zeros(len(weights), dtype=np.float64)
+    drawn = np.zeros(len(weights), dtype=np.float64)
     if limits is not None:
-        taken[limits == 0] = np.inf  # infinity closes a source
-    errors = np.empty_like(taken)
+        drawn[limits == 0] = np.inf  # infinity closes a source
+    errors = np.empty_like(drawn)
     source = np.empty(size, dtype=np.int16)
     source_sample = np.empty(size, dtype=np.int64)
     for step in range(size):
         np.multiply(weights, max(float(step), 1.0), out=errors)
-        np.subtract(errors, taken, out=errors)
+        np.subtract(errors, drawn, out=errors)
         winner = errors.argmax()
         source[step] = winner
-        source_sample[step] = taken[winner]
-        taken[winner] += 1.0
-        if limits is not None and taken[winner] == limits[winner]:
-            taken[winner] = np.inf
+        source_sample[step] = drawn[winner]
+        drawn[winner] += 1.0
+        if limits is not None and drawn[winner] == limits[winner]:
+            drawn[winner] = np.inf
     return source, source_sample
 
 

@@ -118,24 +118,24 @@ class IndexCache:
         self.damage = ""
         try:
             with open_regular(f"{self.base}-description.txt") as stream:
-                found = stream.read(len(self.description.encode()) + MAX_CHECKSUM_BYTES)
+                content = stream.read(len(self.description.encode()) + MAX_CHECKSUM_BYTES)
         except OSError:
             return None
-        if found == self.description.encode():  # of a version without checksums
+        if content == self.description.encode():  # of a version without checksums
             return None
         try:
-            checksums = self._checksums(found)
+            checksums = self._checksums(content)
             return {name: self._read(name, checksums.get(name)) for name in self.layout}
         except (OSError, ValueError) as error:
             self.damage = str(error)
             return None
 
-    def _checksums(self, found: bytes) -> dict[str, object]:
-        """Return {array: checksum} from the content ``found`` of the description file. Raises ValueError if its
+    def _checksums(self, content: bytes) -> dict[str, object]:
+        """Return {array: checksum} from the content ``content`` of the description file. Raises ValueError if its
         checksum, in the last line, or the description does not match; the arrays are not read."""
-        body, _, own = found.rpartition(b"\n")
+        body, _, checksum = content.rpartition(b"\n")
         text, _, line = body.rpartition(b"\n")
-        if own != b"%08x" % zlib.crc32(body) or text != self.description.encode():
+        if checksum != b"%08x" % zlib.crc32(body) or text != self.description.encode():
             raise ValueError(f"{self.base}-description.txt is not what was written")
         checksums = parse_json(line)
         if not isinstance(checksums, dict):

@@ -189,17 +189,17 @@ def _check_tokens(idx_path: str, index: Index, bin_bytes: int) -> None:
         if int(chunk.min()) < 0:
             where = start + int(chunk.argmin())
             raise _error(idx_path, f"has the negative length {int(lengths[where])} at sequence {where}")
-        following = pointers[start + 1 : stop + 1]
-        wrong = np.subtract(following, pointers[start : start + len(following)])
-        wrong -= chunk[: len(following)].astype(np.int64) * size
+        ends = pointers[start + 1 : stop + 1]
+        wrong = np.subtract(ends, pointers[start : start + len(ends)])
+        wrong -= chunk[: len(ends)].astype(np.int64) * size
         if wrong.any():
             where = start + int(np.flatnonzero(wrong)[0])
-            here, there = int(pointers[where]), int(pointers[where + 1])
-            reason = "pointers are not monotone" if there < here else "pointers disagree with the lengths"
+            position, next_position = int(pointers[where]), int(pointers[where + 1])
+            reason = "pointers are not monotone" if next_position < position else "pointers disagree with the lengths"
             raise _error(
                 idx_path,
-                f"{reason}: sequence {where} has {int(lengths[where])} tokens of {size} bytes at byte {here}, "
-                f"and the next begins at {there}",
+                f"{reason}: sequence {where} has {int(lengths[where])} tokens of {size} bytes at byte {position}, "
+                f"and the next begins at {next_position}",
             )
 
 

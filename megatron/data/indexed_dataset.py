@@ -73,14 +73,14 @@ class FileTokens:
         or unlinked). Raises IndexedDatasetError if it has become shorter, OSError for read errors."""
         tokens = np.empty(count, dtype=self.dtype)
         target = tokens.data.cast("B") if count else memoryview(b"")
-        offset, done = start * self.dtype.itemsize, 0
-        while done < len(target):  # one call reads at most 2 GiB
-            got = os.preadv(self.descriptor, [target[done:]], offset + done)
+        offset, filled = start * self.dtype.itemsize, 0
+        while filled < len(target):  # one call reads at most 2 GiB
+            got = os.preadv(self.descriptor, [target[filled:]], offset + filled)
             if got == 0:
                 raise IndexedDatasetError(
                     f"{self.bin_path} ends before byte {offset + len(target)}: it shrank after opening"
                 )
-            done += got
+            filled += got
         return tokens
 
 
@@ -169,9 +169,9 @@ class IndexedDataset:
         """Fill ``out`` in place with the concatenated tokens of ``sequences``, from token ``offset`` of the first one,
         cast to its dtype. Returns the number of tokens written, which is less than ``len(out)`` if the sequences end
         early; the others stay unchanged. ``offset`` must lie inside the first sequence."""
-        filled, size, wanted = 0, self._size, len(out)
+        filled, size, capacity = 0, self._size, len(out)
         for start, length in zip(self._pointers[sequences].tolist(), self._lengths[sequences].tolist()):
-            count = min(length - offset, wanted - filled)
+            count = min(length - offset, capacity - filled)
             out[filled : filled + count] = self._tokens.read(start // size + offset, count)
             filled, offset = filled + count, 0
         return filled
@@ -265,9 +265,9 @@ def resolve_prefix(path_prefix: str) -> str:
             return path_prefix + suffix
     if reason := _not_a_prefix(path_prefix):
         raise MissingDatasetError(f"no data set at {path_prefix}: {reason}")
-    found = glob.glob(glob.escape(os.path.dirname(path_prefix) or ".") + "/*.idx")
+    indices = glob.glob(glob.escape(os.path.dirname(path_prefix) or ".") + "/*.idx")
     near = difflib.get_close_matches(
-        path_prefix, [name.removesuffix(".idx").removeprefix("./") for name in found], n=3, cutoff=0.7
+        path_prefix, [name.removesuffix(".idx").removeprefix("./") for name in indices], n=3, cutoff=0.7
     )
     hint = f" Near by: {', '.join(near)}." if near else ""
     raise MissingDatasetError(

@@ -224,19 +224,19 @@ class IndexedDatasetBuilder:
     def _as_tokens(self, values: ArrayLike) -> np.ndarray:
         """Return ``values`` as a contiguous array of the data set's dtype, without a copy if possible. Raises UserError
         if an integer does not fit; floating-point values are cast unchecked."""
-        given = np.asarray(values)
-        if given.dtype == self._np_dtype:
-            return np.ascontiguousarray(given)
-        if given.dtype.kind in "iu" and self._np_dtype.kind in "iu" and given.size:
+        array = np.asarray(values)
+        if array.dtype == self._np_dtype:
+            return np.ascontiguousarray(array)
+        if array.dtype.kind in "iu" and self._np_dtype.kind in "iu" and array.size:
             limits = np.iinfo(self._np_dtype)
-            low, high = int(given.min()), int(given.max())
+            low, high = int(array.min()), int(array.max())
             if low < limits.min or high > limits.max:
                 worst = low if low < limits.min else high
                 raise UserError(
                     f"token id {worst} does not fit {self._np_dtype.name} ({limits.min} to {limits.max}) in "
                     f"{self.bin_path}: choose the dtype with DType.optimal_dtype(vocab_size)"
                 )
-        return np.ascontiguousarray(given, dtype=self._np_dtype)
+        return np.ascontiguousarray(array, dtype=self._np_dtype)
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:

@@ -158,7 +158,7 @@ def build_mapping_numpy(
         if before >= max_samples:
             break
         groups = _group_sentences(bounds.tolist(), sizes, target, min_sentences, min_left=2, long_from=2)
-        rows += [(first, end, wanted) for _, first, end, wanted in groups]
+        rows += [(first, end, goal) for _, first, end, goal in groups]
         if len(rows) == before:
             break
     return _shuffled(rows, 3, _row_type(sizes), seed + 1)
@@ -180,8 +180,8 @@ def build_blocks_mapping_numpy(
     least = min_sentences
     groups = list(_group_sentences(bounds.tolist(), sizes, lambda i: max_length - titles[i], least, least, least))
     epoch = [(first, end, document, block) for block, (document, first, end, _) in enumerate(groups)]
-    wanted = min(num_epochs, -(-max_samples // len(epoch))) if epoch else 0
-    return _shuffled(epoch * wanted, 4, _row_type(sizes), seed + 1)
+    epochs = min(num_epochs, -(-max_samples // len(epoch))) if epoch else 0
+    return _shuffled(epoch * epochs, 4, _row_type(sizes), seed + 1)
 
 
 def _group_sentences(
@@ -195,14 +195,14 @@ def _group_sentences(
         lengths = sizes[begin:end].tolist()
         if len(lengths) < min_sentences or (len(lengths) >= long_from and max(lengths, default=0) > LONG_SENTENCE):
             continue
-        wanted, first, tokens = target(document), begin, 0
+        goal, first, tokens = target(document), begin, 0
         for sentence, length in enumerate(lengths, begin):
             tokens += length
-            left, taken = end - 1 - sentence, sentence + 1 - first
-            if (tokens >= wanted and left >= min_left and taken >= min_sentences) or left == 0:
-                yield document, first, sentence + 1, wanted
+            left, count = end - 1 - sentence, sentence + 1 - first
+            if (tokens >= goal and left >= min_left and count >= min_sentences) or left == 0:
+                yield document, first, sentence + 1, goal
                 first, tokens = sentence + 1, 0
-                wanted = target(document)  # also after the document's last sample: this draw is not used
+                goal = target(document)  # also after the document's last sample: this draw is not used
 
 
 def _words(random_state: np.random.RandomState) -> Iterator[int]:
@@ -231,8 +231,8 @@ def mt19937_64(seed: int) -> Iterator[int]:
     while True:
         # the second half needs the first half's new words, and its last word the new first one
         for low, high in ((0, middle), (middle, size)):
-            following = np.append(state[low + 1 : high], state[high % size])
-            mixed = (state[low:high] & upper) | (following & ~upper)
+            successors = np.append(state[low + 1 : high], state[high % size])
+            mixed = (state[low:high] & upper) | (successors & ~upper)
             other = state[middle:] if low == 0 else state[:middle]
             state[low:high] = other ^ (mixed >> shift[4]) ^ ((mixed & np.uint64(1)) * matrix)
         words = state ^ ((state >> shift[0]) & np.uint64(0x5555555555555555))

@@ -37,7 +37,7 @@ class _MalformedError(ValueError):
 
 def read_header(path: Path) -> dict[str, Entry]:
     """Return name -> entry for every tensor. Raises CheckpointDamagedError if the file cannot be read, is truncated or
-    has no JSON header; or for a malformed entry, with the tensor's name."""
+    has no JSON header; or for a malformed entry, and then the message names the tensor."""
     try:
         with open_regular(path) as file:
             total = os.fstat(file.fileno()).st_size

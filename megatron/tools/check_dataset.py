@@ -42,10 +42,12 @@ def id_range(data: IndexedDataset, prefix: str) -> tuple[int, int, int, int]:
                 high, high_at = last, start + int(chunk.argmax())
             now = time.monotonic()
             if now - reported > PROGRESS_SECONDS:
-                done = start + len(chunk)
-                rate = done * data.index.dtype_size / (now - started)
-                left = (total - done) * data.index.dtype_size / rate
-                print(f"  {100 * done / total:.0f} % read, {rate / 1e6:.0f} MB/s, {left:.0f} s left", file=sys.stderr)
+                num_read = start + len(chunk)
+                rate = num_read * data.index.dtype_size / (now - started)
+                left = (total - num_read) * data.index.dtype_size / rate
+                print(
+                    f"  {100 * num_read / total:.0f} % read, {rate / 1e6:.0f} MB/s, {left:.0f} s left", file=sys.stderr
+                )
                 reported = now
     return low, high, low_at, high_at
 

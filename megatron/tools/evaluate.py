@@ -123,6 +123,6 @@ def main(argv: Sequence[str]) -> int:
     for kind in ("results", "groups"):
         check_scores(results.get(kind) or {})
     if args.output is not None:
-        kept = {name: results[name] for name in ("results", "n-samples", "versions") if name in results}
-        args.output.write_text(json.dumps(kept, indent=1, default=str, allow_nan=False) + "\n", encoding="utf-8")
+        selected = {name: results[name] for name in ("results", "n-samples", "versions") if name in results}
+        args.output.write_text(json.dumps(selected, indent=1, default=str, allow_nan=False) + "\n", encoding="utf-8")
     return 0

@@ -71,9 +71,9 @@ def answers(trained: TrainedModel, texts: Sequence[str], top_k: int) -> Iterator
     tokenizer = trained.tokenizer
     ids, types = build_sample(trained, texts)
     has_types = num_tokentypes(trained.cfg.group(BertConfig))
-    found, order = fill_mask(trained.model, ids, tokenizer.mask, types if has_types else None)
+    masks, order = fill_mask(trained.model, ids, tokenizer.mask, types if has_types else None)
     yield " | ".join(texts)
-    for number, probabilities in enumerate(found):
+    for number, probabilities in enumerate(masks):
         yield f"  mask {number + 1}"
         best = probabilities[: tokenizer.vocab_size].topk(min(top_k, tokenizer.vocab_size))
         for probability, token in zip(best.values.tolist(), best.indices.tolist()):

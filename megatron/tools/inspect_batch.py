@@ -76,13 +76,13 @@ def moved(cfg: PretrainConfig, paths: Sequence[str]) -> PretrainConfig:
     (single, per_split), new = get_blend_and_blend_per_split(cfg.data), get_blend_from_list(paths)
     old = single or (per_split and per_split[0])
     if not old or new is None or len(old[0]) != len(new[0]) or new[1] not in (None, old[1]):
-        known = " ".join(old[0]) if old else "no data set"
-        raise UserError(f"--data-path {' '.join(paths)}: must name the run's data sets in its order ({known})")
+        expected = " ".join(old[0]) if old else "no data set"
+        raise UserError(f"--data-path {' '.join(paths)}: must name the run's data sets in its order ({expected})")
     words = [word for pair in zip(map(str, old[1]), new[0]) for word in pair] if old[1] else new[0]
     if single:
         return cfg.with_settings(data_path=words, data_args_path=None)
-    others = dict.fromkeys(("valid_data_path", "test_data_path", "per_split_data_args_path"))
-    return cfg.with_settings(train_data_path=words, **others)
+    cleared = dict.fromkeys(("valid_data_path", "test_data_path", "per_split_data_args_path"))
+    return cfg.with_settings(train_data_path=words, **cleared)
 
 
 def build(
@@ -125,12 +125,12 @@ def parts_of_sample(dataset: object, number: int) -> list[Part]:
     if isinstance(dataset, GPTDataset):
         row = int(dataset.shuffle_index[number])
         (first, offset), (last, _) = dataset.sample_index[row : row + 2].tolist()
-        found, wanted = [], dataset.config.sequence_length + dataset.extra_token
+        parts, remaining = [], dataset.config.sequence_length + dataset.extra_token
         for document in dataset.document_index[first : last + 1].tolist():
-            count = min(int(dataset.dataset.sequence_lengths[document]) - offset, wanted)
-            found += [(document, offset, offset + count)] if count else []
-            offset, wanted = 0, wanted - count
-        return found
+            count = min(int(dataset.dataset.sequence_lengths[document]) - offset, remaining)
+            parts += [(document, offset, offset + count)] if count else []
+            offset, remaining = 0, remaining - count
+        return parts
     if isinstance(dataset, MaskedWordPieceDataset):
         first, end, _ = dataset.sample_index[number].tolist()
         document = int(np.searchsorted(dataset.dataset.document_indices, first, side="right")) - 1
@@ -192,7 +192,7 @@ def print_sample(row: Mapping[str, Any], width: int | None) -> None:
     """Print a sample: one line about its origin, then its texts, each on one line and cut to ``width`` characters."""
     words = [f"{row['data_set']}, weight {row['weight']:.4g}"]
     if "tokens" not in row["arrays"]:
-        words += ["document {}[{}:{}]".format(each["document"], *each["tokens"]) for each in row["documents"]]
+        words += ["document {}[{}:{}]".format(part["document"], *part["tokens"]) for part in row["documents"]]
     words += [name for key, name in (("is_random", "swapped"), ("truncated", "truncated")) if row["arrays"].get(key)]
     words += [f"rank {row['rank']}, micro-batch {row['micro_batch']}"]
     print(printable(f"sample {row['sample']}: {', '.join(words)}"))
@@ -212,14 +212,14 @@ def main(argv: Sequence[str]) -> int:
     size = batch_size_at(cfg)(consumed)
     if cfg.data.dataloader_type != "cyclic" and consumed + size > len(train):
         raise UserError(f"--iteration {args.iteration}: the training data is used up; it holds {len(train)} samples")
-    found = describe_samples(cfg, tokenizer, train, consumed, args.samples)
+    samples = describe_samples(cfg, tokenizer, train, consumed, args.samples)
     summary = {"iteration": args.iteration, "first_sample": consumed, "batch_size": size, "settings": saved.directory}
     if args.json:
-        print(json.dumps({**summary, "notes": notes, "samples": list(found)}, ensure_ascii=False))
+        print(json.dumps({**summary, "notes": notes, "samples": list(samples)}, ensure_ascii=False))
         return 0
     print(printable(f"iteration {args.iteration}: {size} samples from {consumed} on, settings of {saved.directory}"))
     for note in notes:
         print(printable(f"  {note}"))
-    for row in found:
+    for row in samples:
         print_sample(row, None if args.full else args.width)
     return 0

@@ -94,7 +94,7 @@ def groups(kind: str, files: Iterator[dict[str, str]], seed: int) -> Iterator[It
     if kind == "stories":
         yield from ([document] for document in stories(seed))
     if kind == "docs":
-        prose = [*topics(), *(each for file in files for each in docstrings(file))]
+        prose = [*topics(), *(text for file in files for text in docstrings(file))]
         random.Random(seed).shuffle(prose)
         yield from ([document] for document in prose)
         return

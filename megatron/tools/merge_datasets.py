@@ -49,21 +49,21 @@ def common_dtype(prefixes: list[str], multimodal: bool) -> type:
 def common_sidecar(prefixes: list[str]) -> SidecarInfo | None:
     """Return the sidecar that all data sets share; None if no data set has one, or, with a warning on stderr, only
     some. Raises UserError: tokenizers or --append-eod differ, or a sidecar is damaged."""
-    found = {prefix: read_sidecar(prefix) for prefix in prefixes}
-    known = {prefix: info for prefix, info in found.items() if info is not None}
+    sidecars = {prefix: read_sidecar(prefix) for prefix in prefixes}
+    present = {prefix: info for prefix, info in sidecars.items() if info is not None}
     # the longest fingerprint: older sidecars record the files only
-    first = max(known.values(), key=lambda info: len(info.fingerprint), default=None)
+    first = max(present.values(), key=lambda info: len(info.fingerprint), default=None)
     if first is not None and not all(
         same_tokenizer(info.fingerprint, first.fingerprint) and info.append_eod == first.append_eod
-        for info in known.values()
+        for info in present.values()
     ):
         listing = ", ".join(
             f"{prefix} ({info.tokenizer_type}, sha256 {info.fingerprint[:12]}, append-eod {info.append_eod})"
-            for prefix, info in known.items()
+            for prefix, info in present.items()
         )
         raise UserError(f"different tokenizers made these data sets, so they cannot be one: {listing}")
-    if known and len(known) < len(found):
-        without = ", ".join(prefix for prefix, info in found.items() if info is None)
+    if present and len(present) < len(sidecars):
+        without = ", ".join(prefix for prefix, info in sidecars.items() if info is None)
         print(
             f"warning: no tokenizer is recorded for {without}; the result will have no record either", file=sys.stderr
         )
@@ -78,11 +78,13 @@ def merge(folder: str, output: str, multimodal: bool) -> None:
         UserError: invalid input, or the output exists.
         OSError: the output cannot be written; partial files are removed.
     """
-    taken = [
+    existing = [
         path for path in (get_bin_path(output), get_idx_path(output), sidecar_path(output)) if os.path.exists(path)
     ]
-    if taken:
-        raise UserError(f"--output-prefix {output}: {', '.join(taken)} exists and is not overwritten; remove it first")
+    if existing:
+        raise UserError(
+            f"--output-prefix {output}: {', '.join(existing)} exists and is not overwritten; remove it first"
+        )
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise UserError(
             f"--output-prefix {output}: the folder {os.path.dirname(os.path.abspath(output))} does not exist"
@@ -90,13 +92,13 @@ def merge(folder: str, output: str, multimodal: bool) -> None:
     prefixes = find_prefixes(folder)
     dtype, sidecar = common_dtype(prefixes, multimodal), common_sidecar(prefixes)
     total = sum(os.path.getsize(get_bin_path(prefix)) for prefix in prefixes)
-    done, started = 0, time.monotonic()
+    copied, started = 0, time.monotonic()
     with IndexedDatasetBuilder(get_bin_path(output), dtype=dtype, multimodal=multimodal) as builder:
         for number, prefix in enumerate(prefixes, 1):
             builder.add_index(prefix)
-            done += os.path.getsize(get_bin_path(prefix))
-            rate = max(done, 1) / max(time.monotonic() - started, 1e-9)
-            print(f"{number}/{len(prefixes)} {prefix}: {rate / 1e6:.0f} MB/s, {(total - done) / rate:.0f} s left")
+            copied += os.path.getsize(get_bin_path(prefix))
+            rate = max(copied, 1) / max(time.monotonic() - started, 1e-9)
+            print(f"{number}/{len(prefixes)} {prefix}: {rate / 1e6:.0f} MB/s, {(total - copied) / rate:.0f} s left")
         if sidecar is not None:
             write_sidecar(output, sidecar)
         try:

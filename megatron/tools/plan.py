@@ -35,31 +35,33 @@ from megatron.training.rules.run_all import check
 
 def tool_flags() -> argparse.ArgumentParser:
     """Return the parser of the flags of this tool."""
-    own = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
-    own.add_argument("--gpu", default="H100", help="GPU kind (H100, H200, ...) or a .json file of measured rates")
-    own.add_argument("--nodes", type=int, default=1, help="nodes of the cluster")
-    own.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")
-    own.add_argument("--memory", type=float, help="GiB per GPU; default: of the GPU kind")
-    own.add_argument("--nic-gbits", type=float, default=400.0, help="network bandwidth per GPU in Gb/s")
-    own.add_argument(
-        "--tokens", type=count_of, help="training tokens, such as 1e12 or 1T; default: from the iterations"
+    parser.add_argument("--gpu", default="H100", help="GPU kind (H100, H200, ...) or a .json file of measured rates")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of the cluster")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")
+    parser.add_argument("--memory", type=float, help="GiB per GPU; default: of the GPU kind")
+    parser.add_argument("--nic-gbits", type=float, default=400.0, help="network bandwidth per GPU in Gb/s")
+    parser.add_argument(
+        "--tokens", type=parse_count, help="training tokens, such as 1e12 or 1T; default: from the iterations"
     )
-    own.add_argument("--gpu-hour-price", type=float, help="price of a GPU-hour, for the cost")
-    own.add_argument("--best", type=int, default=8, help="layouts to print")
-    own.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    own.add_argument("--try", type=int, default=0, dest="trials", help="run the best N for eight iterations here")
-    own.add_argument("--save-stall", type=float, default=1.0, help="seconds that a save stops training")
-    own.add_argument("--restart-seconds", type=float, default=300.0, help="seconds from a failure to the next step")
-    own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags, or a model family's module")
-    return own
+    parser.add_argument("--gpu-hour-price", type=float, help="price of a GPU-hour, for the cost")
+    parser.add_argument("--best", type=int, default=8, help="layouts to print")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--try", type=int, default=0, dest="trials", help="run the best N for eight iterations here")
+    parser.add_argument("--save-stall", type=float, default=1.0, help="seconds that a save stops training")
+    parser.add_argument("--restart-seconds", type=float, default=300.0, help="seconds from a failure to the next step")
+    parser.add_argument(
+        "--program", default="pretrain_gpt.py", help="program of these flags, or a model family's module"
+    )
+    return parser
 
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
-def count_of(text: str) -> float:
+def parse_count(text: str) -> float:
     """Return the number in ``text``, which may end with a suffix of :data:`SUFFIXES`, such as 1.5T."""
     number, factor = (text[:-1], SUFFIXES[text[-1].upper()]) if text[-1:].upper() in SUFFIXES else (text, 1.0)
     try:
@@ -94,7 +96,7 @@ def read_model(program: str, flags: Sequence[str]) -> FlatConfig:
 
         cfg = apply_hf_settings(apply_checkpoint_args(cfg))
     problems = check(resolve(cfg, smallest_world_size(cfg), gpus=True).with_settings(dry_run=True))
-    problems = [each for each in problems if not any(part in each.flag for part in VARIED)]
+    problems = [problem for problem in problems if not any(part in problem.flag for part in VARIED)]
     if cfg.global_batch_size is None:
         reason = "is required: layouts are compared at equal batches"
         problems.append(Problem("--global-batch-size", reason, fix="for example --global-batch-size 512"))
@@ -106,13 +108,13 @@ def read_model(program: str, flags: Sequence[str]) -> FlatConfig:
     return dataclasses.replace(cfg, explicit=cfg.explicit - {"train_iters"} if cfg.train_samples else cfg.explicit)
 
 
-def none_found(found: Search, cluster: Cluster) -> str:
+def none_found(result: Search, cluster: Cluster) -> str:
     """Return the reason for an empty result."""
     at = f"--gpu {cluster.gpu.name} --nodes {cluster.nodes} --gpus-per-node {cluster.gpus_per_node}"
-    if found.too_large:
-        need = f"the smallest of {found.tried:,} layouts needs {found.smallest / 2**30:.1f} GiB per GPU"
+    if result.too_large:
+        need = f"the smallest of {result.tried:,} layouts needs {result.smallest / 2**30:.1f} GiB per GPU"
         return f"{at}: no layout fits: {need}, of {cluster.gpu.memory_gib:g}; add nodes"
-    why = found.reason or "no sizes divide the cluster, the layers, the heads and --global-batch-size"
+    why = result.reason or "no sizes divide the cluster, the layers, the heads and --global-batch-size"
     return f"{at}: no layout is possible: {why}"
 
 
@@ -125,28 +127,28 @@ def main(argv: Sequence[str]) -> int:
     cfg = read_model(options.program, flags)
     vocab_size = known_vocab_size(cfg)[0]
     assert vocab_size is not None, "checked by read_model"
-    found = search(cfg, cluster, vocab_size, lambda text: print(text, file=sys.stderr))
+    result = search(cfg, cluster, vocab_size, lambda text: print(text, file=sys.stderr))
     for sentence in unfused_attention(resolve(cfg, cluster.world_size, gpus=True)):
         print(sentence, file=sys.stderr)
-    if not found.layouts:
-        raise UserError(none_found(found, cluster))
-    best = found.layouts[: options.best]
+    if not result.layouts:
+        raise UserError(none_found(result, cluster))
+    best = result.layouts[: options.best]
     tokens = options.tokens or samples_from_iters(cfg, cfg.train_iters or 0) * cfg.seq_length
     if "train_iters" not in cfg.explicit and not options.tokens:
         tokens = 0
-    records = [layout_record(each, cluster, vocab_size, tokens, options.gpu_hour_price) for each in best]
+    records = [layout_record(layout, cluster, vocab_size, tokens, options.gpu_hour_price) for layout in best]
     if options.trials:
         add_trials(records, best[: options.trials], cluster, options.program, flags)
     losses = goodput_rows(cluster, options.save_stall, options.restart_seconds)
     if options.json:
         goodput = [row._asdict() for row in losses]
-        print(json.dumps({"layouts": records, "goodput": goodput, "candidates": found.tried}, indent=1))
+        print(json.dumps({"layouts": records, "goodput": goodput, "candidates": result.tried}, indent=1))
         return 0
     print(
-        f"{cluster.world_size} x {cluster.gpu.name}: {found.tried:,} candidates, {found.rejected:,} rejected by"
-        f" rules, {found.too_large:,} too large for {cluster.gpu.memory_gib:g} GiB, {found.slower:,} slower"
+        f"{cluster.world_size} x {cluster.gpu.name}: {result.tried:,} candidates, {result.rejected:,} rejected by"
+        f" rules, {result.too_large:,} too large for {cluster.gpu.memory_gib:g} GiB, {result.slower:,} slower"
     )
-    print(layout_table(records, len(found.ties())))
+    print(layout_table(records, len(result.ties())))
     for row in losses:
         print(
             f"failures {row.failures:<7} every {row.hours_between:,.1f} h: save every"
@@ -163,4 +165,4 @@ def add_trials(
         raise UserError(f"--try {len(best)}: runs on one node only; remove it or use --nodes 1")
     for record, layout in zip(records, best):
         record["measured_seconds"] = try_layout(layout, cluster.gpus_per_node, program, flags)
-    records.sort(key=lambda each: each.get("measured_seconds") or float("inf"))  # type: ignore[arg-type, return-value]
+    records.sort(key=lambda record: record.get("measured_seconds") or float("inf"))  # type: ignore[arg-type, return-value]

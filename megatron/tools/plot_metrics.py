@@ -173,16 +173,16 @@ def smoothed(series: Series, half_life: float) -> Series:
 def choose_panels(runs: list[Run], keys: list[str] | None) -> list[str]:
     """Return the metrics to draw: ``keys``, or by default the losses, learning rate, gradient norm and throughput.
     Raises UserError: no run contains one of ``keys``."""
-    known = {key for run in runs for key in [*run.train, *run.timing, *(name for name, _ in run.evaluation)]}
+    recorded = {key for run in runs for key in [*run.train, *run.timing, *(name for name, _ in run.evaluation)]}
     if keys:
-        missing = [key for key in keys if key not in known]
+        missing = [key for key in keys if key not in recorded]
         if missing:
-            names = ", ".join(sorted(known, key=lambda key: ("/" in key, key)))
+            names = ", ".join(sorted(recorded, key=lambda key: ("/" in key, key)))
             raise UserError(f"--keys {missing[0]!r}: not in any run; available: {names}")
         return keys
     losses = list(dict.fromkeys(name for run in runs for name in run.losses()))
     speed = "tflops_per_device" if any("tflops_per_device" in run.timing for run in runs) else "tokens_per_second"
-    return [key for key in [*losses, "learning_rate", "grad_norm", "load of experts", speed] if key in known]
+    return [key for key in [*losses, "learning_rate", "grad_norm", "load of experts", speed] if key in recorded]
 
 
 def draw(runs: list[Run], output: Path, *, keys: list[str] | None, smooth: float | None, x_axis: str) -> None:
@@ -283,8 +283,8 @@ def cut_spikes(axes: Axes, runs: list[Run], key: str, limit: float) -> None:
     """End the y axis at ``limit`` and print the number and maximum of the larger values in the panel title."""
     values = [y for run in runs for y in run.train[key].y if limit < y < math.inf]
     axes.set_ylim(bottom=0, top=limit)
-    said = f"{counted(len(values), 'value')} above {limit:.3g}, largest {max(values):.3g}"
-    axes.set_title(said, loc="right", fontsize=8)
+    title = f"{counted(len(values), 'value')} above {limit:.3g}, largest {max(values):.3g}"
+    axes.set_title(title, loc="right", fontsize=8)
 
 
 def draw_line(axes: Axes, series: Series, color: str, label: str, smooth: float | None, limit: float) -> None:
@@ -295,8 +295,8 @@ def draw_line(axes: Axes, series: Series, color: str, label: str, smooth: float 
         axes.plot(series.x, series.y, color=color, linewidth=1.4, label=label, **marker)
         return
     axes.plot(series.x, series.y, color=color, linewidth=0.7, alpha=0.25)
-    kept = [(x, y) for x, y in zip(series.x, series.y) if y <= limit]
-    mean = smoothed(Series(*map(list, zip(*kept))), smooth or max(1.0, len(series.x) / 100))
+    points = [(x, y) for x, y in zip(series.x, series.y) if y <= limit]
+    mean = smoothed(Series(*map(list, zip(*points))), smooth or max(1.0, len(series.x) / 100))
     axes.plot(mean.x, mean.y, color=color, linewidth=1.8, label=f"{label}, smoothed")
 
 
@@ -332,8 +332,8 @@ def text_chart(runs: list[Run], key: str, width: int = 80, height: int = 18) -> 
             cells[row][column] = mark
     lines = [f"{TITLES.get(key, key)}"]
     for row, cell in enumerate(cells):
-        shown = f"{high - (high - low) * row / (height - 1):.4g}" if row % 4 == 0 or row == height - 1 else ""
-        lines.append(f"{shown:>{margin - 1}} |{''.join(cell)}".rstrip())
+        tick = f"{high - (high - low) * row / (height - 1):.4g}" if row % 4 == 0 or row == height - 1 else ""
+        lines.append(f"{tick:>{margin - 1}} |{''.join(cell)}".rstrip())
     lines.append(" " * margin + "+" + "-" * columns)
     ends = f"{first:g}".ljust(columns - len(f"{last:g}")) + f"{last:g}"
     lines.append(" " * (margin + 1) + ends)

@@ -36,8 +36,8 @@ def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
     specs = group_flags(PreprocessConfig, TokenizerConfig)
     if {"-h", "--help"} & set(argv):
         make_parser(specs, description=__doc__ or "").parse_args(["--help"])
-    found, problems = segments(argv)
-    values, more = read_segments(specs, found)
+    typed, problems = segments(argv)
+    values, more = read_segments(specs, typed)
     mine = {field.name for field in dataclasses.fields(PreprocessConfig)}
     cfg = PreprocessConfig(**{name: value for name, value in values.items() if name in mine})
     tokenizer_cfg = TokenizerConfig(**{name: value for name, value in values.items() if name not in mine})

@@ -171,9 +171,9 @@ def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> in
 
     length = engine.scheduler.limits.max_length
     name = args.model_name or Path(args.load).resolve().name
-    served = Served(name, trained.tokenizer, length, min(args.max_prompts, args.max_requests))
+    description = Served(name, trained.tokenizer, length, min(args.max_prompts, args.max_requests))
     service = EngineService(engine, args.max_requests, args.watchdog_timeout_seconds)
-    server = app.Server(service, served, MAX_BODY_BYTES)
+    server = app.Server(service, description, MAX_BODY_BYTES)
     try:
         listening = app.listen(args.host, args.port)
     except OSError as error:

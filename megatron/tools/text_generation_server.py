@@ -26,17 +26,17 @@ def serve_arguments(argv: Sequence[str]) -> list[str]:
     segments, problems = cli.segments(argv)
     if problems:
         raise UserError("; ".join(map(str, problems)))
-    served = {name for action in build_parser()._actions for name in action.option_strings}
-    known = REQUESTS | set(cli.flag_table(flag_specs())) | set(absent.by_name())
+    accepted = {name for action in build_parser()._actions for name in action.option_strings}
+    ignored = REQUESTS | set(cli.flag_table(flag_specs())) | set(absent.by_name())
     words, unused = ["--port", PORT], []
     for segment in segments:
         name = RENAMED.get(segment.name, segment.name)
-        if name in served:
+        if name in accepted:
             words += [name, *segment.operands]
-        elif name in known:
+        elif name in ignored:
             unused.append(segment.typed)
         else:
-            raise UserError(f"{segment.typed}: unknown flag; {cli.suggestion(name, served | known)}")
+            raise UserError(f"{segment.typed}: unknown flag; {cli.suggestion(name, accepted | ignored)}")
     if unused:
         sys.stderr.write(f"not used, because the checkpoint or each request has these settings: {' '.join(unused)}\n")
     return words

@@ -55,18 +55,18 @@ def unigram_loss(counts: np.ndarray, valid: Any, num_samples: int) -> float:
 def order_loss(train: Any, valid: Any, num_samples: int) -> float:
     """Return the mean negative log-likelihood of the pair order in ``valid``, predicted from its training frequency."""
     swapped = np.mean([train[index]["is_random"] for index in range(min(len(train), MOST_SAMPLES))])
-    found = np.array([valid[index]["is_random"] for index in range(min(num_samples, len(valid)))])
-    return float(-np.log(np.where(found == 1, swapped, 1 - swapped)).mean())
+    is_swapped = np.array([valid[index]["is_random"] for index in range(min(num_samples, len(valid)))])
+    return float(-np.log(np.where(is_swapped == 1, swapped, 1 - swapped)).mean())
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the unigram loss on the evaluation samples of the run's flags ``argv``, for BERT's pairs also the loss of
     the order, and with --metrics the model's last losses; return 0. Builds data and tokenizer, no model. Raises
     UserError: wrong flags, or --metrics contains no validation loss."""
-    own = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
-    own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags")
-    own.add_argument("--metrics", default=None, help="metrics.jsonl of a run to compare with")
-    options, flags = own.parse_known_args(argv)
+    parser = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
+    parser.add_argument("--program", default="pretrain_gpt.py", help="program of these flags")
+    parser.add_argument("--metrics", default=None, help="metrics.jsonl of a run to compare with")
+    options, flags = parser.parse_known_args(argv)
     family, _ = find_program(options.program)
     defaults = {"tokenizer_type": family.tokenizer_type}
     cfg = validate_args(parse_args(flags, args_defaults=defaults, model_family=family.name), world_size=1)

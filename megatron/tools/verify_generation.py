@@ -70,8 +70,8 @@ def small_settings(cfg: FlatConfig, world_size: int, generator_tp: int) -> FlatC
     small = shrink(cfg, world_size)
     wider = generator_tp // math.gcd(small.num_query_groups or small.num_attention_heads or 1, generator_tp)
     names = ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size")
-    given = {name: value for name in names if (value := getattr(small, name)) is not None}
-    small = dataclasses.replace(small, **{name: wider * value for name, value in given.items()})
+    sizes = {name: value for name in names if (value := getattr(small, name)) is not None}
+    small = dataclasses.replace(small, **{name: wider * value for name, value in sizes.items()})
     assert small.seq_length is not None
     length = -(-MIN_LENGTH // small.seq_length) * small.seq_length
     return dataclasses.replace(
@@ -134,20 +134,20 @@ def generated_rows(model: Any, sequences: Sequence[Sequence[int]], chunk_tokens:
     from megatron.core.inference.requests import Request
     from megatron.core.inference.scheduler import Limits
 
-    longest = max(map(len, sequences))
-    limits = Limits(max_length=longest + 1, max_tokens=chunk_tokens, max_sequences=min(len(sequences), chunk_tokens))
+    length = max(map(len, sequences))
+    limits = Limits(max_length=length + 1, max_tokens=chunk_tokens, max_sequences=min(len(sequences), chunk_tokens))
     engine = Engine(model, limits, page_size=4)  # pages end in the middle of prompts
     requests = [
         Request(prompt=ids, max_new_tokens=0, prompt_logprobs=True, top_logprobs=model.vocab_size) for ids in sequences
     ]
-    found = []
+    all_rows = []
     for completion in engine.generate(requests):
         rows = torch.empty(len(completion.prompt_scores) - 1, model.vocab_size, dtype=torch.float64)
         for row, score in zip(rows, completion.prompt_scores[1:]):
             assert score is not None, "the first token only has no score"
             row[[token for token, _ in score.top]] = torch.tensor([x for _, x in score.top], dtype=torch.float64)
-        found.append(rows)
-    return found
+        all_rows.append(rows)
+    return all_rows
 
 
 def verify(
@@ -189,24 +189,28 @@ def verify(
 def _require_gpus(number: int) -> None:
     import torch
 
-    if (found := torch.cuda.device_count()) < number:
-        raise UserError(f"--gpus: {counted(number, 'rank')} of one side, but {counted(found, 'GPU')} here; remove it")
+    if (available := torch.cuda.device_count()) < number:
+        raise UserError(
+            f"--gpus: {counted(number, 'rank')} of one side, but {counted(available, 'GPU')} here; remove it"
+        )
 
 
 def main(argv: Sequence[str]) -> int:
     """Compare both sides for the flags ``argv``; print the verdict and return the exit code: 0 equal, 1 different.
     Raises UserError for flags that are invalid there."""
-    own = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
-    own.add_argument("--world-size", type=int, help="trainer's ranks; default: the smallest number of the layout")
-    own.add_argument("--generator-tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of the generator")
-    own.add_argument("--num-sequences", type=int, default=5, metavar="N", help="random sequences to score")
-    own.add_argument(
+    parser = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
+    parser.add_argument("--world-size", type=int, help="trainer's ranks; default: the smallest number of the layout")
+    parser.add_argument(
+        "--generator-tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of the generator"
+    )
+    parser.add_argument("--num-sequences", type=int, default=5, metavar="N", help="random sequences to score")
+    parser.add_argument(
         "--chunk-tokens", type=int, nargs="+", default=[], metavar="N",
         help="tokens of the generator's steps, one comparison each (two thirds of the sequence length)",
     )  # fmt: skip
-    own.add_argument("--full-size", action="store_true", help="keep the model's size; --load loads its weights")
-    own.add_argument("--gpus", action="store_true", help="run on GPUs over NCCL")
-    options, flags = own.parse_known_args(argv)
+    parser.add_argument("--full-size", action="store_true", help="keep the model's size; --load loads its weights")
+    parser.add_argument("--gpus", action="store_true", help="run on GPUs over NCCL")
+    options, flags = parser.parse_known_args(argv)
     for name in ("generator_tp", "num_sequences", "chunk_tokens"):
         value = getattr(options, name)
         if min(value if isinstance(value, list) else [value], default=1) < 1:

@@ -193,19 +193,19 @@ def _few_layers(cfg: PretrainConfig) -> int:
     the layers by the stages; at most all layers."""
     model = cfg.model
     stages = model.pipeline_model_parallel_size * virtual_pipeline_size(cfg.model)
-    given = model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers
+    counts = model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers
     every = (model.window_attn_skip_freq, model.no_rope_freq, model.moe_layer_freq)
-    patterns = [each for each in every if each is not None]
+    patterns = [pattern for pattern in every if pattern is not None]
     fixed = (
         cfg.custom_layers.spec
         or model.pipeline_model_parallel_layout
-        or any(isinstance(each, list) for each in patterns)
+        or any(isinstance(pattern, list) for pattern in patterns)
     )
     if model.fp8 is not None and model.first_last_layers_bf16:
         return model.num_layers
-    if fixed or len(model.cp_comm_type) > 1 or any(given) or model.num_layers_per_virtual_pipeline_stage:
+    if fixed or len(model.cp_comm_type) > 1 or any(counts) or model.num_layers_per_virtual_pipeline_stage:
         return model.num_layers
-    least = math.lcm(stages, *(each for each in patterns if isinstance(each, int))) * (2 if stages == 1 else 1)
+    least = math.lcm(stages, *(pattern for pattern in patterns if isinstance(pattern, int))) * (2 if stages == 1 else 1)
     return min(model.num_layers, least + model.num_layers % stages)
 
 
@@ -216,16 +216,18 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, object]:
     stages = run_stages(cfg, cfg.tokenizer.vocab_size)
     if model.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
         return {}
-    differ = any(each is not None for each in (model.window_attn_skip_freq, model.no_rope_freq, cfg.custom_layers.spec))
+    differ = any(
+        setting is not None for setting in (model.window_attn_skip_freq, model.no_rope_freq, cfg.custom_layers.spec)
+    )
     differ = differ or len(model.cp_comm_type) > 1
     differ = differ or (model.num_moe_experts is not None and model.moe_layer_freq != 1)
     words, num_layers = [], 0
     for stage in stages:
         letters = ""
         for part in stage.parts:
-            own = "t" if part.is_whole else "".join("af"[branch == len(part.names) - 1] for branch in part.branches)
-            if differ or own != "t" or "t" not in letters:
-                letters += own
+            letter = "t" if part.is_whole else "".join("af"[branch == len(part.names) - 1] for branch in part.branches)
+            if differ or letter != "t" or "t" not in letters:
+                letters += letter
         num_layers += letters.count("t") + letters.count("f")
         words.append("E" * stage.embedding + letters + "L" * stage.loss)
     return {
@@ -277,12 +279,12 @@ def one_rank(cfg: FlatConfig) -> FlatConfig:
         "expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_shared_expert_overlap", "moe_fusion",
     ]  # fmt: skip
     values = {name: getattr(defaults, name) for name in layout}
-    whole = {"aux_loss", "sinkhorn", "quantile_balancing"}
+    sequence_losses = {"aux_loss", "sinkhorn", "quantile_balancing"}
     if cfg.use_varlen_dataset:
         values["micro_batch_size"] = 1  # a row of packed samples
     elif cfg.fp8 is not None:
         values["micro_batch_size"] = cfg.micro_batch_size // 2 if cfg.tp_comm_overlap else cfg.micro_batch_size
-    elif cfg.num_moe_experts is None or not whole & set(cfg.moe_router_load_balancing_type):
+    elif cfg.num_moe_experts is None or not sequence_losses & set(cfg.moe_router_load_balancing_type):
         values["micro_batch_size"] = cfg.global_batch_size
     return dataclasses.replace(cfg, **values, explicit=cfg.explicit - set(layout))
 
@@ -306,8 +308,8 @@ def run_rank(rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str],
     traces = layout_trace.trace(resolved, make_task, initialize_megatron(resolved), steps)
     reference = Path(place["FOLDER"]) / "reference.pt"
     if not reference.exists():
-        found = [dataclasses.asdict(step) for step in layout_trace.build_reference(traces)]
-        torch.save(found, reference)
+        reference_steps = [dataclasses.asdict(step) for step in layout_trace.build_reference(traces)]
+        torch.save(reference_steps, reference)
         return
     expected = [layout_trace.ReferenceStep(**step) for step in torch.load(reference, weights_only=True)]
     reports = [layout_trace.compare(one, step) for one, step in zip(traces, expected)]
@@ -329,8 +331,8 @@ def launch(
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": folder}
     multiprocessing.set_forkserver_preload(["megatron.training.verify.layout_trace", "megatron.training.tasks.gpt"])
-    given = (cfg, world_size, place, *arguments)
-    mp.start_processes(target, args=given, nprocs=world_size, start_method="forkserver")
+    arguments_ = (cfg, world_size, place, *arguments)
+    mp.start_processes(target, args=arguments_, nprocs=world_size, start_method="forkserver")
 
 
 def verify(cfg: FlatConfig, world_size: int, steps: int) -> Verdict:
@@ -353,11 +355,11 @@ def verify(cfg: FlatConfig, world_size: int, steps: int) -> Verdict:
             cells = [
                 [
                     layout_trace.Compared(kind, name, Rectangle(*place), error, digest)
-                    for kind, name, place, error, digest in each[2]
+                    for kind, name, place, error, digest in report[2]
                 ]
-                for each in read
+                for report in read
             ]
-            reports.append([layout_trace.StepReport(each[0], each[1], own) for each, own in zip(read, cells)])
+            reports.append([layout_trace.StepReport(report[0], report[1], cell) for report, cell in zip(read, cells)])
     return layout_trace.judge(expected, reports, layout_trace.TOLERANCE["fp64"])
 
 
@@ -378,11 +380,13 @@ def main(argv: Sequence[str]) -> int:
     """Shrink the model of the flags ``argv``, train it on one rank and in its layout on --world-size ranks (default:
     the fewest that fit) for --steps steps, and print tables and verdict. Return the exit code: 0 equal, 1 different.
     Raises UserError for flags that are invalid there."""
-    own = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
-    own.add_argument("--world-size", type=int, help="ranks; default: the smallest number that the layout needs")
-    own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags, or a model family's module")
-    own.add_argument("--steps", type=int, default=5, help="training steps to compare")
-    options, flags = own.parse_known_args(argv)
+    parser = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
+    parser.add_argument("--world-size", type=int, help="ranks; default: the smallest number that the layout needs")
+    parser.add_argument(
+        "--program", default="pretrain_gpt.py", help="program of these flags, or a model family's module"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="training steps to compare")
+    options, flags = parser.parse_known_args(argv)
     family, _ = find_program(options.program)
     cfg = parse_args(flags, needs_data=False, model_family=family.name)
     world_size = options.world_size or smallest_world_size(cfg)

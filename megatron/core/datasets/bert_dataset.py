@@ -101,10 +101,10 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
             return tokens, tokens[:0], False
         pivot = random_state.randint(1, len(lengths)) if len(lengths) >= 3 else 1
         cut = int(lengths[:pivot].sum())
-        before, behind = tokens[:cut], tokens[cut:]
+        before, after = tokens[:cut], tokens[cut:]
         if random_state.random_sample() < 0.5:
-            return behind, before, True
-        return before, behind, False
+            return after, before, True
+        return before, after, False
 
     def _replacement(self, random_state: np.random.RandomState) -> Callable[[int], Any]:
         """Return a function from the id of a token to be masked to its replacement: the mask token with probability

@@ -91,21 +91,21 @@ class BlendedDataset:
     def _check_exhaustion(self) -> None:
         """Raise UserError if the blend takes more samples of a source than it provides; then log the share and number
         of epochs of each source."""
-        taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
-        for dataset, count in zip(self.datasets, taken.tolist()):
+        counts = np.bincount(self.dataset_index, minlength=len(self.datasets))
+        for dataset, count in zip(self.datasets, counts.tolist()):
             if count > len(dataset):
                 raise UserError(
                     f"the {self.split.name} blend takes {count} samples of {dataset.dataset_path}, which provides "
                     f"{len(dataset)}: raise --mid-level-dataset-surplus (now {self.config.mid_level_dataset_surplus})"
                 )
-        self._log_shares(taken.tolist())
+        self._log_shares(counts.tolist())
 
-    def _log_shares(self, taken: list[int]) -> None:
-        """Log the samples, weight and epochs of each source, which gives ``taken`` samples. Of more than
+    def _log_shares(self, counts: list[int]) -> None:
+        """Log the samples, weight and epochs of each source, which gives ``counts`` samples. Of more than
         ``MANY_SOURCES``, these lines go to DEBUG and one line for all to INFO."""
         total, name, many = sum(self.weights), self.split.name, len(self.datasets) > MANY_SOURCES
-        epochs = [dataset.num_epochs * count / len(dataset) for dataset, count in zip(self.datasets, taken)]
-        for dataset, weight, count, passes in zip(self.datasets, self.weights, taken, epochs):
+        epochs = [dataset.num_epochs * count / len(dataset) for dataset, count in zip(self.datasets, counts)]
+        for dataset, weight, count, passes in zip(self.datasets, self.weights, counts, epochs):
             logger.log(
                 logging.DEBUG if many else logging.INFO,
                 "%s blend: %s gives %d of %d samples (weight %.6f), %.2f epochs",

@@ -23,7 +23,7 @@ from megatron.data.blend import Blend, Split, normalize, split_range
 
 logger = logging.getLogger(__name__)
 
-WHOLE = (0.0, 1.0)
+FULL_RANGE = (0.0, 1.0)
 
 _EVERY_RANK = ContextVar("build data sets on every rank", default=False)
 
@@ -111,7 +111,7 @@ class BlendedMegatronDatasetBuilder:
             raise EmptySplitError("\n".join(map(str, empty)))
 
     def _bounds(self, split: Split) -> tuple[float, float] | None:
-        return WHOLE if self.config.split_matrix is None else self.config.split_matrix[split.value]
+        return FULL_RANGE if self.config.split_matrix is None else self.config.split_matrix[split.value]
 
     def _blend(self, split: Split) -> Blend | None:
         if self.config.blend_per_split is not None:
@@ -161,10 +161,10 @@ class BlendedMegatronDatasetBuilder:
         configured surplus; the blend has the sum of these counts without the surplus."""
         weights = normalize(weights)
         surplus = 1 + self.config.mid_level_dataset_surplus
-        wanted = [math.ceil(size * weight) for weight in weights]
-        provided: list[int | None] = [math.ceil(count * surplus) for count in wanted]
+        counts = [math.ceil(size * weight) for weight in weights]
+        provided: list[int | None] = [math.ceil(count * surplus) for count in counts]
         datasets = self._build_sources(prefixes, split, bounds, provided)
-        return BlendedDataset(datasets, weights, sum(wanted), self.config)
+        return BlendedDataset(datasets, weights, sum(counts), self.config)
 
     def _build_by_size(
         self, prefixes: list[str], split: Split, bounds: tuple[float, float], size: int | None
@@ -215,7 +215,7 @@ class BlendedMegatronDatasetBuilder:
 
         with ThreadPoolExecutor(max_workers=max(1, self.config.num_dataset_builder_threads)) as threads:
             started = [threads.submit(build, prefix, size) for prefix, size in zip(prefixes, sizes)]
-            datasets = [dataset for dataset in call_all(each.result for each in started) if dataset is not None]
+            datasets = [dataset for dataset in call_all(future.result for future in started) if dataset is not None]
         if left_out:
             number = f"{len(left_out)} of {len(prefixes)} sources" if len(left_out) > 1 else "one source"
             logger.warning("%s left out of the %s blend: %s", number, split.name, left_out[0])

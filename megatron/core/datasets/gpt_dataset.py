@@ -258,19 +258,19 @@ class GPTDataset(MegatronDataset):
             "sample_index": ((samples + 1, 2), sample_dtype),
             "shuffle_index": ((samples,), "uint32" if samples < np.iinfo(np.uint32).max - 1 else "int64"),
         }
-        longest = int(self.dataset.sequence_lengths.max())
+        max_length = int(self.dataset.sequence_lengths.max())
         bounds = {
             "document_index": [(int(self.indices.min()), int(self.indices.max()))],
-            "sample_index": [(0, documents), (0, longest)],
+            "sample_index": [(0, documents), (0, max_length)],
             "shuffle_index": [(0, samples - 1)],
         }
-        own = {
+        identity = {
             "num_epochs": plan.num_epochs,
             "samples_before_final_epoch": plan.samples_before_final_epoch,
             "extra_token": self.extra_token,
             "drop_last_partial_sequence": drop,
         }
-        return GPTIndices(**self.index_cache(own, layout, bounds).get(build))
+        return GPTIndices(**self.index_cache(identity, layout, bounds).get(build))
 
 
 def _end_of_document(config: GPTDatasetConfig) -> int | None:

@@ -68,8 +68,8 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
 
     def check(self) -> None:
         """UserError: no sample can be made with these values and this tokenizer. Without one, only data sets ask."""
-        if found := list(self.problems()):
-            raise UserError("\n".join(found))
+        if problems := list(self.problems()):
+            raise UserError("\n".join(problems))
 
     @property
     def num_special_places(self) -> int:
@@ -272,13 +272,13 @@ class MaskedWordPieceDataset(MegatronDataset):
         layout: Layout = {"sample_index": ((None, 3), "uint32" if len(sizes) < 2**32 else "uint64")}
         first, last = int(bounds[0]), int(bounds[-1])
         limits = {"sample_index": [(first, last - 1), (first + 1, last), (2, self.target_length)]}
-        own = {
+        identity = {
             "num_samples": self.num_samples,
             "target_length": self.target_length,
             "short_sequence_probability": config.short_sequence_probability,
             "min_sentences": config.min_sentences,
         }
-        return self.index_cache(own, layout, limits).get(build)["sample_index"]
+        return self.index_cache(identity, layout, limits).get(build)["sample_index"]
 
     def _check_samples_have_tokens(self, rows: np.ndarray) -> None:
         """Reject samples [n, 3] without tokens, which documents of empty sentences give. If ``takes_empty_samples``,

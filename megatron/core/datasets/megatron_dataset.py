@@ -74,15 +74,15 @@ class MegatronDataset(ABC):
         first = int(self.indices[0]) if count else 0
         return count > 0 and np.array_equal(self.indices, np.arange(first, first + count))
 
-    def index_cache(self, own: Mapping[str, object], layout: Layout, bounds: Bounds) -> IndexCache:
+    def index_cache(self, identity: Mapping[str, object], layout: Layout, bounds: Bounds) -> IndexCache:
         """Return the cache of this data set's arrays: in the configured folder, next to the data, or in memory (mock).
 
-        ``own``: what the arrays depend on besides the files, documents, split, seed and length. Not the number of
+        ``identity``: what the arrays depend on besides the files, documents, split, seed and length. Not the number of
         samples, where only the epochs that it leads to matter.
         """
         name = type(self).__name__
         if self.config.mock:
-            return IndexCache(None, name, own, layout, bounds)
+            return IndexCache(None, name, identity, layout, bounds)
         prefix = self.dataset.path_prefix
         ranged = self.documents_are_a_range
         identity = {
@@ -94,7 +94,7 @@ class MegatronDataset(ABC):
             "documents": [int(self.indices[0]), int(self.indices[-1]) + 1] if ranged else self.indices.tolist(),
             "random_seed": self.config.random_seed,
             "sequence_length": self.config.sequence_length,
-            **own,
+            **identity,
         }
         folder = self.config.path_to_cache or os.path.join(prefix, "cache", f"{name}_indices")
         return IndexCache(folder, f"{name}-{self.index_split.name}", identity, layout, bounds)

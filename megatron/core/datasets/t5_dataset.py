@@ -107,12 +107,12 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         ids = tokens.tolist()
         encoder: list[int] = []
         decoder = [self.ids["pad"] if self.ids["bos"] is None else self.ids["bos"]]
-        behind = 0  # the last span
+        start = 0  # the last span
         for sentinel, span in zip(self.config.sentinels, spans):
-            encoder += [*ids[behind : span[0][0]], sentinel]
+            encoder += [*ids[start : span[0][0]], sentinel]
             decoder += [sentinel, *(index for _, index in span)]
-            behind = span[-1][0] + 1
-        encoder += ids[behind:]
+            start = span[-1][0] + 1
+        encoder += ids[start:]
         labels = [*decoder[1:], self.ids["eos"]]
         enc, dec = self.config.sequence_length_encoder, self.config.sequence_length_decoder
         decoder_mask = self.ones(len(decoder), dec)

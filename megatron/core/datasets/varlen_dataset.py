@@ -34,7 +34,7 @@ class LogNormalLengths:
     median: float
     sigma: float
     shortest: int
-    longest: int
+    maximum: int
 
     @classmethod
     def of_percentiles(cls, p50: float, p95: float, longest: int, shortest: int = 2) -> "LogNormalLengths":
@@ -45,36 +45,36 @@ class LogNormalLengths:
         """Return ``count`` lengths, int32."""
         normal = np.random.default_rng(seed).standard_normal(count)
         lengths = np.exp(math.log(self.median) + self.sigma * normal)
-        return np.clip(np.rint(lengths), self.shortest, self.longest).astype(np.int32)
+        return np.clip(np.rint(lengths), self.shortest, self.maximum).astype(np.int32)
 
 
 def parse_mock_lengths(text: str) -> LogNormalLengths:
     """Return the distribution of --varlen-mock-dataset-config-json. Raises UserError for other text."""
     flag = "--varlen-mock-dataset-config-json"
     try:
-        given: Any = parse_json(text)
+        options: Any = parse_json(text)
     except ValueError as error:
         raise UserError(f"{flag}: is not JSON ({error}); see its help") from None
-    if not isinstance(given, Mapping):
+    if not isinstance(options, Mapping):
         raise UserError(f"{flag}: must be a JSON object; see its help")
-    given = {key: value for key, value in given.items() if key not in ("mode", "format")}
-    kind = given.pop("type", "lognormal")
-    shortest, longest = given.pop("min_seq_len", 2), given.pop("max_seq_len", None)
-    by_percentile = set(given) == {"p50", "p95"}
-    if kind != "lognormal" or not (by_percentile or set(given) == {"mean_seq_len", "lognormal_sigma"}):
+    options = {key: value for key, value in options.items() if key not in ("mode", "format")}
+    kind = options.pop("type", "lognormal")
+    shortest, maximum = options.pop("min_seq_len", 2), options.pop("max_seq_len", None)
+    by_percentile = set(options) == {"p50", "p95"}
+    if kind != "lognormal" or not (by_percentile or set(options) == {"mean_seq_len", "lognormal_sigma"}):
         raise UserError(
-            f"{flag}: has {', '.join(sorted(given)) or 'no lengths'} for type {kind}; give type lognormal, max_seq_len,"
-            " and mean_seq_len with lognormal_sigma, or p50 with p95"
+            f"{flag}: has {', '.join(sorted(options)) or 'no lengths'} for type {kind}; give type lognormal, "
+            "max_seq_len, and mean_seq_len with lognormal_sigma, or p50 with p95"
         )
-    numbers = [shortest, longest, *given.values()]
-    if not all(isinstance(each, int | float) and each > 0 for each in numbers) or not 2 <= shortest <= longest:
+    numbers = [shortest, maximum, *options.values()]
+    if not all(isinstance(number, int | float) and number > 0 for number in numbers) or not 2 <= shortest <= maximum:
         raise UserError(f"{flag}: lengths must be positive numbers, and 2 <= min_seq_len <= max_seq_len")
     if by_percentile:
-        if given["p95"] < given["p50"]:
-            raise UserError(f"{flag}: p95 {given['p95']} is below p50 {given['p50']}; exchange them")
-        return LogNormalLengths.of_percentiles(given["p50"], given["p95"], int(longest), int(shortest))
-    sigma = given["lognormal_sigma"]
-    return LogNormalLengths(given["mean_seq_len"] * math.exp(-(sigma**2) / 2), sigma, int(shortest), int(longest))
+        if options["p95"] < options["p50"]:
+            raise UserError(f"{flag}: p95 {options['p95']} is below p50 {options['p50']}; exchange them")
+        return LogNormalLengths.of_percentiles(options["p50"], options["p95"], int(maximum), int(shortest))
+    sigma = options["lognormal_sigma"]
+    return LogNormalLengths(options["mean_seq_len"] * math.exp(-(sigma**2) / 2), sigma, int(shortest), int(maximum))
 
 
 @dataclass(kw_only=True)
@@ -90,14 +90,14 @@ class LengthStatistics:
 
     def __init__(self, lengths: np.ndarray) -> None:
         ordered = np.sort(lengths)
-        longest = ordered[-max(1, len(ordered) // 100) :]
+        tail = ordered[-max(1, len(ordered) // 100) :]
         self.p50, self.p95 = (int(ordered[int(share * (len(ordered) - 1))]) for share in (0.5, 0.95))
-        self.longest = int(ordered[-1])
-        self.tail_share = float(longest.sum() / ordered.sum())
+        self.maximum = int(ordered[-1])
+        self.tail_share = float(tail.sum() / ordered.sum())
 
     def __str__(self) -> str:
         return (
-            f"p50 {self.p50}, p95 {self.p95}, maximum {self.longest} tokens; the longest 1 % hold "
+            f"p50 {self.p50}, p95 {self.p95}, maximum {self.maximum} tokens; the longest 1 % hold "
             f"{self.tail_share:.1%} of the tokens"
         )
 
@@ -123,8 +123,8 @@ class VarlenDataset(GPTDataset):
                 f"{self.index_split.name} of {self.dataset_path or 'mock data'} has {len(lengths)} documents, none of "
                 "them with two tokens; give it a larger share in --split, or other data"
             )
-        wanted = self.samples_per_epoch if self.num_samples is None else self.num_samples
-        self.num_samples = max(1, wanted)
+        count = self.samples_per_epoch if self.num_samples is None else self.num_samples
+        self.num_samples = max(1, count)
         self.num_epochs = -(-self.num_samples // self.samples_per_epoch)
 
     def _build_indices(self) -> None:
@@ -140,8 +140,8 @@ class VarlenDataset(GPTDataset):
             return {"order": order[:count]}
 
         layout: Layout = {"order": ((count,), "int64")}
-        own = {"samples": count, "samples_per_epoch": per_epoch}
-        self.order = self.index_cache(own, layout, {"order": [(0, per_epoch - 1)]}).get(build)["order"]
+        identity = {"samples": count, "samples_per_epoch": per_epoch}
+        self.order = self.index_cache(identity, layout, {"order": [(0, per_epoch - 1)]}).get(build)["order"]
         lengths = np.asarray(self.dataset.sequence_lengths)[self.indices]
         logger.log(
             self.config.source_log_level(self.index_split),
@@ -188,7 +188,7 @@ class _MockDocuments(MockGPTLowLevelDataset):
     """Documents that count upwards, of given lengths."""
 
     def __init__(self, tokenizer: Any, lengths: LogNormalLengths) -> None:
-        self.max_sequence_length = lengths.longest
+        self.max_sequence_length = lengths.maximum
         super().__init__(tokenizer)
         self.sequence_lengths = lengths.draw(self.size, self.seed)
 

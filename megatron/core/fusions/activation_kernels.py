@@ -147,7 +147,7 @@ def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tenso
     # an absent tensor is passed as another pointer, which the kernel does not read without WEIGHTED
     if packed.numel():
         kernel[(packed.numel() // (2 * width) * tiles,)](
-            *(packed if each is None else each for each in tensors), packed if amax is None else amax, width, tiles,
+            *(packed if x is None else x for x in tensors), packed if amax is None else amax, width, tiles,
             traits.slope, traits.clamp or 0.0, traits.offset, CLAMPS=traits.clamp is not None, WEIGHTED=weighted,
             NOTED=0 if amax is None else len(amax), BLOCK=block, num_warps=_NUM_WARPS,
         )  # fmt: skip
@@ -188,11 +188,11 @@ class _SquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """Return max(x, 0)^2, contiguous, in the dtype and shape of ``x``; saves ``x``."""
-        kept = x.contiguous()
-        ctx.save_for_backward(kept)
-        out = torch.empty_like(kept)
-        grid = (triton.cdiv(kept.numel(), _BLOCK),)
-        _squared_relu_forward[grid](kept, out, kept.numel(), BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+        contiguous = x.contiguous()
+        ctx.save_for_backward(contiguous)
+        out = torch.empty_like(contiguous)
+        grid = (triton.cdiv(contiguous.numel(), _BLOCK),)
+        _squared_relu_forward[grid](contiguous, out, contiguous.numel(), BLOCK=_BLOCK, num_warps=_NUM_WARPS)
         return out
 
     @staticmethod

@@ -42,8 +42,8 @@ def select_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     is_gated = config.gated_linear_unit
     if config.batch_invariant_mode:
         plain = partial(in_full_vectors, plain, halves=1 + is_gated)
-    wanted = config.bias_swiglu_fusion if is_gated else config.bias_gelu_fusion
-    if config.geglu or not (is_gated or config.squared_relu) or not kernels_serve(config.params_dtype, wanted):
+    enabled = config.bias_swiglu_fusion if is_gated else config.bias_gelu_fusion
+    if config.geglu or not (is_gated or config.squared_relu) or not kernels_serve(config.params_dtype, enabled):
         return plain
     if config.squared_relu:
         return ByDevice(activation_kernels.squared_relu_triton, plain)

@@ -73,11 +73,11 @@ if triton is not None:
         nothing), gradient factor, 1 - b1^t, sqrt(1 - b2^t)."""
         row, at, inside = locate_block(table, chunks, scalars, ALIGNMENT, FIELDS, BLOCK)
         factor, bias1, root2 = tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
-        weight, kept = tl.load(row), tl.load(row + 1)
+        weight, extra = tl.load(row), tl.load(row + 1)
         gradient_at = pointers(tl.load(row + 2), GRADIENT, at, ALIGNMENT)
         first_at = pointers(tl.load(row + 3), FIRST, at, ALIGNMENT)
         second_at = pointers(tl.load(row + 4), SECOND, at, ALIGNMENT)
-        p = load_master(weight, kept, at, inside, KEPT_BITS, ALIGNMENT)
+        p = load_master(weight, extra, at, inside, KEPT_BITS, ALIGNMENT)
         g = tl.load(gradient_at, mask=inside, other=0.0).to(tl.float32) * factor
         m = tl.load(first_at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(second_at, mask=inside, other=0.0).to(tl.float32)
@@ -90,7 +90,7 @@ if triton is not None:
         p -= (lr / bias1) * m / (tl.sqrt(v) / root2 + eps)
         tl.store(first_at, m.to(FIRST), mask=inside)
         tl.store(second_at, v.to(SECOND), mask=inside)
-        store_master(weight, kept, at, inside, p, WEIGHT, KEPT_BITS, AVOID_TIES, ALIGNMENT)
+        store_master(weight, extra, at, inside, p, WEIGHT, KEPT_BITS, AVOID_TIES, ALIGNMENT)
 
 
 class TritonAdam:
@@ -105,11 +105,11 @@ class TritonAdam:
         decay) and format; entries of other storages by :func:`adam_reference_`, which may scale their gradients.
         ``step.skip`` 1 writes nothing. No host sync. Keeps address tables per group."""
         scalars = _device_scalars(step)
-        adam_reference_([each for each in entries if not is_read_by_kernels(each.storage)], step)
-        readable = [each for each in entries if is_read_by_kernels(each.storage)]
+        adam_reference_([entry for entry in entries if not is_read_by_kernels(entry.storage)], step)
+        readable = [entry for entry in entries if is_read_by_kernels(entry.storage)]
         for (lr, weight_decay), group in by_rates(readable).items():
             for table in self._current(group):
-                gradient, first, second = (TRITON_TYPES[each] for each in table.format.operands)
+                gradient, first, second = (TRITON_TYPES[entry] for entry in table.format.operands)
                 _adam_kernel[table.grid](
                     table.rows, table.chunks, scalars, float(lr), float(weight_decay), step.beta1,
                     1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.eps, GRADIENT=gradient, FIRST=first,
@@ -117,7 +117,7 @@ class TritonAdam:
                 )  # fmt: skip
 
     def _current(self, group: Sequence[OptimizerEntry]) -> list[Table]:
-        return self._tables.find([(each.storage, (each.gradient, *each.moments)) for each in group])
+        return self._tables.find([(entry.storage, (entry.gradient, *entry.moments)) for entry in group])
 
 
 def _device_scalars(step: AdamStep) -> Tensor:

@@ -38,41 +38,41 @@ if triton is not None:
         return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT) + at
 
     @triton.jit
-    def load_master(weight, kept, at, inside, KEPT_BITS: tl.constexpr, ALIGNMENT: tl.constexpr):
+    def load_master(weight, extra, at, inside, KEPT_BITS: tl.constexpr, ALIGNMENT: tl.constexpr):
         """Return the fp32 masters from the addresses of weight and extra storage. KEPT_BITS: extra storage, 0, 16
         (remainder) or 32 (fp32 copy)."""
         if KEPT_BITS == 16:
             # the stored weight is one too high where its low half is at least 2^15 (rounded up): undo it, as join_fp32
-            low = tl.load(pointers(kept, tl.int16, at, ALIGNMENT), mask=inside, other=0).to(tl.int32)
+            low = tl.load(pointers(extra, tl.int16, at, ALIGNMENT), mask=inside, other=0).to(tl.int32)
             high = tl.load(pointers(weight, tl.int16, at, ALIGNMENT), mask=inside, other=0).to(tl.int32)
             high -= (low < 0).to(tl.int32)
             p = ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
         elif KEPT_BITS == 32:
-            p = tl.load(pointers(kept, tl.float32, at, ALIGNMENT), mask=inside, other=0.0)
+            p = tl.load(pointers(extra, tl.float32, at, ALIGNMENT), mask=inside, other=0.0)
         else:
             p = tl.load(pointers(weight, tl.float32, at, ALIGNMENT), mask=inside, other=0.0)
         return p
 
     @triton.jit
     def store_master(
-        weight, kept, at, inside, p, WEIGHT: tl.constexpr, KEPT_BITS: tl.constexpr, AVOID_TIES: tl.constexpr,
+        weight, extra, at, inside, p, WEIGHT: tl.constexpr, KEPT_BITS: tl.constexpr, AVOID_TIES: tl.constexpr,
         ALIGNMENT: tl.constexpr,
     ):  # fmt: skip
         """Write masters ``p`` and model weights at ``at`` where ``inside``. KEPT_BITS 0: ``p`` to the fp32 weight; 32:
-        ``p`` to ``kept``, rounded to the weight; 16: split over both. AVOID_TIES changes ``p`` before, as
+        ``p`` to ``extra``, rounded to the weight; 16: split over both. AVOID_TIES changes ``p`` before, as
         ``nudge_rounding_ties_``: a tie that bf16 rounds down could not be rebuilt from weight and remainder."""
         bits = p.to(tl.int32, bitcast=True)
         if AVOID_TIES:
             bits -= ((bits & 0x1FFFF) == 0x8000).to(tl.int32)
         if KEPT_BITS == 16:
             low = bits.to(tl.int16)
-            tl.store(pointers(kept, tl.int16, at, ALIGNMENT), low, mask=inside)
+            tl.store(pointers(extra, tl.int16, at, ALIGNMENT), low, mask=inside)
             high = ((bits >> 16) + (low < 0).to(tl.int32)).to(tl.int16)
             tl.store(pointers(weight, tl.int16, at, ALIGNMENT), high, mask=inside)
         else:
             p = bits.to(tl.float32, bitcast=True)
             if KEPT_BITS == 32:
-                tl.store(pointers(kept, tl.float32, at, ALIGNMENT), p, mask=inside)
+                tl.store(pointers(extra, tl.float32, at, ALIGNMENT), p, mask=inside)
                 tl.store(pointers(weight, WEIGHT, at, ALIGNMENT), p.to(WEIGHT), mask=inside)
             else:
                 tl.store(pointers(weight, tl.float32, at, ALIGNMENT), p, mask=inside)
@@ -131,26 +131,26 @@ class AddressTables:
     def find(self, group: Operands) -> list[Table]:
         """Return the tables of a group, from the cache if all addresses, sizes and dtypes are as before, else rebuilt
         and copied to the device (every step if tensors get new memory)."""
-        rows = [_row(*each) for each in group]
-        key = rows, [_dtypes(*each) for each in group]  # the same memory may hold a tensor of another dtype
+        rows = [_row(*operands) for operands in group]
+        key = rows, [_dtypes(*operands) for operands in group]  # the same memory may hold a tensor of another dtype
         first = rows[0][0]
-        known = self._known.get(first)
-        if known is None or known[0] != key:
-            self._known[first] = known = (key, list(_tables(group, rows)))
-        return known[1]
+        cached = self._known.get(first)
+        if cached is None or cached[0] != key:
+            self._known[first] = cached = (key, list(_tables(group, rows)))
+        return cached[1]
 
 
 def _row(storage: Storage, operands: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Return the addresses of weight, extra master storage (0 if none) and operands, and the number of elements."""
-    kept = 0 if storage.kept is None else storage.kept.data_ptr()
-    return storage.weight.data_ptr(), kept, *(each.data_ptr() for each in operands), storage.weight.numel()
+    extra = 0 if storage.kept is None else storage.kept.data_ptr()
+    return storage.weight.data_ptr(), extra, *(operand.data_ptr() for operand in operands), storage.weight.numel()
 
 
 def _dtypes(storage: Storage, operands: tuple[Tensor, ...]) -> tuple[object, ...]:
     """Return what selects the kernel besides addresses: dtypes of weight, extra master storage and operands, and
     whether stored values avoid ties."""
-    kept = None if storage.kept is None else storage.kept.dtype
-    return storage.weight.dtype, kept, storage.nudges_ties, *(each.dtype for each in operands)
+    extra = None if storage.kept is None else storage.kept.dtype
+    return storage.weight.dtype, extra, storage.nudges_ties, *(operand.dtype for operand in operands)
 
 
 def _tables(group: Operands, rows: Sequence[tuple[int, ...]]) -> Iterator[Table]:
@@ -160,10 +160,10 @@ def _tables(group: Operands, rows: Sequence[tuple[int, ...]]) -> Iterator[Table]
     for (storage, operands), row in zip(group, rows):
         formats.setdefault(_format(storage, operands, row), []).append(row)
     device = group[0][0].weight.device
-    for kind, own in formats.items():
-        table = torch.tensor(own, dtype=torch.int64)
+    for kind, rows_of_format in formats.items():
+        table = torch.tensor(rows_of_format, dtype=torch.int64)
         counts = (table[:, -1] + BLOCK - 1) // BLOCK
-        which = torch.repeat_interleave(torch.arange(len(own)), counts)
+        which = torch.repeat_interleave(torch.arange(len(rows_of_format)), counts)
         block = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
         chunks = torch.stack([which, block], dim=1).to(torch.int32)
         yield Table(kind, _to_device(table, device), _to_device(chunks, device))
@@ -171,13 +171,13 @@ def _tables(group: Operands, rows: Sequence[tuple[int, ...]]) -> Iterator[Table]
 
 def _format(storage: Storage, operands: tuple[Tensor, ...], row: tuple[int, ...]) -> Format:
     """Return the format of one weight with its address ``row``. Asserts that all tensors are contiguous."""
-    kept, weight = storage.kept, storage.weight
-    parts = (weight, kept, *operands)
+    extra, weight = storage.kept, storage.weight
+    parts = (weight, extra, *operands)
     assert all(part is None or part.is_contiguous() for part in parts), "the kernel runs over flat memory"
     assert all(part.numel() == weight.numel() for part in operands)
-    kept_bits = 0 if kept is None else 8 * kept.element_size()
+    kept_bits = 0 if extra is None else 8 * extra.element_size()
     alignment = 1 if any(number % 16 for number in row) else 16
-    return Format(weight.dtype, kept_bits, storage.nudges_ties, tuple(each.dtype for each in operands), alignment)
+    return Format(weight.dtype, kept_bits, storage.nudges_ties, tuple(operand.dtype for operand in operands), alignment)
 
 
 def _to_device(table: Tensor, device: torch.device) -> Tensor:
@@ -188,15 +188,15 @@ def _to_device(table: Tensor, device: torch.device) -> Tensor:
 def is_read_by_kernels(storage: Storage) -> bool:
     """Return whether kernels may read and write ``storage``: a built-in kind, or one that inherits its methods."""
     kind = type(storage)
-    return any(kind.read is each.read and kind.write is each.write for each in _KINDS)
+    return any(kind.read is storage_kind.read and kind.write is storage_kind.write for storage_kind in _KINDS)
 
 
 def fits_kernels(storages: Sequence[Storage]) -> bool:
     """Return whether Triton is installed and all weights that kernels may read are contiguous, on a GPU, and either
     fp32 or half precision with an fp32 copy or remainder; False without any."""
-    readable = [each for each in storages if is_read_by_kernels(each)]
+    readable = [storage for storage in storages if is_read_by_kernels(storage)]
     return triton is not None and bool(readable) and all(
-        each.weight.is_cuda and each.weight.is_contiguous()
-        and (each.weight.dtype == torch.float32 or isinstance(each, Copy | Remainder))
-        for each in readable
+        storage.weight.is_cuda and storage.weight.is_contiguous()
+        and (storage.weight.dtype == torch.float32 or isinstance(storage, Copy | Remainder))
+        for storage in readable
     )  # fmt: skip

@@ -67,16 +67,16 @@ def attention_plain(
     for span in spans:
         rows = slice(span.row, span.row + span.num_tokens)
         places = slice(span.first_key, span.first_key + span.position + span.num_tokens)
-        known = places if key_rows is None else key_rows[places]
+        key_places = places if key_rows is None else key_rows[places]
         grouped = query[rows].to(dtype).unflatten(1, (groups, per_group))
         position = torch.arange(span.position, span.position + span.num_tokens).repeat_interleave(per_group)
         sink = None if scores.sink is None else scores.sink.to(dtype).view(groups, per_group)
         for group in range(groups):
-            key, value = (x[known, group].to(dtype) for x in (keys, values))
+            key, value = (x[key_places, group].to(dtype) for x in (keys, values))
             start = None if sink is None else sink[group].repeat(span.num_tokens)
-            found, total = _sequence(grouped[:, group].flatten(0, 1), key, value, position, start, scores)
+            output, total = _sequence(grouped[:, group].flatten(0, 1), key, value, position, start, scores)
             heads = slice(group * per_group, (group + 1) * per_group)
-            out[rows, heads] = found[:, : values.shape[2]].unflatten(0, (-1, per_group))
+            out[rows, heads] = output[:, : values.shape[2]].unflatten(0, (-1, per_group))
             lse[rows, heads] = total.view(-1, per_group)
     return out.to(query.dtype), lse
 
@@ -116,11 +116,11 @@ def _row_block(
         if scores.left is not None:
             hidden |= distance > scores.left
         logits = logits.masked_fill(hidden, -torch.inf)
-        following = torch.maximum(largest, logits.amax(1))
-        shift = following.clamp(min=torch.finfo(following.dtype).min)  # no key yet: -inf - -inf would be NaN
+        maximum = torch.maximum(largest, logits.amax(1))
+        shift = maximum.clamp(min=torch.finfo(maximum.dtype).min)  # no key yet: -inf - -inf would be NaN
         weights, shrink = (logits - shift.unsqueeze(1)).exp(), (largest - shift).exp()
         out = out * shrink.unsqueeze(1) + torch.mm(weights, value[start : start + ROWS].clone())
-        total, largest = total * shrink + weights.sum(1), following
+        total, largest = total * shrink + weights.sum(1), maximum
     return out, total, largest
 
 
@@ -157,14 +157,14 @@ if triton is not None:
             if MASKED:
                 distance = position[:, None] - place[None, :]
                 scores = tl.where((distance >= 0) & (distance <= left), scores, float("-inf"))
-            following = tl.maximum(shift, tl.max(scores, 1) * unit)
+            maximum = tl.maximum(shift, tl.max(scores, 1) * unit)
             weights = tl.math.exp2(
-                tl.fma(scores, tl.zeros_like(scores) + unit, tl.zeros_like(scores) - following[:, None])
+                tl.fma(scores, tl.zeros_like(scores) + unit, tl.zeros_like(scores) - maximum[:, None])
             )
-            shrink = tl.math.exp2(shift - following)
+            shrink = tl.math.exp2(shift - maximum)
             out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
             total = tl.fma(total, shrink, tl.sum(weights, 1))
-            shift = following
+            shift = maximum
         return shift, total, out
 
     @triton.jit
@@ -223,9 +223,9 @@ if triton is not None:
 def _blocks(spans: tuple[Span, ...], most: int, device: torch.device) -> Tensor:
     """Return the (row, tokens, position, first key) of programs with at most ``most`` tokens, int64 [., 4]."""
     cut = [
-        (span.row + done, min(most, span.num_tokens - done), span.position + done, span.first_key)
+        (span.row + offset, min(most, span.num_tokens - offset), span.position + offset, span.first_key)
         for span in spans
-        for done in range(0, span.num_tokens, most)
+        for offset in range(0, span.num_tokens, most)
     ]
     return torch.tensor(cut, dtype=torch.int64).to(device, non_blocking=True)
 

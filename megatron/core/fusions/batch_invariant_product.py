@@ -178,7 +178,7 @@ def product_large(x: Tensor, weight: Tensor, parts: int = 1, dtype: torch.dtype 
     out = x.new_empty((rows, columns), dtype=dtype)
     waiting = x.new_empty((parts.bit_length() - 2, rows, columns), dtype=torch.float32) if parts > 2 else [out]
     _large_product_kernel[(triton.cdiv(rows, _LARGE_TILE) * triton.cdiv(columns, _LARGE_TILE),)](
-        *(TensorDescriptor.from_tensor(each, [_LARGE_TILE, _STEP]) for each in (x, weight)),
+        *(TensorDescriptor.from_tensor(matrix, [_LARGE_TILE, _STEP]) for matrix in (x, weight)),
         out, waiting[0], waiting[-1], rows, columns, width // parts,
         PARTS=parts, TILE=_LARGE_TILE, STEP=_STEP, GROUP=_TILES_OF_A_GROUP, num_warps=8, num_stages=4,
     )  # fmt: skip
@@ -214,15 +214,15 @@ def product_cublas(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if not _AGREES.get(key, not torch.cuda.is_current_stream_capturing()):
         return product_large(x, weight, 1, dtype)
     with _cublaslt_without_split_k():
-        found = torch.mm(x, weight.t()) if dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=dtype)
+        product = torch.mm(x, weight.t()) if dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=dtype)
     if key not in _AGREES:
         starts = {0, (len(x) - _COMPARED) // 2, len(x) - _COMPARED}
         rows = torch.cat([torch.arange(start, start + _COMPARED, device=x.device) for start in starts])
-        _AGREES[key] = torch.equal(found[rows], product_triton(x[rows], weight, 1, dtype))
+        _AGREES[key] = torch.equal(product[rows], product_triton(x[rows], weight, 1, dtype))
         if not _AGREES[key]:
             logger.warning(f"cuBLAS adds {tuple(x.shape)} x {tuple(weight.t().shape)} in another order: using Triton")
             return product_large(x, weight, 1, dtype)
-    return found
+    return product
 
 
 def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor, halves: int = 1) -> Tensor:

@@ -82,6 +82,6 @@ def _launch(x: Tensor, sums: Tensor, steps: int, *, adds: bool = False) -> None:
         )
 
 
-def choose_column_sum(dtype: torch.dtype, wanted: bool = True) -> ColumnSum:
-    """Return the implementation for values of ``dtype``; ``wanted`` False selects torch operations."""
-    return ByDevice(column_sum_triton, column_sum_plain) if kernels_serve(dtype, wanted) else column_sum_plain
+def choose_column_sum(dtype: torch.dtype, enabled: bool = True) -> ColumnSum:
+    """Return the implementation for values of ``dtype``; ``enabled`` False selects torch operations."""
+    return ByDevice(column_sum_triton, column_sum_plain) if kernels_serve(dtype, enabled) else column_sum_plain

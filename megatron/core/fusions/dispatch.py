@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 
-def kernels_serve(dtype: torch.dtype, wanted: bool = True) -> bool:
-    """Return whether Triton kernels are used for ``dtype``: they are ``wanted``, Triton is installed, and a GPU exists.
+def kernels_serve(dtype: torch.dtype, enabled: bool = True) -> bool:
+    """Whether Triton kernels are used for ``dtype``: they are ``enabled``, Triton is installed, and a GPU exists.
     Kernels compute in fp32, so that fp64 uses torch."""
     installed = importlib.util.find_spec("triton") is not None
-    return wanted and installed and dtype != torch.float64 and torch.cuda.is_available()
+    return enabled and installed and dtype != torch.float64 and torch.cuda.is_available()
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ if triton is not None:
     @triton.jit
     def _cast_tensor(
         x, amax_bits, factors, data, transposed, inverse, height, pitch, width, tiles_i, count, largest,
-        COUNT: tl.constexpr, GIVEN: tl.constexpr, NOTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        COUNT: tl.constexpr, SCALED: tl.constexpr, NOTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
         TILE_T: tl.constexpr, TILE_I: tl.constexpr,
     ):  # fmt: skip
         """Cast one tile of ``x`` [height, width] to ``data`` (ROWS) and to ``transposed`` (COLUMNS), whose rows have
@@ -217,7 +217,7 @@ if triton is not None:
         inside = (row < height)[:, None] & (column < width)[None, :]
         value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
         part = tl.arange(0, COUNT)
-        if GIVEN:  # as a sum of one term: the compiler then schedules the rest as in the other case, a fifth faster
+        if SCALED:  # as a sum of one term: the compiler then schedules the rest as in the other case, a fifth faster
             factor = tl.sum(tl.load(factors + part, mask=part < 1, other=0.0), axis=0)
         else:
             factor = _factor(tl.max(tl.load(amax_bits + part, mask=part < count, other=0), axis=0), largest)
@@ -337,7 +337,7 @@ def _launch_cast(
     height, width = x.shape
     some = data if data is not None else transposed
     assert some is not None, "at least one copy"
-    given = isinstance(scale, Scale)
+    has_scale = isinstance(scale, Scale)
     inverse = scale.inverse if isinstance(scale, Scale) else torch.empty(1, dtype=torch.float32, device=x.device)
     amax = scale.factor if isinstance(scale, Scale) else scale
     bits = amax.view(torch.int32) if noted is None else noted
@@ -346,15 +346,13 @@ def _launch_cast(
     _cast_tensor[(triton.cdiv(height, _TILE_T) * tiles_i,)](
         x, bits, amax, some if data is None else data, some if transposed is None else transposed,
         inverse, height, pitch, width, tiles_i, amax.numel(), LARGEST[some.dtype],
-        COUNT=triton.next_power_of_2(amax.numel()), GIVEN=given, NOTED=0 if noted is None else len(noted),
+        COUNT=triton.next_power_of_2(amax.numel()), GIVEN=has_scale, NOTED=0 if noted is None else len(noted),
         ROWS=data is not None, COLUMNS=transposed is not None, TILE_T=_TILE_T, TILE_I=_TILE_I, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return inverse
 
 
-def cast_blocks_triton(
-    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, *, square: bool
-) -> Copies:
+def cast_blocks_triton(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, *, square: bool) -> Copies:
     """See :func:`cast_in_blocks`; one launch."""
     x = x.contiguous()
     height, width = x.shape
@@ -362,7 +360,7 @@ def cast_blocks_triton(
     data = torch.empty((height, width) if rows else (0, width), dtype=dtype, device=x.device)
     transposed = torch.empty((width, height) if columns else (0, height), dtype=dtype, device=x.device)
     shape, shape_t = ((tiles_t, tiles_i), (tiles_i, tiles_t)) if square else ((tiles_i, height), (tiles_t, width))
-    scales, scales_t = (torch.empty(each, dtype=torch.float32, device=x.device) for each in (shape, shape_t))
+    scales, scales_t = (torch.empty(size, dtype=torch.float32, device=x.device) for size in (shape, shape_t))
     if x.numel():
         _cast_blocks[(tiles_t * tiles_i,)](
             x, data, scales, transposed, scales_t, height, width, tiles_t, tiles_i, LARGEST[dtype], SQUARE=square,
@@ -475,9 +473,7 @@ def carried(x: Tensor) -> Copies | None:
     return getattr(x, "_fp8_copies", None)
 
 
-def cast_in_blocks(
-    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool, square: bool = False
-) -> Copies:
+def cast_in_blocks(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool, square: bool = False) -> Copies:
     """Cast ``x`` [..., i], as a matrix [t, i], to fp8 ``dtype`` with a scale per 1 x 128 elements of each row in one
     copy, and per 128 elements of each column in the transposed copy; both read ``x``. ``square``: one scale per 128 x
     128 elements in both. Factors are powers of two."""
@@ -527,11 +523,11 @@ def cast_groups(
         if _casts_on_gpu(x):
             inverse = _launch_cast(x[group], scale, copy, part, noted)
             continue
-        made, inverse = _cast_plain(x[group], dtype, scale)
+        quantized, inverse = _cast_plain(x[group], dtype, scale)
         if noted is not None:
             _raise_plain(noted, x[group])
         if copy is not None:
-            copy.copy_(made)
+            copy.copy_(quantized)
         if part is not None:
-            part.view(torch.uint8).copy_(F.pad(made.view(torch.uint8).t(), (0, part.shape[1] - len(made))))
-    return Copies(*(None if each is None else Quantized(each, inverse) for each in (data, flat)))
+            part.view(torch.uint8).copy_(F.pad(quantized.view(torch.uint8).t(), (0, part.shape[1] - len(quantized))))
+    return Copies(*(None if values is None else Quantized(values, inverse) for values in (data, flat)))

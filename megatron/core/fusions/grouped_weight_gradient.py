@@ -102,8 +102,8 @@ def grouped_weight_gradient_triton(grad: Tensor, x: Tensor, ends: Tensor, total:
     blocks = ([_ROWS, _OUT], [_ROWS, _IN], [1, _OUT, _IN])
     # where a descriptor is not read, the tensor takes its place
     tiles = [
-        TensorDescriptor.from_tensor(each, block) if wanted else each
-        for each, block, wanted in zip(operands, blocks, (loads, loads, adds))
+        TensorDescriptor.from_tensor(operand, block) if by_descriptor else operand
+        for operand, block, by_descriptor in zip(operands, blocks, (loads, loads, adds))
     ]
     band = _BAND_FEW_ROWS if len(x) < _FEW_ROWS * len(ends) else _BAND
     _grouped_weight_gradient[(len(ends) * tiles_o * tiles_i,)](

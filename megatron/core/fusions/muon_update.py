@@ -43,16 +43,16 @@ class MuonUpdate:
     def advance(self, entries: Sequence[OptimizerEntry], step: MuonStep) -> list[Tensor]:
         """Update momenta and return the directions u, new tensors shaped as the shards, whose values are undefined if
         the step is skipped. Changes neither gradients nor masters."""
-        return [self._advance(each, step) for each in entries]
+        return [self._advance(entry, step) for entry in entries]
 
     def apply(
         self, entries: Sequence[OptimizerEntry], factors: Sequence[Tensor], scales: Sequence[float], step: MuonStep
     ) -> None:
         """Update masters and model weights by the orthogonal ``factors``, shaped as the shards, times ``scales``."""
-        for each, factor, scale in zip(entries, factors, scales):
-            master = each.storage.read()
-            decay = each.lr * each.weight_decay if step.decoupled else 0.0
-            each.write(step.skip, master - decay * master - each.lr * scale * factor.to(master.dtype))
+        for entry, factor, scale in zip(entries, factors, scales):
+            master = entry.storage.read()
+            decay = entry.lr * entry.weight_decay if step.decoupled else 0.0
+            entry.write(step.skip, master - decay * master - entry.lr * scale * factor.to(master.dtype))
 
     def _advance(self, entry: OptimizerEntry, step: MuonStep) -> Tensor:
         gradient = entry.scaled_gradient(step.factor, decoupled=step.decoupled)
@@ -93,11 +93,11 @@ if triton is not None:
     ):  # fmt: skip
         """Update master and model weight of a block of one tensor: p - decay p - rate o. ``scalars`` as above."""
         row, at, inside = locate_block(table, chunks, scalars, ALIGNMENT, FIELDS, BLOCK)
-        weight, kept = tl.load(row), tl.load(row + 1)
+        weight, extra = tl.load(row), tl.load(row + 1)
         factor_at = pointers(tl.load(row + 2), FACTOR, at, ALIGNMENT)
-        p = load_master(weight, kept, at, inside, KEPT_BITS, ALIGNMENT)
+        p = load_master(weight, extra, at, inside, KEPT_BITS, ALIGNMENT)
         p -= decay * p + rate * tl.load(factor_at, mask=inside, other=0.0).to(tl.float32)
-        store_master(weight, kept, at, inside, p, WEIGHT, KEPT_BITS, AVOID_TIES, ALIGNMENT)
+        store_master(weight, extra, at, inside, p, WEIGHT, KEPT_BITS, AVOID_TIES, ALIGNMENT)
 
 
 class TritonMuonUpdate(MuonUpdate):
@@ -108,14 +108,14 @@ class TritonMuonUpdate(MuonUpdate):
 
     def advance(self, entries: Sequence[OptimizerEntry], step: MuonStep) -> list[Tensor]:
         directions = [
-            torch.empty_like(each.moments[0]) if is_read_by_kernels(each.storage) else self._advance(each, step)
-            for each in entries
+            torch.empty_like(entry.moments[0]) if is_read_by_kernels(entry.storage) else self._advance(entry, step)
+            for entry in entries
         ]
         groups: dict[float, list[tuple[Storage, tuple[Tensor, ...]]]] = {}
-        for each, direction in zip(entries, directions):
-            if is_read_by_kernels(each.storage):
-                decay = 0.0 if step.decoupled else each.weight_decay
-                groups.setdefault(decay, []).append((each.storage, (each.gradient, each.moments[0], direction)))
+        for entry, direction in zip(entries, directions):
+            if is_read_by_kernels(entry.storage):
+                decay = 0.0 if step.decoupled else entry.weight_decay
+                groups.setdefault(decay, []).append((entry.storage, (entry.gradient, entry.moments[0], direction)))
         scalars = _device_scalars(step)
         for decay, group in groups.items():
             for table in self._before.find(group):
@@ -130,12 +130,12 @@ class TritonMuonUpdate(MuonUpdate):
         self, entries: Sequence[OptimizerEntry], factors: Sequence[Tensor], scales: Sequence[float], step: MuonStep
     ) -> None:
         groups: dict[tuple[float, float], list[tuple[Storage, tuple[Tensor, ...]]]] = {}
-        for each, factor, scale in zip(entries, factors, scales):
-            if is_read_by_kernels(each.storage):
-                decay = each.lr * each.weight_decay if step.decoupled else 0.0
-                groups.setdefault((each.lr * scale, decay), []).append((each.storage, (factor,)))
+        for entry, factor, scale in zip(entries, factors, scales):
+            if is_read_by_kernels(entry.storage):
+                decay = entry.lr * entry.weight_decay if step.decoupled else 0.0
+                groups.setdefault((entry.lr * scale, decay), []).append((entry.storage, (factor,)))
             else:
-                super().apply([each], [factor], [scale], step)
+                super().apply([entry], [factor], [scale], step)
         scalars = _device_scalars(step)
         for (rate, decay), group in groups.items():
             for table in self._after.find(group):

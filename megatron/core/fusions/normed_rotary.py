@@ -204,16 +204,16 @@ class _SplitNormedRotary(torch.autograd.Function):
         dtype. Saves ``packed``, the weights and the tables."""
         length, batch, groups, per_group, channels = packed.shape
         packed, tables = packed.contiguous(), [x.reshape(length, x.shape[-1]).contiguous() for x in (cos, sin)]
-        made = [packed.new_empty(length, batch, n * groups, channels) for n in (per_group - 2, 1, 1)]
+        parts = [packed.new_empty(length, batch, n * groups, channels) for n in (per_group - 2, 1, 1)]
         tiles, sizes = _sizes(packed, tables[0].shape[1], interleaved)
         if packed.numel():
             _normed_rotary_forward[(length * batch * tiles,)](
-                packed, *made, query_weight, key_weight, *tables, batch, groups * per_group, tiles, eps, offset,
-                *(stride for x in made for stride in x.stride()[:3]), **sizes,
+                packed, *parts, query_weight, key_weight, *tables, batch, groups * per_group, tiles, eps, offset,
+                *(stride for x in parts for stride in x.stride()[:3]), **sizes,
             )  # fmt: skip
         ctx.save_for_backward(packed, query_weight, key_weight, *tables)
         ctx.interleaved, ctx.eps, ctx.offset = interleaved, eps, offset
-        query, key, value = made
+        query, key, value = parts
         return query, key, value
 
     @staticmethod

@@ -69,12 +69,12 @@ def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutati
     ends, num_keys = permutation.ends, len(permutation.ends)
     starts = torch.cat((ends.new_zeros(1), ends))  # one extra entry, which dropped choices (key num_keys) index
     within = permutation.place_tj - starts[key_tj]
-    kept = (permutation.place_tj >= 0) & (within < capacity)
-    place = torch.where(kept, key_tj * capacity + within, -1)
+    fits = (permutation.place_tj >= 0) & (within < capacity)
+    place = torch.where(fits, key_tj * capacity + within, -1)
     rows = num_keys * capacity
     choice_r = torch.full((rows + 1,), -1, device=place.device)
     choices = torch.arange(place.numel(), device=place.device)
-    choice_r.scatter_(0, place.flatten().masked_fill(~kept.flatten(), rows), choices)  # the last row takes dropped ones
+    choice_r.scatter_(0, place.flatten().masked_fill(~fits.flatten(), rows), choices)  # the last row takes dropped ones
     even_ends = torch.arange(1, num_keys + 1, dtype=torch.int32, device=place.device) * capacity
     choice_r = choice_r[:rows]
     return Permutation(choice_r, _token_indices(choice_r, place.shape[1]), place, even_ends)
@@ -192,9 +192,9 @@ class RowMoves(NamedTuple):
 PLAIN = RowMoves(gather_plain, combine_plain)
 
 
-def choose_row_moves(dtype: torch.dtype, wanted: bool = True) -> RowMoves:
-    """Return the implementation for values of ``dtype``; ``wanted`` False selects torch operations."""
-    if not kernels_serve(dtype, wanted):
+def choose_row_moves(dtype: torch.dtype, enabled: bool = True) -> RowMoves:
+    """Return the implementation for values of ``dtype``; ``enabled`` False selects torch operations."""
+    if not kernels_serve(dtype, enabled):
         return PLAIN
     return RowMoves(
         ByDevice(gather_triton, gather_plain), ByDevice(combine_triton, combine_plain),
@@ -230,10 +230,10 @@ class _GatherChoices(torch.autograd.Function):
         (place_tkc,) = ctx.saved_tensors
         if not len(grad):  # -1 is not a valid index then
             return grad.new_zeros(place_tkc.shape[:-1]), None, None, None
-        found = grad[place_tkc]
+        choices = grad[place_tkc]
         if not ctx.is_complete:
-            found = found.masked_fill_(place_tkc < 0, 0)
-        return found.squeeze(-1) if found.shape[-1] == 1 else found.sum(-1), None, None, None
+            choices = choices.masked_fill_(place_tkc < 0, 0)
+        return choices.squeeze(-1) if choices.shape[-1] == 1 else choices.sum(-1), None, None, None
 
 
 def gather_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -> Tensor:

@@ -65,26 +65,28 @@ if triton is not None:
         tl.store(at, x.to(base.dtype.element_ty), mask=(i < num_queries)[:, None] & (j < num_keys)[None, :])
 
     @triton.jit
-    def _visible(place, back, ahead, ranges, own, others, batch, row, STEP: tl.constexpr, DOCUMENTS: tl.constexpr):
+    def _visible(
+        place, back, ahead, ranges, num_places, num_others, batch, row, STEP: tl.constexpr, DOCUMENTS: tl.constexpr
+    ):
         """Return (first, last, low, high): start and end of the document of each position in ``place`` (0 without
-        DOCUMENTS), and the range of the ``others`` positions of the other side that any of them sees, from ``back``
-        before to ``ahead`` after; low is a multiple of STEP. ``own`` is the number of positions of this side."""
+        DOCUMENTS), and the range of the ``num_others`` positions of the other side that any of them sees, from ``back``
+        before to ``ahead`` after; low is a multiple of STEP. ``num_places`` is the number of positions of this side."""
         first, last = place * 0, place * 0
-        low, high = tl.maximum(tl.min(place) - back, 0), tl.minimum(tl.max(place) + ahead + 1, others)
+        low, high = tl.maximum(tl.min(place) - back, 0), tl.minimum(tl.max(place) + ahead + 1, num_others)
         if DOCUMENTS:
-            first = tl.load(ranges + row * own + place, mask=place < own, other=1 << 30)
-            last = tl.load(ranges + (batch + row) * own + place, mask=place < own, other=0)
+            first = tl.load(ranges + row * num_places + place, mask=place < num_places, other=1 << 30)
+            last = tl.load(ranges + (batch + row) * num_places + place, mask=place < num_places, other=0)
             low, high = tl.maximum(low, tl.min(first)), tl.minimum(high, tl.max(last))
         return first, last, low // STEP * STEP, high
 
     @triton.jit
     def _scores(
-        products, bias, i, j, seen, first, last, num_queries, num_keys, left, right,
+        products, bias, i, j, position, first, last, num_queries, num_keys, left, right,
         BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     ):  # fmt: skip
         """Return ``products`` plus the bias at distance j - i, fp32, -inf for hidden pairs: outside of the tensors,
-        with BAND outside of [-left, right], and with DOCUMENTS unless ``seen`` (i or j) is in [first, last). EVEN: no
-        pair is outside of the tensors."""
+        with BAND outside of [-left, right], and with DOCUMENTS unless ``position`` (i or j) is in [first, last). EVEN:
+        no pair is outside of the tensors."""
         distance = j - i
         if EVEN:
             scores = products + tl.load(bias + distance)
@@ -94,7 +96,7 @@ if triton is not None:
         if BAND:
             scores = tl.where((distance >= -left) & (distance <= right), scores, float("-inf"))
         if DOCUMENTS:
-            scores = tl.where((seen >= first) & (seen < last), scores, float("-inf"))
+            scores = tl.where((position >= first) & (position < last), scores, float("-inf"))
         return scores
 
     @triton.jit
@@ -133,9 +135,9 @@ if triton is not None:
             mixed = tl.dot(weights.to(v.dtype), v, mixed * fading[:, None])
             total = total * fading + tl.sum(weights, 1)
             largest = new
-        seen = tl.where(total == 0.0, 1.0, total)
-        _store_rows(out + row * o_b + head * o_a, mixed / seen[:, None], i, num_queries, o_s, D)
-        sums = (largest + tl.log2(seen)) * 0.6931471805599453
+        divisor = tl.where(total == 0.0, 1.0, total)
+        _store_rows(out + row * o_b + head * o_a, mixed / divisor[:, None], i, num_queries, o_s, D)
+        sums = (largest + tl.log2(divisor)) * 0.6931471805599453
         tl.store(lse + (row * heads + head) * num_queries + i, sums, mask=i < num_queries)
 
     @triton.jit
@@ -255,13 +257,13 @@ def relative_attention(
 
 
 def relative_attention_backward(
-    grad: Tensor, kept: Sequence[Tensor], scale: float, pairs: Pairs, tilings: Mapping[str, Tiling] = TILINGS
+    grad: Tensor, saved: Sequence[Tensor], scale: float, pairs: Pairs, tilings: Mapping[str, Tiling] = TILINGS
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key, value and pair biases. The latter is fp32 [a, s, t], summed over the batch
-    from dS rounded to the dtype of query, zero for hidden pairs; the caller sums it by distance. ``kept``: query, key,
+    from dS rounded to the dtype of query, zero for hidden pairs; the caller sums it by distance. ``saved``: query, key,
     value, out, lse, bias of :func:`relative_attention`. Holds dS of at most ``_LARGEST`` elements (at least one batch
     row) at a time."""
-    query, key, value, out, lse, bias = kept
+    query, key, value, out, lse, bias = saved
     grad, delta = grad if grad.stride(-1) == 1 else grad.contiguous(), torch.empty_like(lse)
     (batch, heads, num_queries, _), (_, groups, num_keys, _) = query.shape, key.shape
     grads, of_pairs = [torch.empty_like(x) for x in (query, key, value)], []

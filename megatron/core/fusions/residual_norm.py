@@ -201,15 +201,16 @@ class _Normalize(torch.autograd.Function):
         per row."""
         width = x.shape[-1]
         rows = x.numel() // width
-        kept = x.contiguous()
-        stream = kept if branch is None else torch.empty_like(kept)
+        contiguous = x.contiguous()
+        stream = contiguous if branch is None else torch.empty_like(contiguous)
         out = torch.empty(x.shape, dtype=weight.dtype if target is None else target.dtype, device=x.device)
         rstds = torch.empty(rows, dtype=torch.float32, device=x.device)
         means = torch.empty_like(rstds) if traits.centred else rstds
         tile = _tile(width)
         amax = target.noted if target is not None else new_amax(x.device) if traits.notes_amax else None
         _norm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
-            kept, kept if branch is None else branch.contiguous(), weight, weight if bias is None else bias, stream,
+            contiguous, contiguous if branch is None else branch.contiguous(), weight,
+            weight if bias is None else bias, stream,
             out, means, rstds, rstds if amax is None else amax, rstds if target is None else target.scale.factor,
             rows, width, traits.eps, traits.offset, ADDS=branch is not None, CENTRED=traits.centred,
             BIASED=bias is not None, NOTED=0 if amax is None else len(amax), CASTS=target is not None, **tile,
@@ -265,8 +266,8 @@ def normalize_triton(
     return _Normalize.apply(x, branch, weight, bias, traits, target)
 
 
-def choose_normalize(dtype: torch.dtype, width: int, wanted: bool = True) -> Normalize:
-    """Return the implementation for weights of ``dtype`` and rows of ``width``; ``wanted`` False selects torch."""
-    if kernels_serve(dtype, wanted) and width <= WIDEST:
+def choose_normalize(dtype: torch.dtype, width: int, enabled: bool = True) -> Normalize:
+    """Return the implementation for weights of ``dtype`` and rows of ``width``; ``enabled`` False selects torch."""
+    if kernels_serve(dtype, enabled) and width <= WIDEST:
         return ByDevice(normalize_triton, normalize_plain)
     return normalize_plain

@@ -147,16 +147,16 @@ if triton is not None:
             else:
                 score = share
             score_sum = tl.sum(tl.where(inside, score, 0.0), axis=0)
-            taken = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+            counts = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
             for j in tl.static_range(K):
                 expert = tl.load(experts + row * K + j, mask=within, other=WIDTH)
-                taken += tl.where(column[None, :] == expert[:, None], 1.0, 0.0)
+                counts += tl.where(column[None, :] == expert[:, None], 1.0, 0.0)
             square = tl.sum(tl.where(within, lse * lse, 0.0))
             finite = (tl.abs(z) < float("inf")) & inside
             bad = tl.sum(tl.where(inside & (finite == 0), 1.0, 0.0))
             into = sums + (tl.program_id(0).to(tl.int64) * batch + sequence) * 3 * WIDTH + column
             tl.store(into, score_sum)
-            tl.store(into + WIDTH, tl.sum(taken, axis=0))
+            tl.store(into + WIDTH, tl.sum(counts, axis=0))
             tl.store(into + 2 * WIDTH, tl.where(column == 0, square, tl.where(column == 1, bad, 0.0)))
 
     @triton.jit
@@ -199,8 +199,8 @@ if triton is not None:
         # compare with every column: registers cannot be indexed by an expert number
         for j in tl.static_range(K):
             expert = tl.load(experts + row * K + j, mask=within, other=WIDTH)
-            own = tl.sum(tl.where(choice[None, :] == j, grad_chosen, 0.0), axis=1)
-            result += tl.where(column[None, :] == expert[:, None], own[:, None], 0.0)
+            grad_choice = tl.sum(tl.where(choice[None, :] == j, grad_chosen, 0.0), axis=1)
+            result += tl.where(column[None, :] == expert[:, None], grad_choice[:, None], 0.0)
         at = grad_logits + row[:, None] * num_experts + column[None, :]
         tl.store(at, result.to(grad_logits.dtype.element_ty), mask=inside)
 

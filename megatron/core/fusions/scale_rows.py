@@ -18,18 +18,18 @@ if triton is not None:
 
     @triton.jit
     def _scale_rows_kernel(
-        weight, kept, factors, first, size, columns, WEIGHT: tl.constexpr, KEPT_BITS: tl.constexpr,
+        weight, extra, factors, first, size, columns, WEIGHT: tl.constexpr, KEPT_BITS: tl.constexpr,
         AVOID_TIES: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Scale a block of the elements of one weight. ``weight``, ``kept``: addresses, as ``load_master``; ``first``:
+        """Scale a block of the elements of one weight. ``weight``, ``extra``: addresses, as ``load_master``; ``first``:
         number of the first element in the full rows."""
-        weight, kept = tl.cast(weight, tl.int64), tl.cast(kept, tl.int64)  # low addresses arrive in 32 bits
+        weight, extra = tl.cast(weight, tl.int64), tl.cast(extra, tl.int64)  # low addresses arrive in 32 bits
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
         factor = tl.load(factors + (first + at) // columns, mask=inside, other=1.0)
         inside &= factor != 1.0  # a block without such elements reads and writes nothing
-        p = load_master(weight, kept, at, inside, KEPT_BITS, 1)
-        store_master(weight, kept, at, inside, p * factor, WEIGHT, KEPT_BITS, AVOID_TIES, 1)
+        p = load_master(weight, extra, at, inside, KEPT_BITS, 1)
+        store_master(weight, extra, at, inside, p * factor, WEIGHT, KEPT_BITS, AVOID_TIES, 1)
 
 
 def scale_rows(storage: Storage, factors: Tensor, columns: int, first: int) -> None:
@@ -47,11 +47,11 @@ def scale_rows(storage: Storage, factors: Tensor, columns: int, first: int) -> N
 
 def scale_rows_triton(storage: Storage, factors: Tensor, columns: int, first: int) -> None:
     """:func:`scale_rows` by a kernel, for a built-in storage that ``fits_kernels`` accepts."""
-    weight, kept = storage.weight, storage.kept
+    weight, extra = storage.weight, storage.kept
     size = weight.numel()
     if size:
         _scale_rows_kernel[(triton.cdiv(size, BLOCK),)](
-            weight.data_ptr(), 0 if kept is None else kept.data_ptr(), factors.to(torch.float32), first, size, columns,
-            WEIGHT=TRITON_TYPES[weight.dtype], KEPT_BITS=0 if kept is None else 8 * kept.element_size(),
+            weight.data_ptr(), 0 if extra is None else extra.data_ptr(), factors.float(), first, size, columns,
+            WEIGHT=TRITON_TYPES[weight.dtype], KEPT_BITS=0 if extra is None else 8 * extra.element_size(),
             AVOID_TIES=storage.nudges_ties, BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip

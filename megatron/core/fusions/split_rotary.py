@@ -36,9 +36,7 @@ class SplitHeads(Protocol):
 
 
 class SplitRotary(Protocol):
-    def __call__(
-        self, packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /) -> tuple[Tensor, Tensor, Tensor]:
         """Return (query, key, value); query and key rotated by tables [s, 1, 1, r] up to channel 2 r."""
 
 
@@ -215,8 +213,8 @@ class _SplitRotary(torch.autograd.Function):
         dtype of ``packed`` [s, b, g, p + 2, d]. Saves only the tables."""
         length, batch, groups, per_group, channels = packed.shape
         tables = _rows(cos), _rows(sin)
-        made = [packed.new_empty(length, batch, n * groups, channels) for n in (per_group - 2, 1, 1)]
-        query, key, value = made
+        parts = [packed.new_empty(length, batch, n * groups, channels) for n in (per_group - 2, 1, 1)]
+        query, key, value = parts
         _launch(packed.contiguous(), (query, key, value), tables, interleaved, False)
         ctx.save_for_backward(*tables)
         ctx.interleaved, ctx.shape = interleaved, packed.shape
@@ -247,9 +245,9 @@ def rotary_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
     return _Rotary.apply(x, cos, sin, interleaved)
 
 
-def choose_rotary(dtype: torch.dtype, wanted: bool = True) -> Rotary:
-    """Return the implementation for heads of ``dtype``; ``wanted`` False selects torch operations."""
-    return ByDevice(rotary_triton, apply_rotary) if kernels_serve(dtype, wanted) else apply_rotary
+def choose_rotary(dtype: torch.dtype, enabled: bool = True) -> Rotary:
+    """Return the implementation for heads of ``dtype``; ``enabled`` False selects torch operations."""
+    return ByDevice(rotary_triton, apply_rotary) if kernels_serve(dtype, enabled) else apply_rotary
 
 
 def choose_split_heads(dtype: torch.dtype) -> SplitHeads:
@@ -257,8 +255,8 @@ def choose_split_heads(dtype: torch.dtype) -> SplitHeads:
     return ByDevice(split_heads_triton, split_heads) if kernels_serve(dtype) else split_heads
 
 
-def choose_split_rotary(dtype: torch.dtype, wanted: bool = True) -> SplitRotary:
-    """Return the implementation for projections of ``dtype``; ``wanted`` False selects torch operations."""
-    if kernels_serve(dtype, wanted):
+def choose_split_rotary(dtype: torch.dtype, enabled: bool = True) -> SplitRotary:
+    """Return the implementation for projections of ``dtype``; ``enabled`` False selects torch operations."""
+    if kernels_serve(dtype, enabled):
         return ByDevice(split_rotary_triton, split_rotary_plain)
     return split_rotary_plain

@@ -109,9 +109,9 @@ class Storage:
     def with_kept(self, kept: Tensor | None, part: slice | None = None) -> Storage:
         """Return a storage of this kind with ``kept`` as extra storage and the same weight, or the range ``part`` of
         its flat elements. For the time of an update of state that is kept elsewhere."""
-        made = copy.copy(self)
-        made.weight, made.kept = self.weight if part is None else self.weight.view(-1)[part], kept
-        return made
+        storage = copy.copy(self)
+        storage.weight, storage.kept = self.weight if part is None else self.weight.view(-1)[part], kept
+        return storage
 
     @property
     def dtype(self) -> torch.dtype:
@@ -264,10 +264,10 @@ class OptimizerEntry:
 
 def by_rates(entries: Iterable[OptimizerEntry]) -> dict[tuple[float, float], list[OptimizerEntry]]:
     """Group ``entries`` by (learning rate, weight decay), which foreach operators and kernels take as numbers."""
-    found: dict[tuple[float, float], list[OptimizerEntry]] = {}
-    for each in entries:
-        found.setdefault((each.lr, each.weight_decay), []).append(each)
-    return found
+    groups: dict[tuple[float, float], list[OptimizerEntry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.lr, entry.weight_decay), []).append(entry)
+    return groups
 
 
 class Opened(NamedTuple):
@@ -283,17 +283,17 @@ def as_fp32_lists(tensors: Sequence[OptimizerEntry], factor: Tensor | None) -> I
     """Yield foreach lists in the master dtype for in-place updates: all plain tensors first, then each other tensor,
     widened; after the loop body masters and moments are written back (masters also to the weights), so that the loop
     must run to its end. ``factor`` multiplies gradients, in place if of master dtype; None: 1."""
-    plain = [each for each in tensors if each.is_plain]
-    for batch in ([plain] if plain else []) + [[each] for each in tensors if not each.is_plain]:
-        masters = [each.storage.read() for each in batch]
-        gradients = [each.gradient.to(main.dtype) for each, main in zip(batch, masters)]
+    plain = [entry for entry in tensors if entry.is_plain]
+    for batch in ([plain] if plain else []) + [[entry] for entry in tensors if not entry.is_plain]:
+        masters = [entry.storage.read() for entry in batch]
+        gradients = [entry.gradient.to(main.dtype) for entry, main in zip(batch, masters)]
         if factor is not None:
             torch._foreach_mul_(gradients, factor.to(masters[0].dtype))
-        kinds = list(zip(*(each.moments for each in batch)))
+        kinds = list(zip(*(entry.moments for entry in batch)))
         moments = [[moment.to(masters[0].dtype) for moment in kind] for kind in kinds]
         yield Opened(masters, gradients, moments)
-        for each, main in zip(batch, masters):
-            each.storage.write(main)
+        for entry, main in zip(batch, masters):
+            entry.storage.write(main)
         for kind, values in zip(kinds, moments):
             for moment, value in zip(kind, values):
                 if moment is not value:

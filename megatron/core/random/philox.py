@@ -164,12 +164,12 @@ def fill_runs_(out: Tensor, key: int, starts: Tensor, distribution: str = "norma
             out[runs] = values
         return out
     for row, start in zip(out, starts.tolist()):
-        for done in range(0, length, 4 * chunk):
-            count = min(4 * chunk, length - done)
-            first = start + done
+        for offset in range(0, length, 4 * chunk):
+            count = min(4 * chunk, length - offset)
+            first = start + offset
             blocks = torch.arange(first >> 2, (first + count + 3) >> 2, device=out.device)
             skipped = first & 3
-            row[done : done + count] = transform(_block_words(key, blocks)).flatten()[skipped : skipped + count]
+            row[offset : offset + count] = transform(_block_words(key, blocks)).flatten()[skipped : skipped + count]
     return out
 
 

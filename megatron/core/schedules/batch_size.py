@@ -187,8 +187,8 @@ def iters_from_samples(config: BatchConfig, consumed_samples: int, data_parallel
 
 
 def _size_at(plateaus: list[Plateau], consumed_samples: int) -> int:
-    following = bisect_right(plateaus, consumed_samples, key=lambda plateau: plateau.first_sample)
-    return plateaus[following - 1].size
+    index = bisect_right(plateaus, consumed_samples, key=lambda plateau: plateau.first_sample)
+    return plateaus[index - 1].size
 
 
 def _lowered(config: BatchConfig, size: int, data_parallel_size: int) -> int:
@@ -202,10 +202,10 @@ def _runs(config: BatchConfig, data_parallel_size: int) -> Iterator[tuple[int, i
     iterations None."""
     plateaus = batch_size_plateaus(config)
     consumed = 0
-    for following in [plateau.first_sample for plateau in plateaus[1:]]:
-        if following > consumed:
+    for boundary in [plateau.first_sample for plateau in plateaus[1:]]:
+        if boundary > consumed:
             size = _lowered(config, _size_at(plateaus, consumed), data_parallel_size)
-            count = -(-(following - consumed) // size)
+            count = -(-(boundary - consumed) // size)
             yield consumed, size, count
             consumed += count * size
     yield consumed, _lowered(config, plateaus[-1].size, data_parallel_size), None

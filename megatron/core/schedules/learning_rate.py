@@ -334,16 +334,16 @@ class OptimizerParamScheduler:
         stored = SchedulePlan(**fields)
         ignored = {"wd_incr_steps"} if stored.wd_incr_style == self.plan.wd_incr_style == "constant" else set()
         differences = [
-            f"{name}: checkpoint {theirs!r}, now {ours!r}"
-            for name, theirs in asdict(stored).items()
-            if theirs != (ours := getattr(self.plan, name)) and name not in ignored
+            f"{name}: checkpoint {saved!r}, now {current!r}"
+            for name, saved in asdict(stored).items()
+            if saved != (current := getattr(self.plan, name)) and name not in ignored
         ]
         if differences and self.use_checkpoint_opt_param_scheduler:
             logger.warning("taking the schedule of the checkpoint: %s", "; ".join(differences))
             self.plan = stored
         elif differences and self.override_opt_param_scheduler:
             logger.warning("overriding the schedule of the checkpoint: %s", "; ".join(differences))
-        elif {each.partition(":")[0] for each in differences} - {"wd_incr_steps"} == {"lr_decay_steps"}:
+        elif {name.partition(":")[0] for name in differences} - {"wd_incr_steps"} == {"lr_decay_steps"}:
             raise UserError(
                 _other_length(stored, self.plan, num_steps if consumed is None else consumed, self.position)
             )
@@ -360,13 +360,13 @@ def _other_length(stored: SchedulePlan, now: SchedulePlan, num_steps: int, posit
     that each of the two flags gives after ``num_steps`` samples and at the end."""
     at = position(num_steps)
     old, new = learning_rate(stored, at), learning_rate(now, at)
-    kept = learning_rate(stored, max(now.lr_decay_steps, at))
+    final_rate = learning_rate(stored, max(now.lr_decay_steps, at))
     return (
         f"--train-iters, --train-samples or --lr-decay-iters: the learning rate now decays over {now.lr_decay_steps}"
         f" samples, in the checkpoint over {stored.lr_decay_steps}; to continue, add one of two flags."
         f" --override-opt_param-scheduler decays over the new length: at sample {num_steps} the rate is {new:.3g}"
         f" instead of {old:.3g}, in the end {now.min_lr:.3g}. --use-checkpoint-opt_param-scheduler keeps the stored"
-        f" schedule: the rate ends at {kept:.3g}"
+        f" schedule: the rate ends at {final_rate:.3g}"
     )
 
 

@@ -77,17 +77,17 @@ class Plan:
 
     def time(self, step: Step) -> float:
         """Return the modeled time of ``step``."""
-        return self.cost.time([self.lengths[each] for each in step.samples], step.size)
+        return self.cost.time([self.lengths[sample] for sample in step.samples], step.size)
 
     def tokens(self, step: Step) -> int:
         """Return the tokens of the full row of ``step``, without padding."""
-        return sum(self.lengths[each] for each in step.samples)
+        return sum(self.lengths[sample] for sample in step.samples)
 
     @property
     def loads(self) -> list[float]:
         """Modeled time of every rank, without waiting."""
         times = [[self.time(step) if step.samples else 0.0 for step in steps] for steps in self.ranks]
-        return [sum(each) for each in times]
+        return [sum(durations) for durations in times]
 
     @property
     def imbalance(self) -> float:
@@ -142,15 +142,15 @@ def simulate_plan(plan: Plan) -> Simulation:
             continue
         step = plan.ranks[rank][len(starts[rank])]
         if any(
-            len(starts[each]) == len(plan.ranks[each]) or plan.ranks[each][len(starts[each])] != step
-            for each in step.ranks
+            len(starts[rank]) == len(plan.ranks[rank]) or plan.ranks[rank][len(starts[rank])] != step
+            for rank in step.ranks
         ):
             continue  # the last rank that reaches the step finds all others there
-        start, time = max(clock[each] for each in step.ranks), plan.time(step)
-        for each in step.ranks:
-            starts[each].append(start)
-            clock[each], busy[each] = start + time, busy[each] + time
-            ready.append(each)
+        start, time = max(clock[rank] for rank in step.ranks), plan.time(step)
+        for rank in step.ranks:
+            starts[rank].append(start)
+            clock[rank], busy[rank] = start + time, busy[rank] + time
+            ready.append(rank)
     for rank, steps in enumerate(plan.ranks):
         if len(starts[rank]) < len(steps):
             raise PlanDeadlockError(f"rank {rank} waits at step {len(starts[rank])}: {steps[len(starts[rank])]}")
@@ -213,8 +213,8 @@ def _predicted(plan: Plan, stages: int) -> float:
     """Return the modeled duration of ``plan``: the slowest rank, and filling the pipeline with the longest step."""
     if stages == 1:
         return max(plan.loads)
-    longest = max(map(plan.time, plan.distinct_steps()), default=0.0)
-    return max(plan.loads) / stages + longest * (stages - 1) / stages
+    slowest = max(map(plan.time, plan.distinct_steps()), default=0.0)
+    return max(plan.loads) / stages + slowest * (stages - 1) / stages
 
 
 def _grown(lengths: Sequence[int], smallest: Sequence[int], ranks: Ranks, cost: CostModel, share: float) -> list[int]:
@@ -240,8 +240,8 @@ class _Builder:
     ) -> None:
         self.lengths, self.sizes, self.ranks, self.cost, self.stages = lengths, sizes, ranks, cost, stages
         self.units = ranks.count // ranks.smallest
-        order = sorted(range(len(lengths)), key=lambda each: (-sizes[each], -lengths[each], each))
-        self.shared = [each for each in order if sizes[each] > ranks.smallest]
+        order = sorted(range(len(lengths)), key=lambda sample: (-sizes[sample], -lengths[sample], sample))
+        self.shared = [sample for sample in order if sizes[sample] > ranks.smallest]
         self.single = order[len(self.shared) :]
 
     def build(self) -> Plan:
@@ -280,7 +280,7 @@ class _Builder:
                 heapq.heapify(heap)
             load, first = heap[0]
             if len(self.blocks[first]) == rounds:
-                free = [each for each in heap if len(self.blocks[each[1]]) < rounds]
+                free = [entry for entry in heap if len(self.blocks[entry[1]]) < rounds]
                 if not free:
                     return False
                 load, first = min(free)
@@ -290,9 +290,9 @@ class _Builder:
                 heapq.heappop(heap)
             step = Step((sample,), first * unit, size * unit)
             load += self.cost.step + self.cost.sample(self.lengths[sample], step.size)
-            for each in range(first, first + size):
-                self.loads[each] = load
-                self.blocks[each].append(step)
+            for member in range(first, first + size):
+                self.loads[member] = load
+                self.blocks[member].append(step)
             heapq.heappush(heap, (load, first))
         return True
 
@@ -301,7 +301,7 @@ class _Builder:
         emptiest row."""
         capacity, size = self.ranks.limit * self.ranks.smallest, self.ranks.smallest
         rows = [[(-capacity, row) for row in range(rounds - len(steps))] for steps in self.blocks]
-        self.rows = [[[] for _ in each] for each in rows]
+        self.rows = [[[] for _ in unit_rows] for unit_rows in rows]
         open_units = [(load, unit) for unit, load in enumerate(self.loads)]
         heapq.heapify(open_units)
         full: list[tuple[int, int]] = []  # (-room, unit) of units without room for the samples so far

@@ -72,11 +72,13 @@ def read_folder_tokens(folder: Path, read: Callable[[Path], dict[str, Any]]) -> 
 def add_folder_tokens(backend: HFTokenizer, tokens: FolderTokens, where: Path) -> None:
     """Add ``tokens`` to ``backend``, in place. Raises UserError, naming ``where``, if a token does not get its id."""
     added = [tokens.by_id[index] for index in sorted(tokens.by_id)]
-    known = {token_text(token) for token in (*backend.get_added_tokens_decoder().values(), *added)}
+    existing = {token_text(token) for token in (*backend.get_added_tokens_decoder().values(), *added)}
     named = {token_text(token) for token in tokens.roles.values()}
     values: list[AddedToken | str] = [*added]
     for token in (*tokens.roles.values(), *tokens.extra):
-        if token_text(token) not in known and token not in values:  # a text with other fields replaces an earlier one
+        if (
+            token_text(token) not in existing and token not in values
+        ):  # a text with other fields replaces an earlier one
             values.append(token)
     added = [_token(value, where, "") if isinstance(value, str) else value for value in values]
     for token in added:

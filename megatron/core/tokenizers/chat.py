@@ -77,9 +77,11 @@ class ChatTemplates:
                 "continue_final_message: must not be combined with add_generation_prompt; set that to false"
             )
         source = self.source(tools is not None)
-        chat = [_with_reasoning({key: value for key, value in each.items() if value is not None}) for each in messages]
-        if any(isinstance(each.get("content"), list) for each in chat) and not self.takes_parts(source):
-            chat = [_with_text(each) for each in chat]
+        chat = [
+            _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
+        ]
+        if any(isinstance(message.get("content"), list) for message in chat) and not self.takes_parts(source):
+            chat = [_with_text(message) for message in chat]
         end = _mark_end(chat[-1]) if continue_final_message else None
         options = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         text = self._run(source, {"messages": chat, **options, **variables})

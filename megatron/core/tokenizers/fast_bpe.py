@@ -71,9 +71,9 @@ _SELF_TEST = [
 def character_bytes() -> dict[str, int]:
     """GPT-2's table of printable stand-ins: character to the byte it stands for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
+    unprintable = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    table.update({chr(256 + index): byte for index, byte in enumerate(unprintable)})
     return table
 
 
@@ -209,9 +209,9 @@ def _ranked_vocabulary(
     merger = hf_tokenizer.model
     if ignore_merges:
         merger = libraries.require("tokenizers", "--tokenizer-type").models.BPE(vocab=vocab, merges=pairs)
-    rank_of: dict[bytes, int] = {bytes([byte]): byte for byte in alphabet.values()}
-    token_of = {byte: character for character, byte in alphabet.items()}
-    ordered: list[str] = [token_of[byte] for byte in range(256)]
+    ranks: dict[bytes, int] = {bytes([byte]): byte for byte in alphabet.values()}
+    characters = {byte: character for character, byte in alphabet.items()}
+    ordered: list[str] = [characters[byte] for byte in range(256)]
     candidates = sorted((token for token in vocab if len(token) > 1), key=lambda token: first_rank.get(token, 2**31))
     for token in candidates:
         if not all(character in alphabet for character in token):
@@ -221,12 +221,12 @@ def _ranked_vocabulary(
             continue
         if parts == 2:
             return "looking whole pieces up gives a token that its merges stop short of"
-        rank_of[bytes(alphabet[character] for character in token)] = len(ordered)
+        ranks[bytes(alphabet[character] for character in token)] = len(ordered)
         ordered.append(token)
     ids = np.fromiter((vocab[token] for token in ordered), dtype=np.uint32, count=len(ordered))
     if np.all(np.diff(ids[256:].astype(np.int64)) > 0):  # ids already rise with the ranks
-        return {piece: int(ids[rank]) for piece, rank in rank_of.items()}, None
-    return rank_of, ids
+        return {piece: int(ids[rank]) for piece, rank in ranks.items()}, None
+    return ranks, ids
 
 
 def _same_character_tables(core_module: ModuleType) -> bool:

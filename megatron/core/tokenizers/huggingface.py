@@ -314,27 +314,27 @@ def _locate(path: str | None) -> Path:
         raise UserError(
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or a folder holding one"
         )
-    found = Path(path)
-    if not os.path.exists(found):  # Path.exists raises where a name is too long
+    location = Path(path)
+    if not os.path.exists(location):  # Path.exists raises where a name is too long
         raise UserError(
             f"--tokenizer-model {path}: no such file or folder. Names on a model hub are not downloaded; "
             "save the tokenizer to a folder first and give that folder"
         )
-    if not found.is_dir():
-        return found
-    config = _optional_json(found / "tokenizer_config.json")
+    if not location.is_dir():
+        return location
+    config = _optional_json(location / "tokenizer_config.json")
     if "AutoTokenizer" in (config.get("auto_map") or {}):
         raise UserError(
             f"--tokenizer-model {path}: its tokenizer_config.json requests custom Python code (auto_map), which is "
             "never run; if its tokenizer.json is complete without that code, give the path of tokenizer.json itself"
         )
-    if not (found / "tokenizer.json").is_file():
-        holds = ", ".join(sorted(os.listdir(found))[:8]) or "nothing"
+    if not (location / "tokenizer.json").is_file():
+        holds = ", ".join(sorted(os.listdir(location))[:8]) or "nothing"
         raise UserError(
             f"--tokenizer-model {path} holds no tokenizer.json (it holds {holds}); a SentencePiece .model goes with "
             "--tokenizer-type GPTSentencePieceTokenizer, vocab.json and merges.txt with GPT2BPETokenizer"
         )
-    return found / "tokenizer.json"
+    return location / "tokenizer.json"
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
@@ -365,8 +365,8 @@ def _special_ids(roles: Mapping[str, str], backend: HFTokenizer) -> dict[str, in
     names, for other roles of well-known names. BERT's cls and sep serve as bos and eos if these are missing; eod is
     eos."""
     named = {key.removesuffix("_token"): backend.token_to_id(roles[key]) for key in ROLES if key in roles}
-    found = {role: index for role, index in named.items() if index is not None}  # all: they were added
-    known = {
+    by_role = {role: index for role, index in named.items() if index is not None}  # all: they were added
+    usual_names = {
         "eos": EOD_NAMES,
         "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
         "pad": ("<pad>", "[PAD]", "<|pad|>"),
@@ -375,16 +375,16 @@ def _special_ids(roles: Mapping[str, str], backend: HFTokenizer) -> dict[str, in
         "mask": ("[MASK]", "<mask>"),
         "unk": ("<unk>", "[UNK]"),
     }
-    for role, names in known.items():
+    for role, names in usual_names.items():
         indices = [index for index in map(backend.token_to_id, names) if index is not None]
         if indices:
-            found.setdefault(role, indices[0])
-    if "sep" in found:  # of BERT
-        found.setdefault("bos", found["cls"] if "cls" in found else found["sep"])
-        found.setdefault("eos", found["sep"])
-    if "eos" in found:
-        found["eod"] = found["eos"]
-    return found
+            by_role.setdefault(role, indices[0])
+    if "sep" in by_role:  # of BERT
+        by_role.setdefault("bos", by_role["cls"] if "cls" in by_role else by_role["sep"])
+        by_role.setdefault("eos", by_role["sep"])
+    if "eos" in by_role:
+        by_role["eod"] = by_role["eos"]
+    return by_role
 
 
 def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:

@@ -57,14 +57,14 @@ class TikTokenizer(Tokenizer):
                 f"--tiktoken-num-special-tokens {num_special_tokens} is less than the {len(names)} special tokens"
             )
         names += [f"<SPECIAL_{index}>" for index in range(len(names), num_special_tokens)]
-        wanted = (vocab_size or DEFAULT_VOCAB_SIZE) - num_special_tokens
-        if wanted < 256:
+        num_ranks = (vocab_size or DEFAULT_VOCAB_SIZE) - num_special_tokens
+        if num_ranks < 256:
             raise UserError(
-                f"--vocab-size {vocab_size} leaves {wanted} ids in addition to --tiktoken-num-special-tokens "
+                f"--vocab-size {vocab_size} leaves {num_ranks} ids in addition to --tiktoken-num-special-tokens "
                 f"{num_special_tokens}; at least 256 are needed, for the bytes"
             )
-        ranks = _read_ranks(raw, str(path), wanted, num_special_tokens)
-        if vocab_size is not None and len(ranks) < wanted:
+        ranks = _read_ranks(raw, str(path), num_ranks, num_special_tokens)
+        if vocab_size is not None and len(ranks) < num_ranks:
             raise UserError(
                 f"--tokenizer-model {path} holds {len(ranks)} tokens; with {num_special_tokens} special ones that is "
                 f"less than --vocab-size {vocab_size}; use --vocab-size {len(ranks) + num_special_tokens}"
@@ -100,8 +100,8 @@ class TikTokenizer(Tokenizer):
         return self._encoding.decode_single_token_bytes(token)
 
 
-def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes, int]:
-    """Return {token bytes: id} of the first ``wanted`` tokens (all, if fewer), ids from ``first_id`` on. ``raw`` is a
+def _read_ranks(raw: bytes, path: str, num_ranks: int, first_id: int) -> dict[bytes, int]:
+    """Return {token bytes: id} of the first ``num_ranks`` tokens (all, if fewer), ids from ``first_id``. ``raw`` is a
     JSON list, or lines of base64 and rank. Raises UserError for another form, ranks out of order, equal tokens, a byte
     without a token, or JSON whose first 256 tokens are not the bytes in order."""
     try:
@@ -110,7 +110,7 @@ def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes
         if not isinstance(rows, list):
             raise ValueError(f"it holds a JSON {type(rows).__name__}, not a list")
         ranks: dict[bytes, int] = {}
-        for rank, row in enumerate(rows[:wanted]):
+        for rank, row in enumerate(rows[:num_ranks]):
             piece = base64.b64decode(row["token_bytes"], validate=True)
             if row["rank"] != rank:
                 raise ValueError(f"entry {rank} has rank {row['rank']}")

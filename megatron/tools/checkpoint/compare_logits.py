@@ -40,30 +40,30 @@ AFFORDABLE = 2e12
 """Maximum of parameters times tokens for sequences longer than ``LENGTH``: about a minute on a CPU."""
 
 
-def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfig, *, always: bool = False) -> int:
+def compare_with_transformers(folder: str, local: Interchange, cfg: PretrainConfig, *, always: bool = False) -> int:
     """Compare the logits of both implementations and print the differences; return 1 if they exceed ``TOLERANCE``.
 
     First compares a small random model with the same settings, on a sequence longer than its windows; then, if that is
     equal, the model itself if it has at most ``LARGEST`` parameters or ``always`` is set. ``folder`` is the HF model,
-    ``ours`` the local one. Returns 0 with a message if transformers is not installed."""
+    ``local`` the local one. Returns 0 with a message if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         say("logits not compared: transformers is not installed; pip install transformers, then convert again to check")
         return 0
-    if compare_settings(folder, ours, cfg):
+    if compare_settings(folder, local, cfg):
         return 1
-    count = sum(math.prod(tensor.shape) for tensor in ours.tensors.values())
+    count = sum(math.prod(tensor.shape) for tensor in local.tensors.values())
     if count > LARGEST and not always:
         say(f"logits not compared: {count:,} parameters; --check-logits does it, in {8 * count / 1e9:.0f} GB of memory")
         return 0
-    settings = _model_settings(ours, cfg)
+    settings = _model_settings(local, cfg)
     length = min(tokens_needed(settings, read_json(Path(folder) / CONFIG)), max(LENGTH, int(AFFORDABLE / count)))
-    return _compare("logits against transformers", folder, ours, cfg, length)
+    return _compare("logits against transformers", folder, local, cfg, length)
 
 
-def compare_settings(folder: str, ours: Interchange, cfg: PretrainConfig) -> int:
+def compare_settings(folder: str, local: Interchange, cfg: PretrainConfig) -> int:
     """Compare both implementations on a small random model with the settings of ``cfg`` and ``folder``'s config.json.
     Writes the small HF model to a temporary folder. Returns 1 if the logits differ, else 0."""
-    settings, config = _model_settings(ours, cfg), read_json(Path(folder) / CONFIG)
+    settings, config = _model_settings(local, cfg), read_json(Path(folder) / CONFIG)
     family = find_family(config)
     small = shrink(settings)
     with tempfile.TemporaryDirectory() as parent:
@@ -77,12 +77,12 @@ def compare_settings(folder: str, ours: Interchange, cfg: PretrainConfig) -> int
         return _compare(what, str(place), model, few, tokens_needed(small, config))
 
 
-def _model_settings(ours: Interchange, cfg: PretrainConfig) -> dict[str, object]:
-    return complete({**config_to_dict(cfg.flat), "vocab_size": ours.tensors[WORDS].shape[0]})
+def _model_settings(local: Interchange, cfg: PretrainConfig) -> dict[str, object]:
+    return complete({**config_to_dict(cfg.flat), "vocab_size": local.tensors[WORDS].shape[0]})
 
 
-def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, length: int) -> int:
-    """Compare the logits of transformers (loaded from ``folder`` in fp32) and of this project (weights ``ours``) on
+def _compare(what: str, folder: str, local: Interchange, cfg: PretrainConfig, length: int) -> int:
+    """Compare the logits of transformers (loaded from ``folder`` in fp32) and of this project (weights ``local``) on
     random tokens of ``length``, and print the largest difference. Returns 1 if a difference exceeds the tolerance,
     which grows with the position, else 0. Sets HF_HUB_OFFLINE for this process. Both models are not in memory at
     once."""
@@ -92,7 +92,7 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
 
     disable_progress_bar()
     set_verbosity_error()  # tables of the heads that a folder lacks
-    rows, shape = ours.tensors[WORDS].shape[0], (1 if length > 512 else 2, length)
+    rows, shape = local.tensors[WORDS].shape[0], (1 if length > 512 else 2, length)
     tokens = torch.randint(rows, shape, generator=torch.Generator().manual_seed(1))
     decoded = cfg.family.peer_inputs(tokens)
     with torch.no_grad():
@@ -101,15 +101,15 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
         if config["model_type"] not in transformers.CONFIG_MAPPING:  # model types defined by the folder's remote code
             kind = getattr(transformers, find_family(config).architecture)
             more["config"] = kind.config_class.from_dict({**config, "model_type": kind.config_class.model_type})
-        theirs, report = kind.from_pretrained(
+        reference, report = kind.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **more
         )
-        _fill_missing(theirs, report["missing_keys"], config, ours)
-        expected = theirs.eval()(tokens, **decoded).logits.float()
-        del theirs
-        found = our_logits(ours, cfg, tokens)
-    error_bs, scale = (found - expected).abs().amax(-1), expected.abs().max().item()
-    agree = ((found.argmax(-1) == expected.argmax(-1)) & error_bs.isfinite()).float().mean().item()
+        _fill_missing(reference, report["missing_keys"], config, local)
+        expected = reference.eval()(tokens, **decoded).logits.float()
+        del reference
+        logits = our_logits(local, cfg, tokens)
+    error_bs, scale = (logits - expected).abs().amax(-1), expected.abs().max().item()
+    agree = ((logits.argmax(-1) == expected.argmax(-1)) & error_bs.isfinite()).float().mean().item()
     # rotary angles are rounded in fp32: the error grows with the position. Encoders attend to later positions too, so
     # that all of their logits get the limit of the last position
     last_s = torch.arange(length) if cfg.family.is_causal else torch.full((length,), length)
@@ -122,12 +122,12 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
     return int(verdict == "DIFFERENT")
 
 
-def _fill_missing(theirs: torch.nn.Module, names: Collection[str], config: Table, ours: Interchange) -> None:
-    """Copy the weights ``names``, which the HF folder lacks, from ``ours``: both models begin them at random."""
+def _fill_missing(reference: torch.nn.Module, names: Collection[str], config: Table, local: Interchange) -> None:
+    """Copy the weights ``names``, which the HF folder lacks, from ``local``: both models begin them at random."""
     if names:
-        settings = complete({**ours.settings, "vocab_size": ours.tensors[WORDS].shape[0]})
-        weights = to_hf(placements(find_family(config), settings), ours.tensors)
-        state = theirs.state_dict()
+        settings = complete({**local.settings, "vocab_size": local.tensors[WORDS].shape[0]})
+        weights = to_hf(placements(find_family(config), settings), local.tensors)
+        state = reference.state_dict()
         for name in weights.keys() & set(names):
             state[name].copy_(weights[name].read())
 

@@ -64,37 +64,39 @@ LAYOUT = (
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser of this tool; unknown flags are passed to the model's parser."""
-    made = formats.parser(__doc__)
-    made.add_argument(
+    arguments = formats.parser(__doc__)
+    arguments.add_argument(
         "--saver",
         required=True,
         choices=(*formats.SAVERS, *formats.SAVER_ALIASES),
         metavar="FORMAT",
         help=f"format of the result: {', '.join(formats.SAVERS)}",
     )
-    made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
-    made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to create")
-    made.add_argument(
+    arguments.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
+    arguments.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to create")
+    arguments.add_argument(
         "--model-type",
         default=default_family().upper(),
-        choices=[each.upper() for each in families()],
+        choices=[name.upper() for name in families()],
         help="model type, if the folder does not contain it",
     )
-    made.add_argument("--dtype", choices=DTYPES, help="dtype of the converted weights; default: unchanged")
-    made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="maximum size of a file")
-    made.add_argument(
+    arguments.add_argument("--dtype", choices=DTYPES, help="dtype of the converted weights; default: unchanged")
+    arguments.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="maximum size of a file")
+    arguments.add_argument(
         "--keep-vocab-padding",
         action="store_true",
         help="keep the padding rows of a Megatron-LM vocabulary, part of its softmax",
     )
-    made.add_argument("--no-optimizer", action="store_true", help="omit the optimizer state")
-    made.add_argument("--no-checking", action="store_true", help="do not compare logits with transformers at the end")
-    made.add_argument("--allow-non-finite", action="store_true", help="also convert NaN and infinite values")
-    made.add_argument("--check-logits", action="store_true", help="compare logits for models of any size")
-    made.add_argument("--true-vocab-size", type=int, metavar="N", help="alias of --vocab-size")
+    arguments.add_argument("--no-optimizer", action="store_true", help="omit the optimizer state")
+    arguments.add_argument(
+        "--no-checking", action="store_true", help="do not compare logits with transformers at the end"
+    )
+    arguments.add_argument("--allow-non-finite", action="store_true", help="also convert NaN and infinite values")
+    arguments.add_argument("--check-logits", action="store_true", help="compare logits for models of any size")
+    arguments.add_argument("--true-vocab-size", type=int, metavar="N", help="alias of --vocab-size")
     for name in LAYOUT:
-        made.add_argument(name, help="accepted for scripts, no effect: any layout loads the result")
-    return made
+        arguments.add_argument(name, help="accepted for scripts, no effect: any layout loads the result")
+    return arguments
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     it, then compare logits with transformers if one side is HF, unless --no-checking. Other flags are settings of the
     model. Return the exit code (1: the logits differ). Raises UserError: the source, the flags or the target are
     unusable."""
-    args, flags = parser().parse_known_args([each for each in argv if each != "--"])
+    args, flags = parser().parse_known_args([word for word in argv if word != "--"])
     if args.true_vocab_size is not None:
         flags += ["--vocab-size", str(args.true_vocab_size)]
     for name in LAYOUT:
@@ -118,9 +120,9 @@ def main(argv: Sequence[str]) -> int:
     cfg = completed(source, flags, loader, args.load_dir)
     trained = "optimizer" in source.objects or source.objects.get("iteration")
     if args.no_optimizer or not trained or saver == "hf":
-        source.tensors = {name: each for name, each in source.tensors.items() if not name.startswith("optimizer.")}
+        source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("optimizer.")}
         source.objects = {}
-    source.tensors = {name: cast(name, each, args.dtype) for name, each in source.tensors.items()}
+    source.tensors = {name: cast(name, tensor, args.dtype) for name, tensor in source.tensors.items()}
     size = formats.total_bytes(source.tensors)
     say(f"{args.load_dir}: format {loader}, {len(source.tensors)} tensors, {size / 1e9:.3f} GB, as the settings say")
     for note in source.notes:
@@ -170,12 +172,12 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     # native: the tensors' size replaces the stored flag, which a tokenizer may have overridden in training
     if loader == "native" or source.settings.get("vocab_size") is None:
         source.settings["vocab_size"] = rows
-    given = {"micro_batch_size": 1, "skip_train": True, "eval_iters": 0}
+    defaults = {"micro_batch_size": 1, "skip_train": True, "eval_iters": 0}
     family = stored_family(source.settings, where)
-    cfg = parse_args(flags, args_defaults=given, needs_data=False, model_family=family.name)
+    cfg = parse_args(flags, args_defaults=defaults, needs_data=False, model_family=family.name)
     cfg = with_settings(cfg, source.settings, where)
-    longest = cfg.max_position_embeddings or cfg.seq_length
-    cfg = dataclasses.replace(cfg, seq_length=cfg.seq_length or longest, max_position_embeddings=longest)
+    limit = cfg.max_position_embeddings or cfg.seq_length
+    cfg = dataclasses.replace(cfg, seq_length=cfg.seq_length or limit, max_position_embeddings=limit)
     lengths: dict[str, Any] = {field: getattr(cfg, field) or cfg.seq_length for field in family.lengths}
     cfg = dataclasses.replace(cfg, **lengths)
     if cfg.tokenizer_type is None and "tokenizer/tokenizer.json" in source.assets:
@@ -210,12 +212,14 @@ def write(
             are kept for the next attempt.
         OSError: any other failure to write.
     """
-    kept = sum(entry["bytes"] for entry in target.finished.values())
+    reused = sum(entry["bytes"] for entry in target.finished.values())
     free = shutil.disk_usage(target.folder).free
-    if size - kept > free:
-        raise CheckpointError(f"{target.final}: needs {(size - kept) / 1e9:.2f} GB, {free / 1e9:.2f} GB are free there")
+    if size - reused > free:
+        raise CheckpointError(
+            f"{target.final}: needs {(size - reused) / 1e9:.2f} GB, {free / 1e9:.2f} GB are free there"
+        )
     progress = formats.CopyProgress("converted", size)
-    progress.skip(kept)
+    progress.skip(reused)
     finite = FiniteCheck()
     watched = dataclasses.replace(source, tensors=finite.watch(progress.watch(source.tensors)))
     try:
@@ -251,7 +255,7 @@ def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
     which = objects["iteration"] if "train_state" in objects else RELEASE
     name = Path(checkpoint_directory(target.final, which)).name
     settings = {**source.settings, **copied_tokenizer(source, target.final / name)}
-    run = [each for each in settings if each not in MODEL]
+    run = [name for name in settings if name not in MODEL]
     objects["args"] = {**settings, "explicit": settings.get("explicit", sorted(run))}
     objects["args"] = json.loads(json.dumps(objects["args"]))
     if wrong := malformed(objects, release=which == RELEASE):
@@ -279,5 +283,5 @@ def how_to_load(folder: str, source: Interchange) -> str:
         flags = f"--load {folder} --use-checkpoint-args --no-load-rng{fresh}"
         return f"continue training with: {flags}, and the run's other flags"
     lengths = [f"--{field.replace('_', '-')} N" for field in stored_family(source.settings, folder).lengths[1:]]
-    own = " and ".join([*lengths, "a --save"])
-    return f"start training with: --pretrained-checkpoint {folder} --use-checkpoint-args, and {own} of your own"
+    needed = " and ".join([*lengths, "a --save"])
+    return f"start training with: --pretrained-checkpoint {folder} --use-checkpoint-args, and {needed} of your own"

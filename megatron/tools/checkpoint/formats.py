@@ -33,16 +33,16 @@ SAVER_ALIASES = {"core": "native", "mcore": "native", "megatron": "native"}
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Build a parser with the input flags that all tools share: --loader and --ckpt-step."""
-    made = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         description=as_typed(description or ""),
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
     choices = (*LOADERS, "auto", *LOADER_ALIASES)
-    said = f"format of the input: {', '.join(LOADERS)}; default: detected from the folder"
-    made.add_argument("--loader", default="auto", choices=choices, metavar="FORMAT", help=said)
-    made.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read; default: the latest")
-    return made
+    help_text = f"format of the input: {', '.join(LOADERS)}; default: detected from the folder"
+    arguments.add_argument("--loader", default="auto", choices=choices, metavar="FORMAT", help=help_text)
+    arguments.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read; default: the latest")
+    return arguments
 
 
 def detect_format(folder: Path) -> str:
@@ -57,13 +57,13 @@ def detect_format(folder: Path) -> str:
     if folder.is_file() and folder.suffix == ".safetensors":
         return "safetensors"
     inner = [folder, *sorted(path for path in folder.glob("*") if path.name.startswith(("iter_", "release")))]
-    for each in reversed(inner):
-        manifest = each / MANIFEST
+    for candidate in reversed(inner):
+        manifest = candidate / MANIFEST
         if manifest.is_file() and FORMAT.encode() in read_regular_file(manifest, MAX_MANIFEST_BYTES, follow=True):
             return "native"
-        if (each / ".metadata").is_file():
+        if (candidate / ".metadata").is_file():
             return "megatron_torch_dist"
-        if any(each.glob("mp_rank_*")):
+        if any(candidate.glob("mp_rank_*")):
             return "megatron_torch"
     if (folder / "config.json").is_file():
         return "hf"
@@ -108,10 +108,10 @@ def native_folder(path: Path, step: int | None) -> Path:
     Raises CheckpointError: there is no such checkpoint."""
     if (path / MANIFEST).is_file() and step is None:
         return path
-    found = find_checkpoint(path, step)
-    if found is None:
+    checkpoint = find_checkpoint(path, step)
+    if checkpoint is None:
         raise CheckpointError(f"{path}: holds no checkpoint")
-    return Path(found.directory)
+    return Path(checkpoint.directory)
 
 
 def total_bytes(tensors: dict[str, LazyTensor]) -> int:
@@ -122,18 +122,18 @@ def total_bytes(tensors: dict[str, LazyTensor]) -> int:
 def stamp(folder: str) -> list[list[object]]:
     """Return [path, size, mtime in ns] of every file, to detect whether a folder has changed."""
     path = Path(folder)
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    return [[str(each), each.stat().st_size, each.stat().st_mtime_ns] for each in files]
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 class CopyProgress:
     """Progress on stderr with rate and remaining time: a bar on a terminal, else one line every ten seconds."""
 
     def __init__(self, verb: str, total: int) -> None:
-        self.verb, self.total, self.done, self.skipped = verb, max(total, 1), 0, 0
+        self.verb, self.total, self.copied, self.skipped = verb, max(total, 1), 0, 0
         self.start = time.monotonic()
         self.last = self.start if sys.stderr.isatty() else self.start + 5
-        self.seen: set[str] = set()
+        self.counted: set[str] = set()
 
     def skip(self, count: int) -> None:
         """Count ``count`` bytes as done by an earlier attempt; they do not contribute to the rate."""
@@ -142,10 +142,10 @@ class CopyProgress:
     def count(self, name: str, size: int) -> None:
         """Add ``size`` bytes for ``name``; a name that was counted before adds nothing. Refreshes the display at
         intervals: 0.2 s on a terminal, else 10 s."""
-        if name in self.seen:
+        if name in self.counted:
             return
-        self.seen.add(name)
-        self.done += size
+        self.counted.add(name)
+        self.copied += size
         now = time.monotonic()
         if now - self.last >= (0.2 if sys.stderr.isatty() else 10):
             self.last = now
@@ -153,13 +153,13 @@ class CopyProgress:
 
     def _show(self, now: float) -> None:
         """Print the current progress to stderr: over the same line on a terminal, else as a new line."""
-        done, seconds = min(self.done + self.skipped, self.total), now - self.start
-        rate, share = self.done / seconds, done / self.total
-        left = int((self.total - done) / rate) if rate else 0
+        completed, seconds = min(self.copied + self.skipped, self.total), now - self.start
+        rate, share = self.copied / seconds, completed / self.total
+        left = int((self.total - completed) / rate) if rate else 0
         bar = "#" * int(30 * share)
         text = (
-            f"{self.verb} [{bar:30}] {share:4.0%} {done / 1e9:.2f}/{self.total / 1e9:.2f} GB {rate / 1e6:.0f} MB/s"
-            f" time left {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+            f"{self.verb} [{bar:30}] {share:4.0%} {completed / 1e9:.2f}/{self.total / 1e9:.2f} GB "
+            f"{rate / 1e6:.0f} MB/s time left {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
         )
         print(f"\r{text}", end="", file=sys.stderr, flush=True) if sys.stderr.isatty() else say(text)
 
@@ -168,13 +168,13 @@ class CopyProgress:
         if sys.stderr.isatty():
             print("\r" + " " * 118 + "\r", end="", file=sys.stderr)
         seconds = max(time.monotonic() - self.start, 1e-3)
-        rate = f"{self.done / 1e9:.3f} GB in {seconds:.1f} s, {self.done / seconds / 1e9:.2f} GB/s"
-        kept = f"; {self.skipped / 1e9:.3f} GB were complete already" if self.skipped else ""
-        say(f"{self.verb} {rate}{kept}")
+        rate = f"{self.copied / 1e9:.3f} GB in {seconds:.1f} s, {self.copied / seconds / 1e9:.2f} GB/s"
+        reused = f"; {self.skipped / 1e9:.3f} GB were complete already" if self.skipped else ""
+        say(f"{self.verb} {rate}{reused}")
 
     def watch(self, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
         """Wrap ``tensors`` so that every read (full tensor or range of rows) is counted."""
-        return {name: self._counted(name, each) for name, each in tensors.items()}
+        return {name: self._counted(name, tensor) for name, tensor in tensors.items()}
 
     def _counted(self, name: str, tensor: LazyTensor) -> LazyTensor:
         """Return ``tensor`` with reads that also count its bytes, completely or by rows."""

@@ -28,16 +28,16 @@ from megatron.tools.checkpoint import formats
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser of this tool."""
-    made = formats.parser(__doc__)
-    made.add_argument("folder", help="a checkpoint of any format")
-    made.add_argument("other", nargs="?", help="second checkpoint to compare with")
-    made.add_argument(
+    arguments = formats.parser(__doc__)
+    arguments.add_argument("folder", help="a checkpoint of any format")
+    arguments.add_argument("other", nargs="?", help="second checkpoint to compare with")
+    arguments.add_argument(
         "--other-loader", default="auto", choices=(*formats.LOADERS, "auto"), help="format of the second checkpoint"
     )
-    made.add_argument("--norms", action="store_true", help="read all values: 2-norm and largest absolute value")
-    made.add_argument("--tolerance", type=float, default=0.0, help="ignore differences up to this size")
-    made.add_argument("--json", action="store_true", help="print JSON")
-    return made
+    arguments.add_argument("--norms", action="store_true", help="read all values: 2-norm and largest absolute value")
+    arguments.add_argument("--tolerance", type=float, default=0.0, help="ignore differences up to this size")
+    arguments.add_argument("--json", action="store_true", help="print JSON")
+    return arguments
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,12 +78,12 @@ def shown_settings(source: Interchange) -> dict[str, object]:
 def row(tensor: LazyTensor, norms: bool) -> dict[str, object]:
     """Describe a tensor: shape, dtype name, bytes; with ``norms``, read it and add its 2-norm and absolute maximum."""
     dtype, num_bytes = DTYPE_NAMES[tensor.dtype], tensor_bytes(tensor)
-    found: dict[str, object] = {"shape": list(tensor.shape), "dtype": dtype, "bytes": num_bytes}
+    fields: dict[str, object] = {"shape": list(tensor.shape), "dtype": dtype, "bytes": num_bytes}
     if norms:
         values = tensor.read()
-        found["norm"] = math.sqrt(sum(float(part.double().square().sum()) for part in parts(values)))
-        found["largest"] = max((float(part.double().abs().max()) for part in parts(values)), default=0.0)
-    return found
+        fields["norm"] = math.sqrt(sum(float(part.double().square().sum()) for part in parts(values)))
+        fields["largest"] = max((float(part.double().abs().max()) for part in parts(values)), default=0.0)
+    return fields
 
 
 def parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -94,15 +94,15 @@ def parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
 def print_tree(rows: dict[str, dict[str, Any]]) -> None:
     """Print one line per tensor, indented by the dotted components of its name; print shared prefixes once."""
     above: list[str] = []
-    for name, found in rows.items():
+    for name, row in rows.items():
         *path, leaf = name.split(".")
         common = next((i for i, (a, b) in enumerate(zip(above, path)) if a != b), min(len(above), len(path)))
         for depth in range(common, len(path)):
             print(f"{'  ' * depth}{path[depth]}")
         above = path
-        numbers = f"  norm {found['norm']:.6g}  largest {found['largest']:.6g}" if "norm" in found else ""
-        shape = " x ".join(map(str, found["shape"])) or "scalar"
-        print(f"{'  ' * len(path) + leaf:40} {shape:>24} {found['dtype']:>5}{numbers}")
+        numbers = f"  norm {row['norm']:.6g}  largest {row['largest']:.6g}" if "norm" in row else ""
+        shape = " x ".join(map(str, row["shape"])) or "scalar"
+        print(f"{'  ' * len(path) + leaf:40} {shape:>24} {row['dtype']:>5}{numbers}")
 
 
 def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> int:
@@ -110,7 +110,7 @@ def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> i
     settings are printed, but do not affect the result. Reads all tensors that both contain."""
     both = [name for name, _ in formats.in_order(one.tensors) if name in other.tensors]
     progress = formats.CopyProgress("compared", formats.total_bytes({name: one.tensors[name] for name in both}))
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "only in the first": sorted(one.tensors.keys() - other.tensors.keys()),
         "only in the second": sorted(other.tensors.keys() - one.tensors.keys()),
         "differ": {},
@@ -125,22 +125,22 @@ def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> i
         change = difference(one.tensors[name], other.tensors[name], args.tolerance)
         progress.count(name, tensor_bytes(one.tensors[name]))
         if change:
-            found["differ"][name] = change
+            report["differ"][name] = change
         else:
-            found["equal"] += 1
+            report["equal"] += 1
     progress.finish()
-    differ = bool(found["differ"] or found["only in the first"] or found["only in the second"])
+    differ = bool(report["differ"] or report["only in the first"] or report["only in the second"])
     if args.json:
-        print(formats.as_json(found))
+        print(formats.as_json(report))
         return int(differ)
     for key in ("only in the first", "only in the second"):
-        for name in found[key]:
+        for name in report[key]:
             print(f"{key}: {name}")
-    for name, change in found["differ"].items():
+    for name, change in report["differ"].items():
         print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in change.items()))
-    for name, (first, second) in found["settings"].items():
+    for name, (first, second) in report["settings"].items():
         print(printable(f"setting {name}: {first} | {second}"))
-    print(f"{found['equal']} tensors are equal, {len(found['differ'])} differ")
+    print(f"{report['equal']} tensors are equal, {len(report['differ'])} differ")
     return int(differ)
 
 

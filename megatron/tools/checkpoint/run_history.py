@@ -80,13 +80,13 @@ def first_readable(folder: str, iterations: Iterable[int]) -> Saved | None:
     return _parse(directory, objects)
 
 
-def neighbors(found: Found, iteration: int) -> tuple[Saved | None, Saved | None]:
+def neighbors(latest: Found, iteration: int) -> tuple[Saved | None, Saved | None]:
     """Return the last checkpoint before ``iteration`` (None: the run started from scratch) and the first one that
-    includes it (None: it is after ``found``), of the history of ``found``, which may begin in another folder."""
-    folder = os.path.dirname(found.directory)
-    saved = [each for each in saved_iterations(folder) if each <= found.iteration]
-    before = first_readable(folder, (each for each in saved if each < iteration))
-    after = first_readable(folder, (each for each in reversed(saved) if each >= iteration))
+    includes it (None: it is after ``latest``), of the history of ``latest``, which may begin in another folder."""
+    folder = os.path.dirname(latest.directory)
+    saved = [candidate for candidate in saved_iterations(folder) if candidate <= latest.iteration]
+    before = first_readable(folder, (candidate for candidate in saved if candidate < iteration))
+    after = first_readable(folder, (candidate for candidate in reversed(saved) if candidate >= iteration))
     start = None if before is not None or after is None else origin(after)
     if start is not None and start.iteration >= iteration:
         return neighbors(start, iteration)
@@ -100,21 +100,21 @@ def origin(first: Saved) -> Found | None:
     weights_only = checkpoint.finetune or first.cfg.upcycling.moe_use_upcycling
     if checkpoint.load in (None, checkpoint.save) or weights_only or same_folder(checkpoint.load, folder):
         return None
-    found = find_checkpoint(checkpoint.load, checkpoint.ckpt_step) if os.path.isdir(str(checkpoint.load)) else None
-    if found is None or found.iteration >= first.iteration:
+    source = find_checkpoint(checkpoint.load, checkpoint.ckpt_step) if os.path.isdir(str(checkpoint.load)) else None
+    if source is None or source.iteration >= first.iteration:
         raise UserError(
             f"{first.directory}: continues a checkpoint of --load {checkpoint.load}, which is not there now, so that"
             f" settings up to iteration {first.iteration} are unknown; restore it, or choose a later iteration"
         )
-    return None if found.release else found
+    return None if source.release else source
 
 
 def advance(cfg: PretrainConfig, consumed: int, iterations: int) -> int:
     """Return the consumed samples ``iterations`` after ``consumed``, by the batch sizes of ``cfg``."""
     size_at, last = batch_size_at(cfg), batch_size_plateaus(cfg.flat)[-1].first_sample
-    for done in range(iterations):
+    for step in range(iterations):
         if consumed >= last:
-            return consumed + (iterations - done) * size_at(consumed)
+            return consumed + (iterations - step) * size_at(consumed)
         consumed += size_at(consumed)
     return consumed
 
@@ -129,10 +129,10 @@ def at_iteration(folder: str, step: int | None, iteration: int) -> tuple[Saved, 
     Raises:
         UserError: no checkpoint, or settings that changed at an unknown iteration, or the run ends before.
     """
-    found = find_checkpoint(folder, step)
-    if found is None or found.release:
+    latest = find_checkpoint(folder, step)
+    if latest is None or latest.release:
         raise CheckpointError(f"--load {folder}: holds no checkpoint of training")
-    before, after = neighbors(found, iteration)
+    before, after = neighbors(latest, iteration)
     first, start = (0, 0) if before is None else (before.iteration, before.consumed)
     settings = after or before
     assert settings is not None, "found is one of them"
@@ -148,7 +148,7 @@ def at_iteration(folder: str, step: int | None, iteration: int) -> tuple[Saved, 
             f" {reached})"
         )
     elif before is not None and (changes := _changes(before.cfg, cfg)):
-        saves = [each for config in (before.cfg, cfg) for each in _save_intervals(config)]
+        saves = [interval for config in (before.cfg, cfg) for interval in _save_intervals(config)]
         if any((first // interval + 1) * interval < after.iteration for interval in saves):
             raise UserError(
                 f"--iteration {iteration}: settings changed between iterations {first} and {after.iteration}, and the"
@@ -169,4 +169,4 @@ def _changes(old: PretrainConfig, new: PretrainConfig) -> list[str]:
 
 def _save_intervals(cfg: PretrainConfig) -> list[int]:
     intervals = cfg.checkpoint.save_interval, cfg.checkpoint.non_persistent_save_interval
-    return [each for each in intervals if each is not None]
+    return [interval for interval in intervals if interval is not None]

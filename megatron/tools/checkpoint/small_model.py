@@ -20,7 +20,7 @@ from megatron.export.hf.settings import Table
 from megatron.export.interchange import Interchange, with_counters
 
 VOCAB_SIZE = 96
-LONGEST = 4200
+LIMIT = 4200
 """Limit in tokens: only shorter windows and rotary thresholds are exceeded. Attention scores of 2 heads: 141 MB."""
 
 THRESHOLD = re.compile(r"window|local_attention|original_max_position|max_distance")
@@ -28,7 +28,7 @@ THRESHOLD = re.compile(r"window|local_attention|original_max_position|max_distan
 
 def shrink(settings: Table) -> dict[str, object]:
     """Return the settings of the small model, a new dict: fewer heads, layers and experts, narrow widths, no
-    multi-token prediction, shorter windows only from ``LONGEST`` on; ratios that have a meaning stay. ``settings`` must
+    multi-token prediction, shorter windows only from ``LIMIT`` on; ratios that have a meaning stay. ``settings`` must
     be completed by ``family.complete``."""
     heads, groups, channels = (settings[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
     few_groups = min(groups, 2)
@@ -52,7 +52,7 @@ def shrink(settings: Table) -> dict[str, object]:
     for name in ("window_attn_skip_freq", "moe_layer_freq"):
         if isinstance(small[name], list):
             small[name] = small[name][: small["num_layers"]]
-    if small["window_size"] and max(small["window_size"]) >= LONGEST:
+    if small["window_size"] and max(small["window_size"]) >= LIMIT:
         small["window_size"] = tuple(min(side, 40) for side in small["window_size"])
     return small
 
@@ -83,7 +83,7 @@ def _few_experts(settings: Table, ffn: int) -> dict[str, object]:
 
 
 def tokens_needed(settings: Table, config: Table) -> int:
-    """Return a sequence length that exceeds every window and rotary threshold below ``LONGEST`` by 9 tokens.
+    """Return a sequence length that exceeds every window and rotary threshold below ``LIMIT`` by 9 tokens.
 
     Thresholds are taken from ``settings`` and from the integers of config.json (``config``), in case the conversion
     missed one. At least 32; at most max_position_embeddings with learned absolute positions."""
@@ -92,15 +92,15 @@ def tokens_needed(settings: Table, config: Table) -> int:
     sizes += [2048 if settings["use_rope_scaling"] else 0]  # RoPE scaling changes wavelengths from 2048 tokens on
     if settings["position_embedding_type"] == "relative":
         sizes.append(settings["relative_attention_max_distance"])
-    needed = max(32, *(size + 9 for size in sizes if size < LONGEST))
+    needed = max(32, *(size + 9 for size in sizes if size < LIMIT))
     tables = settings["position_embedding_type"] == "learned_absolute"
     return min(needed, settings["max_position_embeddings"]) if tables else needed
 
 
 def _thresholds(config: Mapping[str, object]) -> list[int]:
     """Return the integers of config.json, nested tables included, whose keys match ``THRESHOLD``."""
-    found = [value for value in config.values() if isinstance(value, dict)]
-    named = {name: value for table in (config, *found) for name, value in table.items() if THRESHOLD.search(name)}
+    tables = [value for value in config.values() if isinstance(value, dict)]
+    named = {name: value for table in (config, *tables) for name, value in table.items() if THRESHOLD.search(name)}
     return [value for value in named.values() if type(value) is int]
 
 
@@ -109,11 +109,11 @@ def random_weights(family: Family, settings: Mapping[str, object]) -> Interchang
     setting affects the logits measurably."""
     generator = torch.Generator().manual_seed(5)
     tensors = {
-        f"model.{each.name}": LazyTensor.of(
-            torch.randn(each.shape, generator=generator) * _spread(each.name, each.shape)
-            + float("norm" in each.name and each.name.endswith("weight"))
+        f"model.{placement.name}": LazyTensor.of(
+            torch.randn(placement.shape, generator=generator) * _spread(placement.name, placement.shape)
+            + float("norm" in placement.name and placement.name.endswith("weight"))
         )
-        for each in placements(family, settings)
+        for placement in placements(family, settings)
     }
     return Interchange(dict(settings), with_counters(tensors))
 
@@ -129,18 +129,18 @@ def small_config(
 
     Keys of rules whose output changes from ``settings`` to ``small`` are replaced; all other keys, also those that no
     rule reads, keep their values. Token ids outside the small vocabulary are removed."""
-    found = {name: value for name, value in config.items() if not _is_foreign_token(name, value)}
+    kept_keys = {name: value for name, value in config.items() if not _is_foreign_token(name, value)}
     dropped: set[str] = set()
     for rule in family.config:
         if rule.save(settings) != rule.save(small):
             dropped |= {*rule.hf_keys}
-    found = {name: value for name, value in found.items() if name not in dropped}
+    kept_keys = {name: value for name, value in kept_keys.items() if name not in dropped}
     for rule in family.config:
-        found |= {name: value for name, value in rule.save(small).items() if name in dropped}
-    absent = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name not in found}
-    return {**absent, **found}
+        kept_keys |= {name: value for name, value in rule.save(small).items() if name in dropped}
+    absent = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name not in kept_keys}
+    return {**absent, **kept_keys}
 
 
 def _is_foreign_token(name: str, value: object) -> bool:
     ids = value if isinstance(value, list) else [value]
-    return name.endswith("_token_id") and not all(type(each) is int and each < VOCAB_SIZE for each in ids)
+    return name.endswith("_token_id") and not all(type(token) is int and token < VOCAB_SIZE for token in ids)

@@ -25,18 +25,18 @@ from megatron.training.checkpoint.files import saved_iterations
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser of this tool; unknown flags are passed to the model's parser."""
-    made = formats.parser(__doc__)
-    made.add_argument("folder", help="a checkpoint of any format")
-    made.add_argument("--all", action="store_true", help="every iteration of a --save folder")
-    made.add_argument("--no-names", action="store_true", help="do not compare names and shapes with the model")
-    return made
+    arguments = formats.parser(__doc__)
+    arguments.add_argument("folder", help="a checkpoint of any format")
+    arguments.add_argument("--all", action="store_true", help="every iteration of a --save folder")
+    arguments.add_argument("--no-names", action="store_true", help="do not compare names and shapes with the model")
+    return arguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Read all of the checkpoint that ``argv`` names (--ckpt-step, or --all iterations), print its problems, and return
     the exit code: 1 if one is damaged, else 0. --no-names skips the comparison with the model, which other flags
     complete. Raises UserError: the folder does not exist or contains no iteration."""
-    args, flags = parser().parse_known_args([each for each in argv if each != "--"])
+    args, flags = parser().parse_known_args([word for word in argv if word != "--"])
     if not os.path.lexists(args.folder):
         raise UserError(f"{args.folder}: there is no such folder")
     steps = saved_iterations(args.folder) if args.all else [args.ckpt_step]

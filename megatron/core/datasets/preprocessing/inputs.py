@@ -133,8 +133,8 @@ def _below(path: str) -> list[str]:
     suffixes: tuple[str, ...] = SUFFIXES
     if not any(file.endswith(SUFFIXES) for file in files):  # else .txt files are notes and licenses
         suffixes = (TEXT_SUFFIX,)
-    found = [file for file in files if file.endswith(suffixes)]
-    if not found:
+    matches = [file for file in files if file.endswith(suffixes)]
+    if not matches:
         raise UserError(f"--input {path}: the folder holds no {', '.join((*SUFFIXES, TEXT_SUFFIX))} file")
     if skipped := [os.path.relpath(file, path) for file in files if not file.endswith(suffixes)]:
         logger.warning(
@@ -144,7 +144,7 @@ def _below(path: str) -> list[str]:
             ", ".join(suffixes),
             listed(skipped, most=5),
         )
-    return found
+    return matches
 
 
 def _kind(path: str) -> str:
@@ -197,10 +197,10 @@ def split_file(file_index: int, file: InputFile, size: int, max_line_bytes: int)
         for number in range(groups):
             yield InputSlice(file_index, number, file, number, number + 1, weight=file.size // groups)
     else:
-        seen = 0
+        start = 0
         for number, (data, position) in enumerate(_decompressed_parts(file, size, max_line_bytes)):
-            yield InputSlice(file_index, number, file, data=data, weight=position - seen)
-            seen = position
+            yield InputSlice(file_index, number, file, data=data, weight=position - start)
+            start = position
 
 
 def open_parquet(path: str) -> ParquetFile:

@@ -95,7 +95,7 @@ def row_parser(keys: Sequence[str], max_line_bytes: int) -> Callable[[bytes], li
     """Return a function from a JSON line (bytes) to the texts of ``keys``, or to a BadLine: too long, malformed JSON,
     invalid UTF-8, a missing key, a value that is not a string. Uses orjson if installed; the results are equal."""
     quick: Callable[[bytes], Any] = require("orjson", "--input").loads if is_installed("orjson") else _no_quick_parser
-    wanted = list(keys)
+    names = list(keys)
 
     def parse(line: bytes) -> list[str] | BadLine:
         if len(line) > max_line_bytes:
@@ -107,10 +107,10 @@ def row_parser(keys: Sequence[str], max_line_bytes: int) -> Callable[[bytes], li
             if isinstance(document, BadLine):
                 return document
         try:
-            texts = [document[key] for key in wanted]
+            texts = [document[key] for key in names]
         except (KeyError, TypeError, IndexError):
-            return _why_no_texts(document, wanted)
-        for key, text in zip(wanted, texts):
+            return _why_no_texts(document, names)
+        for key, text in zip(names, texts):
             if type(text) is not str:
                 return BadLine(f"the value of {key!r} is not a string but {_json_type(text)}")
         return texts

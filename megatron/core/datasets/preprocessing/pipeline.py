@@ -55,7 +55,7 @@ from megatron.data.sidecar import same_tokenizer, sidecar_info, write_sidecar
 logger = logging.getLogger(__name__)
 
 PLAN_VERSION = 1
-OWN_FILE = re.compile(r"plan\.json|publishing|\d{6}\.count|\d{6}-\d{8}\..*|.*\.partial.*")  # in <prefix>.partial/
+RUN_FILE = re.compile(r"plan\.json|publishing|\d{6}\.count|\d{6}-\d{8}\..*|.*\.partial.*")  # in <prefix>.partial/
 MAX_PLAN_BYTES = 1 << 28
 PARTS_IN_FLIGHT = 2  # per worker: bounds the memory of decompressed parts that wait
 
@@ -202,7 +202,7 @@ def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, object]) -> Non
             os.unlink(garbage)
     else:
         existing = [name for name in sorted(os.listdir(folder)) if name != "lock"]
-        foreign = [name for name in existing if not OWN_FILE.fullmatch(name)]
+        foreign = [name for name in existing if not RUN_FILE.fullmatch(name)]
         if foreign:
             raise UserError(f"{folder} is needed for parts but holds {foreign[0]}; choose another --output-prefix")
         if old is not None and not cfg.overwrite:
@@ -215,9 +215,11 @@ def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, object]) -> Non
             os.unlink(os.path.join(folder, name))
     if not (old == plan and os.path.exists(publishing)) and not cfg.overwrite:
         for prefix in output_prefixes(cfg).values():
-            found = [prefix + suffix for suffix in (".bin", ".idx") if os.path.exists(prefix + suffix)]
-            if found:
-                raise UserError(f"{found[0]} exists; choose another --output-prefix, or add --overwrite to replace it")
+            existing_outputs = [prefix + suffix for suffix in (".bin", ".idx") if os.path.exists(prefix + suffix)]
+            if existing_outputs:
+                raise UserError(
+                    f"{existing_outputs[0]} exists; choose another --output-prefix, or add --overwrite to replace it"
+                )
     for prefix in output_prefixes(cfg).values():
         for garbage in glob.glob(glob.escape(prefix) + ".bin.partial-*"):  # of a run killed while it published
             os.unlink(garbage)
@@ -304,8 +306,8 @@ class _Run:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _collect(self, running: set[Future[PartRecord]], progress: PreprocessingProgress) -> set[Future[PartRecord]]:
-        done, pending = wait(running, return_when=FIRST_COMPLETED)
-        for future in done:
+        finished, pending = wait(running, return_when=FIRST_COMPLETED)
+        for future in finished:
             self._finish(future.result(), progress)
         return pending
 
@@ -314,8 +316,8 @@ class _Run:
         of all parts and, for compressed files, their number, so that a later run need not decompress them. Raises
         UserError if a file changed meanwhile."""
         for index, file in enumerate(self.files):
-            done = self._finished_file(index, file, progress)
-            if done:
+            is_finished = self._finished_file(index, file, progress)
+            if is_finished:
                 continue
             count = 0
             for part in split_file(index, file, self.size, self.cfg.max_line_bytes):
@@ -361,19 +363,19 @@ class _Run:
         their numbers in the file. Raises TooManyBadLines when their number exceeds --max-bad-lines."""
         self.records[record.name] = record
         while self.accounted < len(self.order) and self.order[self.accounted] in self.records:
-            done = self.records.pop(self.order[self.accounted])
+            part = self.records.pop(self.order[self.accounted])
             self.accounted += 1
-            before = self.line_of_file.get(done.file, 0)
-            self.line_of_file[done.file] = before + done.lines
-            self.documents_of_file[done.file] += done.documents
-            for key, (tokens_size, _) in done.sizes.items():
+            before = self.line_of_file.get(part.file, 0)
+            self.line_of_file[part.file] = before + part.lines
+            self.documents_of_file[part.file] += part.documents
+            for key, (tokens_size, _) in part.sizes.items():
                 self.bytes_of_key[key] += tokens_size
-            for first, count, reason in done.bad_lines:
-                entry = {"file": done.file, done.unit: before + first + 1, "count": count, "reason": reason}
+            for first, count, reason in part.bad_lines:
+                entry = {"file": part.file, part.unit: before + first + 1, "count": count, "reason": reason}
                 self.bad_entries.append(entry)
-            self.totals.add(done)
+            self.totals.add(part)
             limit = self.cfg.bad_line_limit
-            if done.bad_lines and limit is not None and self.totals.bad_lines > limit:
+            if part.bad_lines and limit is not None and self.totals.bad_lines > limit:
                 raise TooManyBadLines(
                     f"{self._describe(self.bad_entries[0])}; "
                     + (

@@ -47,11 +47,11 @@ class PreprocessingProgress:
         """Return the progress line: documents, documents/s, MB/s of text, share of the input, and remaining time (0
         before the first part). Parts of an earlier run count as done, not as speed."""
         seconds = max(self.seconds, 1e-9)
-        done = self.worked + self.skipped
-        left = seconds * (self.total_bytes - done) / self.worked if self.worked else 0.0
+        processed = self.worked + self.skipped
+        left = seconds * (self.total_bytes - processed) / self.worked if self.worked else 0.0
         return (
             f"processed {self.documents} documents | {self.documents / seconds:.1f} docs/s | "
-            f"{self.text_bytes / seconds / 1e6:.2f} MB/s | {100 * min(done / self.total_bytes, 1):.1f} % | "
+            f"{self.text_bytes / seconds / 1e6:.2f} MB/s | {100 * min(processed / self.total_bytes, 1):.1f} % | "
             f"time left {format_seconds(max(left, 0))}"
         )
 
@@ -77,5 +77,5 @@ def format_seconds(seconds: float) -> str:
     """``1:02:03``, or ``12.3 s`` below a minute."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    rounded = int(seconds)
+    return f"{rounded // 3600}:{rounded // 60 % 60:02d}:{rounded % 60:02d}"

@@ -42,13 +42,13 @@ def make_splitter(lang: str, keep_newlines: bool) -> tuple[Splitter, str]:
         spans, name = rule_spans, "built-in rules (no NLTK Punkt data for this language found; see NLTK_DATA)"
 
     def split(text: str) -> list[str]:
-        found = spans(text)
+        ranges = spans(text)
         if not keep_newlines:
-            return [text[start:stop] for start, stop in found if start < stop]
-        starts = [start for start, _ in found[1:]] + [len(text)]
+            return [text[start:stop] for start, stop in ranges if start < stop]
+        starts = [start for start, _ in ranges[1:]] + [len(text)]
         sentences = []
-        for (start, stop), following in zip(found, starts):
-            newlines = "".join(character for character in text[stop:following] if character == "\n")
+        for (start, stop), next_start in zip(ranges, starts):
+            newlines = "".join(character for character in text[stop:next_start] if character == "\n")
             if start < stop:
                 sentences.append(text[start:stop] + newlines)
         return sentences

@@ -81,13 +81,13 @@ class PreprocessConfig:
         """Return every problem of the flags, as "--flag …" texts: missing input or output, an output folder that does
         not exist, numbers out of range, sentence tokens without sentences, repeated or unusable keys. Does not open the
         input."""
-        found = []
+        messages = []
         if not self.input:
-            found.append("--input is missing: give files, globs or folders")
+            messages.append("--input is missing: give files, globs or folders")
         if not self.output_prefix and not self.find_optimal_num_workers:
-            found.append("--output-prefix is missing")
+            messages.append("--output-prefix is missing")
         if self.output_prefix and not os.path.isdir(os.path.dirname(os.path.abspath(self.output_prefix))):
-            found.append(f"--output-prefix {self.output_prefix}: its folder does not exist; create it first")
+            messages.append(f"--output-prefix {self.output_prefix}: its folder does not exist; create it first")
         least = {
             "workers": self.workers,
             "partitions": self.partitions,
@@ -97,19 +97,19 @@ class PreprocessConfig:
         }
         for name, value in least.items():
             if value is not None and value < 1:
-                found.append(f"--{name.replace('_', '-')} {value}: must be at least 1")
+                messages.append(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if min(self.workers_to_check, default=0) < 1:
-            found.append(f"--workers-to-check {self.workers_to_check}: needs numbers of at least 1")
+            messages.append(f"--workers-to-check {self.workers_to_check}: needs numbers of at least 1")
         if self.max_bad_lines is not None and self.max_bad_lines < 0:
-            found.append(f"--max-bad-lines {self.max_bad_lines}: must be at least 0")
+            messages.append(f"--max-bad-lines {self.max_bad_lines}: must be at least 0")
         if self.sentence_special_tokens and not self.split_sentences:
-            found.append("--sentence-special-tokens has no effect without --split-sentences; add that flag")
+            messages.append("--sentence-special-tokens has no effect without --split-sentences; add that flag")
         if len(set(self.json_keys)) != len(self.json_keys):
-            found.append(f"--json-keys {' '.join(self.json_keys)}: names a key twice")
-        found += [
+            messages.append(f"--json-keys {' '.join(self.json_keys)}: names a key twice")
+        messages += [
             f"--json-keys {key!r}: cannot be part of a file name" for key in self.json_keys if os.sep in key or not key
         ]
-        return found
+        return messages
 
     @property
     def level(self) -> str:

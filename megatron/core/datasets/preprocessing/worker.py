@@ -197,12 +197,12 @@ class Worker:
         arrays = iter(self.tokenizer.tokenize_sentences(everything, self.cfg.sentence_special_tokens))
         added = 0
         for document in sentences:
-            kept = [array for array in (next(arrays) for _ in document) if array.size]
-            if not kept:
+            nonempty = [array for array in (next(arrays) for _ in document) if array.size]
+            if not nonempty:
                 continue
-            kept[-1] = np.concatenate([kept[-1], self.eod])
-            lengths = [int(array.size) for array in kept]
-            builder.add_document(np.concatenate(kept), lengths)
+            nonempty[-1] = np.concatenate([nonempty[-1], self.eod])
+            lengths = [int(array.size) for array in nonempty]
+            builder.add_document(np.concatenate(nonempty), lengths)
             record.sentences += len(lengths)
             record.tokens += sum(lengths)
             added += 1

@@ -194,4 +194,4 @@ def test_flags_choose_between_kernels_and_plain_torch(monkeypatch):
     assert (kernels.gather.kernel, kernels.combine.kernel) == (gather_triton, combine_triton)
     assert (kernels.gather.plain, kernels.combine.plain) == (gather_plain, combine_plain)
     assert (kernels.spread.kernel, kernels.spread.plain) == (spread_triton, spread_plain)
-    assert choose_row_moves(torch.float64) is PLAIN and choose_row_moves(torch.bfloat16, wanted=False) is PLAIN
+    assert choose_row_moves(torch.float64) is PLAIN and choose_row_moves(torch.bfloat16, enabled=False) is PLAIN

@@ -9,7 +9,7 @@ from megatron.console import run_tool
 from megatron.core.config.errors import UserError
 from megatron.core.pipeline_parallel.choose import choose_schedule
 from megatron.core.pipeline_parallel.simulate import simulate, unit_costs
-from megatron.tools.plan import count_of
+from megatron.tools.plan import parse_count
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
 from megatron.training.report.advice import LIBRARIES_GIB, peak_memory
@@ -452,7 +452,7 @@ def test_the_model_of_a_hugging_face_folder_is_planned(tmp_path, capsys):
 
 @pytest.mark.parametrize(("text", "tokens"), [("1T", 1e12), ("1.5b", 1.5e9), ("300M", 3e8), ("2e9", 2e9), ("7k", 7e3)])
 def test_tokens_take_suffixes(text, tokens):
-    assert count_of(text) == tokens
+    assert parse_count(text) == tokens
 
 
 @pytest.mark.parametrize("flags", ["--tokens 1Q", "--tokens T", "--save-stall 0", "--save-stall -1", "--tokens 1e20",
