@@ -389,8 +389,8 @@ def test_a_source_that_has_changed_is_converted_anew(folders, tmp_path, monkeypa
     flags = ["--max-shard-size", "0.00001"]
 
     def interrupted(progress, name, size):
-        progress.seen.add(name)
-        if len(progress.seen) > 8:
+        progress.counted.add(name)
+        if len(progress.counted) > 8:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
