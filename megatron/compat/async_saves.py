@@ -48,8 +48,7 @@ class AsyncRequest(NamedTuple):
         return values
 
     def execute_sync(self) -> None:
-        """Do the work, wait for all ranks, call the last functions. Collective. A ValueError or OSError of any rank is
-        a CheckpointError on all ranks."""
+        """Collective. A ValueError or OSError of any rank is a CheckpointError on all ranks."""
         values = self.arguments()
         together(lambda: _run(self.async_fn, values, self.async_fn_kwargs), all_ranks())
         for function in self.finalize_fns:
@@ -161,7 +160,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return self._write, data.on_host, [all_ranks().rank, data, self.results_queue]
 
     def _write(self, rank: int, data: _Data, results: Queue[Any]) -> None:
-        """Write ``data`` and put the results, or the error, into ``results``; raises the error too."""
+        """Put the results, or the error, into ``results``; raises the error too."""
         try:
             results.put(super().write_data(data.plan, cast(SavePlanner, data)).wait())
         except BaseException as error:
@@ -169,8 +168,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             raise
 
     def retrieve_write_results(self) -> list[WriteResult]:
-        """Return the results of the finished write, for :meth:`finish`; empty if this rank writes no data. Raises the
-        error of a failed write, and RuntimeError if it has not ended."""
+        """Empty if this rank writes no data. Raises the error of a failed write, and RuntimeError if it has not
+        ended."""
         if self.write_buckets is None or not self.write_buckets.plan.items:
             return []
         try:
@@ -188,17 +187,16 @@ class FileSystemWriterAsync(FileSystemWriter):
 
 
 class _Data:
-    """The data of a plan: the part of a planner that torch's writer asks."""
+    """The part of a planner that torch's writer asks."""
 
     def __init__(self, plan: SavePlan, values: dict[Any, Any]) -> None:
         self.plan, self._values = plan, values
 
     def on_host(self) -> _Data:
-        """Return a copy whose tensors are in host memory and do not change with the program's."""
+        """The copies do not change with the program's tensors."""
         return _Data(self.plan, {index: _copied(value) for index, value in self._values.items()})
 
     def resolve_data(self, item: Any) -> Any:
-        """Return the tensor or bytes of ``item``."""
         return self._values[item.index]
 
 

@@ -53,7 +53,7 @@ def with_attention_mask(batch: Batch) -> Batch:
 
 
 def _document_mask(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:
-    """Return the mask of positions hidden by causality or document boundaries of [b * s] tokens, bool [b, 1, s, s]."""
+    """Mask of positions hidden by causality or document boundaries, bool [b, 1, s, s]."""
     tokens = torch.arange(batch_size * length, device=cu_seqlens.device)
     documents = torch.searchsorted(cu_seqlens.long(), tokens, right=True).view(batch_size, length)
     visible = documents[:, :, None] == documents[:, None, :]
@@ -87,9 +87,8 @@ def get_batch_on_this_cp_rank(
 
 
 def flatten_batch_for_packed_sequences(batch: Batch) -> Batch:
-    """Return a copy of ``batch`` with its rows concatenated, [1, b * s], and ``cu_seqlens`` [1, n] of all of them;
-    ``batch`` itself without ``cu_seqlens``. A row of ``cu_seqlens`` [b, n] counts from 0 to s and may repeat s at its
-    end. ``max_seqlen`` becomes its maximum [1]."""
+    """Return a copy with its rows concatenated, [1, b * s], and ``cu_seqlens`` [1, n]; ``batch`` itself without
+    ``cu_seqlens``. A row of ``cu_seqlens`` [b, n] counts from 0 to s and may repeat s at its end."""
     if batch.get("cu_seqlens") is None:
         return batch
     flat = dict(batch)
@@ -105,7 +104,7 @@ def flatten_batch_for_packed_sequences(batch: Batch) -> Batch:
 
 
 def _end_to_end(cu_seqlens: Tensor) -> Tensor:
-    """Return the boundaries [n] of the concatenated rows, given the boundaries [b, n] of every row."""
+    """Boundaries [n] of the concatenated rows, from those [b, n] of every row."""
     lengths = cu_seqlens.diff(dim=1).flatten()
     return F.pad(lengths[lengths > 0].cumsum(0), (1, 0)).to(cu_seqlens.dtype)
 

@@ -41,8 +41,7 @@ def get_default_load_sharded_strategy(checkpoint_dir: object) -> Strategy:
 
 
 def TorchDistSaveShardedStrategy(backend: str = "torch_dist", version: int = 1, **_: object) -> Strategy:
-    """Return a placeholder: checkpoints are written by all ranks, as safetensors. The other arguments say how threads
-    write."""
+    """Placeholder: checkpoints are written by all ranks, as safetensors."""
     return get_default_save_sharded_strategy(backend, version)
 
 
@@ -62,8 +61,6 @@ def FullyParallelLoadStrategyWrapper(strategy: Strategy, *_: object, **__: objec
 
 
 class _NotStored:
-    """Raises :class:`UserError` when it is made."""
-
     def __init__(self, *_: object, **__: object) -> None:
         fail(type(self).__name__)
 
@@ -86,8 +83,8 @@ def fail(name: str) -> NoReturn:
 
 
 def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
-    """Replace the prefix of keys, in place, and of their tensors' names if these begin with it (in copies of the
-    tensors' descriptions). Raises ValueError at the first key without the prefix, after changing the keys before it."""
+    """Replace the prefix of keys, in place, and of their tensors' names. Raises ValueError at the first key without
+    it."""
     from dataclasses import replace
 
     for key in list(sharded_state_dict):

@@ -166,9 +166,8 @@ class ClassicTask(Task):
         self._num_values = None
 
     def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
-        """Run the script's forward step and return its (output, loss function). Every rank draws its micro-batch first,
-        also where the script does not read it, except with external data loaders; without an iterator the script gets
-        None."""
+        """Every rank draws its micro-batch first, also where the script does not read it, except with external data
+        loaders."""
         self._batch = {}
         batches = None
         if data_iterator is not None:
@@ -304,9 +303,8 @@ _NONE_ONLY = {"process_non_loss_data_func", "non_loss_data_func", "p2p_communica
 
 
 def _train(cfg: FlatConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, object]) -> None:
-    """Run the loop; leave the process (``sys.exit``) with its exit code if that is not 0. Creates the process group of
-    a single process unless --dry-run. ``options`` are the other arguments of :func:`pretrain`, of any release:
-    TypeError for unknown ones, ValueError for values that are not available."""
+    """Leave the process with its exit code if that is not 0. Raises TypeError for unknown ``options``, ValueError for
+    values that are not available."""
     if unknown := sorted(options.keys() - _NEEDS_NOTHING - _NONE_ONLY - {"skip_model_parallel_init"}):
         raise TypeError(f"pretrain() has no argument {', '.join(unknown)}")
     for name in sorted(options.keys() - _NEEDS_NOTHING):
@@ -324,8 +322,7 @@ def _functions(datasets_provider: Callable, forward_step: Callable) -> dict[str,
 
 
 def _checked_forward_step(forward_step: Callable) -> Callable:
-    """Return ``forward_step`` itself, which is called with (iterator, model): further parameters must have defaults.
-    Raises ValueError if more than two are required."""
+    """Raise ValueError if more than (iterator, model) are required."""
     required = [
         parameter
         for parameter in signature(forward_step).parameters.values()

@@ -13,8 +13,8 @@ __all__ = ["StragglerDetector", "divide", "get_attr_wrapped_model", "get_model_c
 
 
 class StragglerDetector:
-    """A context manager for scripts that time their steps with one. It measures nothing: ``--timing-log-level`` and
-    the minimum and maximum over ranks that it prints show slow ranks."""
+    """Measures nothing: ``--timing-log-level`` and the minimum and maximum over ranks that it prints show slow
+    ranks."""
 
     def __call__(self, bdata: bool = False) -> StragglerDetector:
         """``bdata`` marks the loading of a batch."""

@@ -29,8 +29,7 @@ _GETTERS: dict[str, Callable[[], object]] = {
 
 
 class ProcessGroupCollection:
-    """Torch process groups by Megatron-LM's short names (``tp``, ``dp_cp``, ``expt_dp``, ...). Groups that were not set
-    are None."""
+    """Torch process groups by Megatron-LM's short names (``tp``, ``dp_cp``, ``expt_dp``, ...); None if not set."""
 
     def __init__(self, **groups: object) -> None:
         if unknown := sorted(groups.keys() - _GETTERS.keys()):

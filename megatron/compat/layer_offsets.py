@@ -21,9 +21,7 @@ def get_transformer_layer_offset(
 
 
 def _layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> range:
-    """Return the layers of a stage, numbered from 0; ``pp_rank`` None: this rank, ``vp_stage`` None: the first virtual
-    stage. Raises UserError for stages balanced by FLOPs, which the configuration does not determine, or a layout that
-    cuts a layer."""
+    """Layers are numbered from 0. Raises UserError for stages balanced by FLOPs, or a layout that cuts a layer."""
     ranks = config.pipeline_model_parallel_size
     if ranks == 1 and virtual_pipeline_size(config) == 1:
         return range(config.num_layers)

@@ -161,8 +161,7 @@ def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
 
 
 def nvtx_decorator(message: str | None = None, color: str | None = None) -> Callable[[AnyFunction], AnyFunction]:
-    """Return a decorator that records each call as an NVTX range named ``message`` (default: the function's name), also
-    if it raises; ``color`` is ignored."""
+    """Record each call as an NVTX range, also if it raises; ``color`` is ignored."""
 
     def decorate(function: AnyFunction) -> AnyFunction:
         @wraps(function)

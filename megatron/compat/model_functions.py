@@ -73,8 +73,8 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 
 def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_check: bool = False) -> bool:
-    """Return whether all data-parallel ranks hold the same parameters, bit for bit; the result is equal on all of them.
-    Collective over data- and context-parallel ranks. Copies each parameter to the CPU. ``cross_check`` is ignored."""
+    """Return whether all data-parallel ranks hold the same parameters, bit for bit. Collective. Copies each parameter
+    to the CPU."""
     digest = hashlib.sha256()
     for chunk in model:
         for _, param in chunk.named_parameters():
@@ -91,8 +91,7 @@ class Float16Module(nn.Module):
     to it, and outputs of the last pipeline stage to fp32. State dicts equal the wrapped model's."""
 
     def __init__(self, config: ModelParallelConfig, module: nn.Module) -> None:
-        """Convert ``module`` in place to fp16 or bf16 (fp16 if both are set) and wrap it. Raises ValueError if
-        ``config`` has neither."""
+        """Convert ``module`` in place (fp16 if both are set). Raises ValueError if ``config`` has neither."""
         super().__init__()
         if not (config.fp16 or config.bf16):
             raise ValueError("Float16Module: config has neither fp16 nor bf16; set one of them")
@@ -122,7 +121,7 @@ class Float16Module(nn.Module):
 
 
 def _to(x: object, dtype: torch.dtype) -> Any:
-    """Floating-point tensors of ``x``, also inside tuples, as ``dtype``."""
+    """Also converts tensors inside tuples."""
     if isinstance(x, tuple) and not hasattr(x, "_fields"):
         return tuple(_to(item, dtype) for item in x)
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -66,8 +66,7 @@ def attribute(module: str, name: str) -> Any:
 
 @functools.cache
 def _absent(name: str, reason: str) -> Any:
-    """Return a class (for a capitalized name) or a function that raises ``UserError``, with ``reason``, when it is
-    called."""
+    """A class for a capitalized name, else a function; raises ``UserError`` when it is called."""
 
     def fail(*_: object, **__: object) -> Any:
         from megatron.core.config.errors import UserError
@@ -95,7 +94,6 @@ def serve_other_names(module: str) -> None:
 
 @functools.cache
 def _packages() -> frozenset[str]:
-    """Parents of the modules of the table."""
     parts = (name.split(".") for name in table())
     return frozenset(".".join(part[:end]) for part in parts for end in range(1, len(part)))
 

@@ -118,8 +118,7 @@ def get_micro_batch_size() -> int:
 
 
 def _position() -> _Position:
-    """Return the current schedule and consumed samples. Raises RuntimeError before
-    ``init_num_microbatches_calculator``."""
+    """Raises RuntimeError before ``init_num_microbatches_calculator``."""
     position = _Current.position
     if position is None:
         raise RuntimeError(

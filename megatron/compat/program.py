@@ -104,8 +104,7 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Tokenizer | None) -> Namespace:
 
 
 def _derived(cfg: FlatConfig) -> dict[str, object]:
-    """Return names that follow from other settings or from the process (ranks, dtype, experts, virtual stages) and
-    counters of 0, which later assignments cannot change."""
+    """Names that follow from other settings or from the process; later assignments cannot change them."""
     chunks = virtual_pipeline_size(cfg)
     return {
         "rank": launched_rank(),

@@ -95,7 +95,7 @@ class ScriptData:
 
 
 def _lengths(dataset: object) -> Any:
-    """Return None for no data, else the length of a data set (0 if it has no length), or a list of lengths."""
+    """None for no data, 0 for a data set without a length, a list of lengths for a list."""
     if isinstance(dataset, list | tuple):
         return [_lengths(part) for part in dataset]
     return None if dataset is None else len(dataset) if hasattr(dataset, "__len__") else 0

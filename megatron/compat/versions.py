@@ -44,7 +44,7 @@ def _reaches(installed: str, version: str, check_equality: bool) -> bool:
 
 
 def _version(text: str) -> Any:
-    """A ``packaging`` version, which programs compare with their own; torch's where that package is missing."""
+    """Programs compare it with their own; torch's where ``packaging`` is missing."""
     if not is_installed("packaging"):
         return TorchVersion(text)
     from packaging.version import Version

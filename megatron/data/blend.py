@@ -89,8 +89,7 @@ def get_blend_from_list(blend: Sequence[object] | None, flag: str = "--data-path
 
 
 def check_weights(weights: Sequence[float], prefixes: Sequence[str], flag: str = "--data-path") -> None:
-    """Raise UserError, beginning with ``flag``, unless there are as many weights as prefixes and every weight is finite
-    and above zero."""
+    """Raise UserError, beginning with ``flag``, unless every prefix has a finite weight above zero."""
     if len(weights) != len(prefixes):
         raise UserError(f"{flag}: {len(weights)} weights for {len(prefixes)} prefixes")
     for weight, prefix in zip(weights, prefixes):
@@ -162,8 +161,7 @@ def _read(path: str, flag: str) -> str:
 
 
 def _read_per_split(path: str) -> list[Blend | None]:
-    """Return the blends of train, valid and test (None if absent) from a JSON file with any of these keys, each a list
-    as for ``--data-path``. Raises UserError for other content."""
+    """None if absent. Raises UserError for other content."""
     flag = "--per-split-data-args-path"
     text = _read(path, flag)
     try:

@@ -131,8 +131,7 @@ class IndexCache:
             return None
 
     def _checksums(self, content: bytes) -> dict[str, object]:
-        """Return {array: checksum} from the content ``content`` of the description file. Raises ValueError if its
-        checksum, in the last line, or the description does not match; the arrays are not read."""
+        """Raises ValueError if the last line's checksum or the description does not match; the arrays are not read."""
         body, _, checksum = content.rpartition(b"\n")
         text, _, line = body.rpartition(b"\n")
         if checksum != b"%08x" % zlib.crc32(body) or text != self.description.encode():
@@ -143,8 +142,7 @@ class IndexCache:
         return checksums
 
     def _read(self, name: str, checksum: object) -> np.ndarray:
-        """Return one array, mapped read-only. Reads all of it; raises ValueError, with the file, if shape, dtype,
-        checksum or the range of its numbers differs from what is expected, OSError if it is missing."""
+        """Read all of an array; raise ValueError, with the file, if shape, dtype, checksum or range differ."""
         path = f"{self.base}-{name}.npy"
         array = map_npy(path)
         shape, dtype = self.layout[name]
@@ -178,13 +176,12 @@ class IndexCache:
         os.replace(f"{path}.partial", path)  # no fsync before: see the module
 
     def _remove_partial(self) -> None:
-        """Remove what a failed writer left; the next one overwrites what a killed writer left."""
+        """Remove files of a failed writer; the next one overwrites those of a killed writer."""
         for name in ("description.txt", *(f"{name}.npy" for name in self.layout)):
             with contextlib.suppress(OSError):
                 os.unlink(f"{self.base}-{name}.partial")
 
     def _build_in_memory(self, build: Callable[[], Arrays], error: OSError) -> Arrays:
-        """Log a warning with ``error``, then return the arrays of ``build()``; nothing is written."""
         logger.warning(
             "the index cache %s cannot be used (%s); building in memory. --data-cache-path chooses another folder",
             self.folder,
@@ -198,8 +195,7 @@ def _checksum(array: np.ndarray) -> int:
 
 
 def _wait_for(lock: BinaryIO, base: str) -> None:
-    """Block until this process has the exclusive lock; log every few seconds that another process builds ``base``.
-    Raises OSError on file systems without locks."""
+    """Log every few seconds that another process builds ``base``. Raises OSError on file systems without locks."""
     start = last = time.monotonic()
     while True:
         try:

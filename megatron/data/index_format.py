@@ -136,8 +136,7 @@ def read_index(idx_path: str, bin_bytes: int, multimodal: bool = False) -> Index
 
 
 def _read_header(idx_path: str, buffer: np.ndarray) -> tuple[type[np.generic], int, int]:
-    """Return (token dtype, number of sequences, number of stored document boundaries). Raises the index error for a
-    file that is too short, has another magic or version, is byte-swapped, has an unknown dtype or no boundaries."""
+    """Return (token dtype, number of sequences, number of stored document boundaries)."""
     if len(buffer) < HEADER_BYTES:
         what = "is empty" if len(buffer) == 0 else f"ends within its header ({len(buffer)} of {HEADER_BYTES} bytes)"
         raise _error(idx_path, what)
@@ -156,8 +155,7 @@ def _read_header(idx_path: str, buffer: np.ndarray) -> tuple[type[np.generic], i
 
 
 def _refuse_size(idx_path: str, actual: int, expected: int, num_sequences: int, multimodal: bool) -> None:
-    """Raise the index error for an .idx file whose size differs from its header: multimodal files opened without
-    ``multimodal`` and the reverse are named, else it is truncated or has grown. Never returns."""
+    """Multimodal files opened without ``multimodal`` and the reverse are named. Never returns."""
     if not multimodal and actual == expected + num_sequences:
         raise _error(idx_path, "holds sequence modes: it is multimodal, open it with multimodal=True")
     if multimodal and actual == expected - num_sequences:
@@ -169,9 +167,8 @@ def _refuse_size(idx_path: str, actual: int, expected: int, num_sequences: int, 
 
 
 def _check_tokens(idx_path: str, index: Index, bin_bytes: int) -> None:
-    """Raise the index error unless the .bin has whole tokens and ends with the last sequence (``bin_bytes``; checked
-    first), lengths are not negative, and byte offsets are the running sum of lengths from 0. Reads the index in chunks,
-    never the .bin."""
+    """Raise the index error unless byte offsets are the running sum of lengths and end at ``bin_bytes``. Reads the
+    index in chunks, never the .bin."""
     bin_path = idx_path.removesuffix(".idx") + ".bin"
     lengths, pointers, size = index.sequence_lengths, index.sequence_pointers, index.dtype_size
     count = len(lengths)
@@ -204,8 +201,7 @@ def _check_tokens(idx_path: str, index: Index, bin_bytes: int) -> None:
 
 
 def _check_documents(idx_path: str, index: Index) -> None:
-    """Raise the index error unless document boundaries start at 0, never decrease, and end at the number of
-    sequences."""
+    """Raise the index error unless boundaries start at 0, never decrease, and end at the number of sequences."""
     documents = index.document_indices
     if int(documents[0]) != 0:
         raise _error(idx_path, f"starts its first document at sequence {int(documents[0])} instead of 0")

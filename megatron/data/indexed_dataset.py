@@ -98,8 +98,8 @@ class IndexedDataset:
     """
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True):
-        """Open both files and check the whole index against the size of the ``.bin``; tokens are not read. Raises
-        MissingDatasetError (a FileNotFoundError), or IndexedDatasetError for damaged files."""
+        """Raises MissingDatasetError (a FileNotFoundError), or IndexedDatasetError for damaged files. Reads no
+        tokens."""
         self.path_prefix, self.multimodal, self.mmap = str(path_prefix), multimodal, mmap
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         for path in (idx_path, bin_path):
@@ -225,8 +225,7 @@ HALVES = ((".bin", ".idx"), (".idx", ".bin"))
 
 
 def _not_a_prefix(path: str) -> str:
-    """Explain, with the fix, why the path of a folder, of a text file, or of one file of a data set is not a prefix;
-    return an empty string for other paths, which may not exist."""
+    """Return why a folder, a text file, or one file of a data set is not a prefix, with the fix; else ""."""
     stem, suffix = os.path.splitext(path)
     if suffix in (".bin", ".idx") and IndexedDataset.exists(stem):
         return f"leave out {suffix}: {stem}"

@@ -78,8 +78,8 @@ class IndexedDatasetBuilder:
     """
 
     def __init__(self, bin_path: str, dtype: DTypeLike = np.int32, multimodal: bool = False):
-        """Create the temporary files next to ``bin_path``, whose folder must exist; an older data set stays until
-        ``finalize``. They are also removed when this object is deleted. Raises KeyError for an unknown dtype."""
+        """The temporary files are next to ``bin_path``; an older data set stays until ``finalize``. Raises KeyError for
+        an unknown dtype."""
         self.bin_path, self.dtype, self.multimodal = str(bin_path), np.dtype(dtype).type, multimodal
         self._np_dtype = np.dtype(dtype)
         DType.code_from_dtype(dtype)
@@ -193,8 +193,7 @@ class IndexedDatasetBuilder:
         self.abort()
 
     def abort(self) -> None:
-        """Close and remove the temporary files without publishing anything; may be called again. No effect after
-        ``finalize``."""
+        """Remove the temporary files without publishing anything; no effect after ``finalize``."""
         self._open = False
         for file in (self.data_file, self._lengths.file, self._documents.file, self._modes and self._modes.file):
             if file:
@@ -203,8 +202,7 @@ class IndexedDatasetBuilder:
         self._cleanup()
 
     def _write_index(self, stream: BinaryIO) -> None:
-        """Write the complete .idx file to ``stream``, little-endian: header, lengths, byte offsets, document
-        boundaries, modes if multimodal. Reads the spooled numbers in chunks of bounded size."""
+        """Little-endian: header, lengths, byte offsets, document boundaries, modes. Reads spooled numbers in chunks."""
         stream.write(
             HEADER.pack(MAGIC, VERSION, DType.code_from_dtype(self.dtype), self._lengths.count, self._documents.count)
         )
@@ -222,8 +220,7 @@ class IndexedDatasetBuilder:
                 stream.write(modes.tobytes())
 
     def _as_tokens(self, values: ArrayLike) -> np.ndarray:
-        """Return ``values`` as a contiguous array of the data set's dtype, without a copy if possible. Raises UserError
-        if an integer does not fit; floating-point values are cast unchecked."""
+        """No copy if possible. Raises UserError if an integer does not fit; floats are cast unchecked."""
         array = np.asarray(values)
         if array.dtype == self._np_dtype:
             return np.ascontiguousarray(array)
@@ -240,8 +237,7 @@ class IndexedDatasetBuilder:
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Context in which an OSError closes the builder, removes the partial files and is raised again, with its
-        errno, as an OSError that names the data set. Other errors pass."""
+        """An OSError removes the partial files and is raised again with the name of the data set."""
         try:
             yield
         except OSError as error:

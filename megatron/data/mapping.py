@@ -21,8 +21,6 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """The owner of a mapping: the base of every array made of it."""
-
     def __init__(self, address: int, size: int, unmap: Callable[..., int]):
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
         release = weakref.finalize(self, unmap, ctypes.c_void_p(address), ctypes.c_size_t(size))

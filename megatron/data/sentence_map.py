@@ -187,10 +187,8 @@ def build_blocks_mapping_numpy(
 def _group_sentences(
     bounds: list[int], sizes: np.ndarray, target: Target, min_sentences: int, min_left: int, long_from: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (document, first sentence, last sentence + 1, target) for the samples of one epoch. A sample ends at its
-    target if it has ``min_sentences`` and leaves ``min_left``, or with the document. Skips documents of fewer
-    sentences, and of ``long_from`` or more if one is too long. Calls ``target`` once per sample, and once more per
-    document."""
+    """Yield (document, first sentence, last sentence + 1, target) of one epoch. A sample ends at its target if it has
+    ``min_sentences`` and leaves ``min_left``. Calls ``target`` once per sample, and once more per document."""
     for document, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:])):
         lengths = sizes[begin:end].tolist()
         if len(lengths) < min_sentences or (len(lengths) >= long_from and max(lengths, default=0) > LONG_SENTENCE):
@@ -248,8 +246,7 @@ def _row_type(sizes: np.ndarray) -> type:
 def _checked(
     docs: np.ndarray, sizes: np.ndarray, num_epochs: int, max_seq_length: int, least: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return document bounds int64 and sizes int32, contiguous as C++ reads them. Raises UserError for less than one
-    epoch, a maximum length below ``least``, or bounds that decrease or exceed the sentences."""
+    """Return arrays contiguous as C++ reads them. Raises UserError for bounds that decrease or exceed the sentences."""
     if num_epochs < 1 or max_seq_length < least:
         raise UserError(f"num_epochs {num_epochs}, max_seq_length {max_seq_length}: at least 1 and {least} are needed")
     bounds = helpers.aligned(docs, np.int64)

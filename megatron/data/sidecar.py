@@ -70,8 +70,7 @@ def write_sidecar(prefix: str, info: SidecarInfo) -> None:
 
 
 def read_sidecar(prefix: str) -> SidecarInfo | None:
-    """Return the sidecar of ``prefix``; None if there is none. Raises UserError, with the fix, if it is damaged or of
-    another format version."""
+    """Return None if there is none. Raises UserError, with the fix, if it is damaged or of another version."""
     path = sidecar_path(prefix)
     try:
         values: dict[str, Any] = parse_json(read_text(path))
@@ -89,7 +88,7 @@ def read_sidecar(prefix: str) -> SidecarInfo | None:
 
 
 def _checked(info: SidecarInfo) -> SidecarInfo:
-    """Return ``info`` as read from a file. Raises ValueError if a value has another type than the writer's."""
+    """Raises ValueError if a value has another type than the writer's."""
     texts = isinstance(info.tokenizer_type, str) and isinstance(info.fingerprint, str)
     if not texts or type(info.vocab_size) is not int or not isinstance(info.append_eod, bool):
         raise ValueError("a value has another type than the writer's")

@@ -26,8 +26,7 @@ PROGRESS_SECONDS = 5.0
 
 
 def id_range(data: IndexedDataset, prefix: str) -> tuple[int, int, int, int]:
-    """Read all tokens; return (smallest id, largest id, index of the first smallest, index of the first largest).
-    Returns (0, -1, 0, 0) without tokens. Prints progress to stderr."""
+    """Return (smallest id, largest id, index of the first of each); (0, -1, 0, 0) without tokens. Prints progress."""
     tokens = data.index.dtype
     low, high, low_at, high_at = 0, -1, 0, 0
     started = reported = time.monotonic()
@@ -53,8 +52,7 @@ def id_range(data: IndexedDataset, prefix: str) -> tuple[int, int, int, int]:
 
 
 def locate(data: IndexedDataset, token: int) -> str:
-    """Return "document D at token T" for the token with global index ``token``: the document that holds it and its
-    offset in that document, both from 0."""
+    """Return "document D at token T" for the token with global index ``token``, both from 0."""
     starts = data.index.sequence_pointers
     size = data.index.dtype_size
     sequence = int(np.searchsorted(starts, token * size, side="right")) - 1
@@ -138,8 +136,7 @@ def check(path: str, vocab_size: int | None) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check every prefix of ``argv`` and print summaries and errors; return the highest code: 1 if a data set is
-    unusable, 2 if one is missing or unreadable, else 0. --vocab-size limits the ids."""
+    """Return the highest code: 1 if a data set is unusable, 2 if one is missing or unreadable, else 0."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )

@@ -27,8 +27,8 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def text_table(timeline: Timeline, width: int) -> str:
-    """Format one line per rank with ``width`` columns of equal duration. A column shows the action (F, B, W) that runs
-    at its midpoint, in lower case for odd chunks, or a dot if idle."""
+    """One line per rank: a column shows the action (F, B, W) at its midpoint, in lower case for odd chunks, or a
+    dot."""
     column = timeline.duration / width
     lines = []
     for rank, events in enumerate(timeline.events):

@@ -50,8 +50,7 @@ def tokenizer_settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def layout_flags(args: argparse.Namespace) -> list[str]:
-    """Return the flags of the model's layout on the ranks of torchrun; empty on one rank. Raises UserError if the sizes
-    do not multiply to the number of ranks."""
+    """Empty on one rank. Raises UserError if the sizes do not multiply to the number of torchrun's ranks."""
     ranks = launched_world_size() or 1
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in SIZES}
     for flag, value in flags.items():

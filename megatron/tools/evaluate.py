@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of this tool (--load and --tasks are required). Exits with code 2 for unknown, abbreviated or
-    malformed flags; raises UserError for values out of range."""
+    """Exits with code 2 for malformed flags; raises UserError for values out of range."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )

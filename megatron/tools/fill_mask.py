@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of this tool (--load and --text are required). Exits with code 2 for unknown, abbreviated or
-    malformed flags, --top-k below 1, or --text-pair unless there is one for each --text."""
+    """Exits with code 2 for malformed flags, --top-k below 1, or --text-pair unless there is one for each --text."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
@@ -64,8 +63,7 @@ def build_sample(trained: TrainedModel, texts: Sequence[str]) -> tuple[list[int]
 
 
 def answers(trained: TrainedModel, texts: Sequence[str], top_k: int) -> Iterator[str]:
-    """Yield the output lines of one text or one pair: the text, the ``top_k`` tokens of each mask with probabilities,
-    then the order of a pair. Raises UserError as :func:`build_sample`."""
+    """Yield the text, the ``top_k`` tokens of each mask with probabilities, then the order of a pair."""
     from megatron.core.models.bert.fill_mask import fill_mask
 
     tokenizer = trained.tokenizer
@@ -83,9 +81,7 @@ def answers(trained: TrainedModel, texts: Sequence[str], top_k: int) -> Iterator
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the --top-k tokens of each mask in every --text of ``argv``, and for a --text-pair the probabilities of
-    both orders; return 0. Raises UserError, such as for a single text without mask, or a pair for a model without
-    binary head."""
+    """Print the --top-k tokens of each mask, and for a --text-pair the probabilities of both orders; return 0."""
     args = parse_command_line(argv)
     from megatron.training.trained_model import load_trained_model
 

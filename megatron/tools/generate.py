@@ -24,8 +24,7 @@ from megatron.tools.engine_flags import add_engine_flags, layout_flags, tokenize
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of this tool (``--help`` lists them; only --load is required). Exits with code 2 for unknown,
-    abbreviated or malformed flags. Ranges are left to `check_ranges`, prompts to `load_prompts`."""
+    """Exits with code 2 for malformed flags. Ranges are left to `check_ranges`, prompts to `load_prompts`."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )

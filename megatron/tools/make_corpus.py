@@ -33,8 +33,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def documents(root: Path, paths: list[Path]) -> Iterator[dict[str, str]]:
-    """Yield each UTF-8 file that is not blank as {"text", "path" relative to ``root``}; unreadable files are
-    skipped."""
+    """Yield each UTF-8 file that is not blank as {"text", "path" relative to ``root``}."""
     for path in paths:
         try:
             text = path.read_text(encoding="utf-8")
@@ -45,8 +44,7 @@ def documents(root: Path, paths: list[Path]) -> Iterator[dict[str, str]]:
 
 
 def functions(document: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the functions and methods of a file as dedented documents. Nested functions stay in their outer function. A
-    file that this Python cannot parse yields nothing."""
+    """Nested functions stay in their outer function. A file that this Python cannot parse yields nothing."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the text
@@ -71,8 +69,7 @@ def topics() -> Iterator[dict[str, str]]:
 
 
 def docstrings(document: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the docstrings of a file that have at least ``SHORTEST`` characters, cleaned of indentation; nothing for
-    test folders, idlelib, and files that this Python cannot parse."""
+    """Yield docstrings of at least ``SHORTEST`` characters; nothing for test folders and idlelib."""
     if {"test", "tests", "idlelib"} & set(Path(document["path"]).parts):
         return
     try:
@@ -89,8 +86,8 @@ def docstrings(document: dict[str, str]) -> Iterator[dict[str, str]]:
 
 
 def groups(kind: str, files: Iterator[dict[str, str]], seed: int) -> Iterator[Iterable[dict[str, str]]]:
-    """Yield the documents of --documents ``kind``, grouped by source file. Docs (docstrings and help topics) are read
-    completely first and yielded one by one in an order from ``seed``. Stories come from ``seed`` and never end."""
+    """Docs are read completely first and yielded in an order from ``seed``. Stories come from ``seed`` and never
+    end."""
     if kind == "stories":
         yield from ([document] for document in stories(seed))
     if kind == "docs":
@@ -103,8 +100,7 @@ def groups(kind: str, files: Iterator[dict[str, str]], seed: int) -> Iterator[It
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the corpus to --output of ``argv``, replacing it, and print its size; return 0. Stops after the file,
-    docstring or story that reaches --max-bytes of text. Raises UserError without sources."""
+    """Stops after the file, docstring or story that reaches --max-bytes of text. Raises UserError without sources."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )

@@ -111,8 +111,7 @@ def merge(folder: str, output: str, multimodal: bool) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Merge the data sets of the folder --input of ``argv`` into --output-prefix (:func:`merge`); return 0. Raises
-    UserError or OSError. --multimodal reads and writes modes."""
+    """Raises UserError or OSError. --multimodal reads and writes modes."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )

@@ -119,8 +119,7 @@ def none_found(result: Search, cluster: Cluster) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the best layouts for the flags ``argv``, and with --tokens the length and cost of the run. Return 0. Raises
-    UserError for wrong flags, and if no layout fits."""
+    """Print the best layouts, and with --tokens the length and cost of the run. Raises UserError if no layout fits."""
     options, flags = tool_flags().parse_known_args(argv)
     check_numbers(options)
     cluster = build_cluster(options.gpu, options.nodes, options.gpus_per_node, options.memory, options.nic_gbits)

@@ -139,8 +139,7 @@ def is_number(value: Any) -> bool:
 
 
 def run_labels(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest path suffixes of equal depth that distinguish the runs (folders, also for a .jsonl file in
-    them); the paths as they are if two runs are equal."""
+    """Return the shortest path suffixes of equal depth that distinguish the runs; the paths if two are equal."""
     parts = [(path.parent if path.suffix == ".jsonl" else path).resolve().parts for path in paths]
     depth = max(map(len, parts))
     for length in range(1, depth + 1):
@@ -151,8 +150,7 @@ def run_labels(paths: Sequence[Path]) -> list[str]:
 
 
 def smoothed(series: Series, half_life: float) -> Series:
-    """Return a two-sided exponential moving average, which has no lag; non-finite points are removed. Weights halve
-    every ``half_life`` points in both directions."""
+    """Two-sided exponential moving average, without lag; weights halve every ``half_life`` points."""
     points = [(x, y) for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
     keep = 0.5 ** (1.0 / half_life)
     totals = [0.0] * len(points)
@@ -270,8 +268,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def spike_limit(runs: list[Run], key: str) -> float:
-    """Return the upper end of a norm's y axis, so that spikes do not flatten the curve; infinity without spikes. Only
-    metrics whose name ends in "norm", with at least 20 points, are limited."""
+    """Return the upper end of a norm's y axis, so that spikes do not flatten the curve; infinity without spikes."""
     values = sorted(y for run in runs for y in (run.train.get(key) or Series()).y if abs(y) < LARGEST)
     if not key.endswith("norm") or len(values) < 20:
         return math.inf
@@ -357,8 +354,8 @@ def column_means(series: Series, first: float, last: float, columns: int) -> lis
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of this tool. Exits with code 2 for unknown, abbreviated or malformed flags, without --output
-    and --text, unless --labels has one name per run, or for a negative half-life."""
+    """Exits with code 2 without --output and --text, unless --labels has one name per run, or for a negative
+    half-life."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
@@ -394,8 +391,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the chart of the first metric (--keys: each) with --text, and draw all to --output, for the runs of the
-    command line; return 0. Raises UserError for runs without records, unknown keys, or without matplotlib."""
+    """Raises UserError for runs without records, unknown keys, or without matplotlib."""
     options = parse_arguments(arguments)
     labels = options.labels or run_labels(options.runs)
     runs = [load(path, label, options.x) for path, label in zip(options.runs, labels)]

@@ -31,8 +31,7 @@ REQUIRED = ("input", "output_prefix", "tokenizer_type")
 
 
 def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
-    """Return the flags of ``argv`` for input and tokenizer, checked (the input is not opened); --help prints the help
-    and exits. Raises ConfigError with all problems: unknown, missing, malformed or contradictory flags."""
+    """Raises ConfigError with all problems: unknown, missing, malformed or contradictory flags. Opens no input."""
     specs = group_flags(PreprocessConfig, TokenizerConfig)
     if {"-h", "--help"} & set(argv):
         make_parser(specs, description=__doc__ or "").parse_args(["--help"])
@@ -51,9 +50,7 @@ def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Preprocess the input of the command line ``argv`` and log what is written, also skipped lines; return 0. With
-    --find-optimal-num-workers only measures. Configures logging to stdout. Raises UserError (ConfigError for flags) or
-    OSError."""
+    """Configures logging to stdout; with --find-optimal-num-workers only measures. Raises UserError or OSError."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     cfg, tokenizer_cfg = parse(argv)
     for name in ("partitions", "keep_sequential_samples", "dataset_impl"):

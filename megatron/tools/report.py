@@ -18,8 +18,7 @@ from megatron.training.observe.page.page import PAGE_FILE, write_page
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page and print its path; return 0. Raises UserError for a folder without a run, and OSError if the
-    page cannot be written."""
+    """Raises UserError for a folder without a run, and OSError if the page cannot be written."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )

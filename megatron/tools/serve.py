@@ -70,8 +70,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of this tool. Exits with code 2 for unknown, abbreviated or malformed flags; raises
-    UserError for values out of range."""
     args = build_parser().parse_args(argv)
     for name in ("max_sequences", "max_requests", "max_prompts"):
         if getattr(args, name) < 1:
@@ -87,8 +85,8 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def read_token(args: argparse.Namespace) -> str | None:
-    """Return the secret of --token-file, --token or the environment variable; None without one. Raises UserError for a
-    file that cannot be read, and a secret that is no text of an HTTP header."""
+    """Return the secret, or None. Raises UserError for an unreadable file, or a secret that is no text of an HTTP
+    header."""
     if args.token_file is not None and args.token is not None:
         raise UserError("--token: must not be given with --token-file; remove it")
     source, token = "--token", args.token
@@ -163,8 +161,7 @@ class Progress:
 
 
 def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM; return the exit code. Runs on rank 0. After a failure of the engine the process
-    ends here with code 1."""
+    """Serve until SIGINT or SIGTERM, on rank 0. After a failure of the engine the process ends here with code 1."""
     from megatron.core.inference.server import app
     from megatron.core.inference.server.protocol import Served
     from megatron.core.inference.server.service import EngineService
@@ -197,7 +194,7 @@ def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> in
 
 
 def _exit_at_once() -> NoReturn:
-    """End the process with code 1, without its threads and process groups: these may wait for another rank forever."""
+    """Without its threads and process groups: these may wait for another rank forever."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

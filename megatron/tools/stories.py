@@ -47,7 +47,7 @@ def story(rng: random.Random) -> str:
 
 
 def _filled(slot: str, values: dict[str, str]) -> str:
-    """Return the value of a slot, with a capital first letter if the name of the slot has one."""
+    """With a capital first letter if the name of the slot has one."""
     return values[slot] if slot in values else values[slot.lower()].capitalize()
 
 

@@ -21,8 +21,7 @@ PORT = "5000"
 
 
 def serve_arguments(argv: Sequence[str]) -> list[str]:
-    """Return the command line of ``megatron serve``; prints the flags that are not used. Raises UserError for flags
-    that neither program has."""
+    """Return the command line of ``megatron serve``. Raises UserError for flags that neither program has."""
     segments, problems = cli.segments(argv)
     if problems:
         raise UserError("; ".join(map(str, problems)))

@@ -103,9 +103,8 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
 
 
 def _small_network(cfg: PretrainConfig) -> dict[str, object]:
-    """Return sizes with fewer heads (same ratio to the query groups, same split over ranks), head dim 8 (with fp8 the
-    smallest that its casts take), a short sequence that context and tensor parallelism divide, few layers, and windows
-    and recomputed layers cut to fit."""
+    """Fewer heads with the same ratio to the query groups and split over ranks, a short sequence that context and
+    tensor parallelism divide, few layers."""
     model = cfg.model
     tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
     heads, groups = _small_heads(
@@ -140,15 +139,14 @@ def _small_network(cfg: PretrainConfig) -> dict[str, object]:
 
 
 def _unit(cfg: PretrainConfig) -> int:
-    """Return the unit of small sizes: 8, or the divisor that fp8 requires."""
+    """8, or the divisor that fp8 requires."""
     if cfg.model.fp8 is None:
         return 8
     return BLOCK if cfg.model.fp8_recipe == "blockwise" else ALIGNED
 
 
 def _small_experts(cfg: PretrainConfig) -> dict[str, object]:
-    """Return few narrow experts, divisible by the EP size and the number of expert groups. A capacity factor is raised
-    so that no token is dropped: capacity is per rank, so drops depend on the layout."""
+    """A capacity factor is raised so that no token is dropped: capacity is per rank, so drops depend on the layout."""
     model = cfg.model
     if model.num_moe_experts is None:
         return {}
@@ -169,7 +167,7 @@ def _small_experts(cfg: PretrainConfig) -> dict[str, object]:
 
 
 def _small_heads(heads: int, groups: int, ranks: int) -> tuple[int, int]:
-    """Return the smallest (heads, query groups) with the same ratio and the same split over ``ranks``."""
+    """The same ratio and the same split over ``ranks``."""
     ratio = heads // groups
     small = next(
         n for n in range(1, groups + 1) if _same_split(n, groups, ranks) and (n * ratio) % _part(heads, ranks) == 0
@@ -187,10 +185,8 @@ def _same_split(small: int, groups: int, ranks: int) -> bool:
 
 
 def _few_layers(cfg: PretrainConfig) -> int:
-    """Return all layers if the flags assign layers individually: a layout, a spec, lists per layer, layers of the
-    first, last or each virtual stage, several kinds of context parallelism, or fp8 with first and last layers in bf16.
-    Else return the smallest multiple of the stages and layer patterns (one stage: twice that), plus the remainder of
-    the layers by the stages; at most all layers."""
+    """All layers if the flags assign layers individually; else the smallest multiple of stages and layer patterns (one
+    stage: twice that), plus the remainder."""
     model = cfg.model
     stages = model.pipeline_model_parallel_size * virtual_pipeline_size(cfg.model)
     counts = model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers
@@ -210,8 +206,7 @@ def _few_layers(cfg: PretrainConfig) -> int:
 
 
 def _small_stages(cfg: PretrainConfig) -> dict[str, object]:
-    """Return a pipeline layout with the same cuts if stages cut layers in two; else nothing. If all layers are
-    identical, one full layer per stage represents all of its full layers."""
+    """The same cuts if stages cut layers in two. One full layer per stage represents all if layers are identical."""
     model = cfg.model
     stages = run_stages(cfg, cfg.tokenizer.vocab_size)
     if model.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
@@ -239,8 +234,7 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, object]:
 
 
 def _small_batches(cfg: PretrainConfig) -> dict[str, object]:
-    """Return micro-batches of at most 2 sequences, and their number: the user's, up to twice the pipeline size (at
-    least 2, or one interleaved group); no batch-size schedule, 100 iterations."""
+    """At most 2 sequences, and up to twice the pipeline size of micro-batches; no batch-size schedule."""
     per_rank = max(1, cfg.training.global_batch_size // (cfg.training.micro_batch_size * cfg.data_parallel_size))
     enough = max(2, 2 * cfg.model.pipeline_model_parallel_size)
     group = cfg.model.microbatch_group_size_per_virtual_pipeline_stage or 1

@@ -55,10 +55,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     takes_empty_samples = True  # cls and sep remain, and no label
 
     def __getitem__(self, idx: int) -> Sample:
-        """Return sample ``idx``: ``text``, ``types``, ``labels`` (-1 where not masked), ``padding_mask`` and
-        ``loss_mask``, int64 [s], and the numbers ``is_random`` (segments swapped) and ``truncated``. Text is [cls]
-        first [sep] second [sep] (without pairs [cls] text [sep]), truncated to the sample's target length, masked,
-        padded with 0. Depends only on files, seed and ``idx``."""
+        """Return sample ``idx``; it depends only on files, seed and ``idx``."""
         tokens, lengths, target = self.sentences(idx)
         random_state = self.random_state(idx)
         first, second, is_random = self._pair(tokens, lengths, random_state)
@@ -94,9 +91,8 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     def _pair(
         self, tokens: np.ndarray, lengths: np.ndarray, random_state: np.random.RandomState
     ) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Return (first segment, second segment, swapped). The sentences are cut at a random place (two sentences:
-        after the first), and swapped with probability 0.5. Without the classification head: (all tokens, none, False),
-        no random draw."""
+        """Cut at a random sentence and swap with probability 0.5. Without the classification head: (all tokens, none,
+        False)."""
         if not self.config.classification_head:
             return tokens, tokens[:0], False
         pivot = random_state.randint(1, len(lengths)) if len(lengths) >= 3 else 1
@@ -107,8 +103,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         return before, after, False
 
     def _replacement(self, random_state: np.random.RandomState) -> Callable[[int], Any]:
-        """Return a function from the id of a token to be masked to its replacement: the mask token with probability
-        0.8, else with equal probability the token itself or a random id. Draws from ``random_state``."""
+        """The mask token with probability 0.8, else with equal probability the token itself or a random id."""
         uniform, randint = random_state.random_sample, random_state.randint
         mask, ids = self.ids["mask"], self.config.all_ids
 
@@ -123,9 +118,8 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
 def truncate_pair(
     first: np.ndarray, second: np.ndarray, target: int, random_state: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return views that together have ``target`` tokens: single tokens are removed from the longer segment (``second``
-    among equals), each from its start or its end by a random draw. Advances ``random_state`` by the number of removed
-    tokens."""
+    """Return views that together have ``target`` tokens: single tokens are removed from the longer segment, each from
+    its start or its end by a random draw."""
     bounds = [[0, len(first)], [0, len(second)]]
     excess = len(first) + len(second) - target
     for from_start in (random_state.random_sample(excess) < 0.5).tolist():

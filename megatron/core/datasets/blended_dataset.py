@@ -66,8 +66,7 @@ class BlendedDataset:
         return lengths
 
     def _build_or_load(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source int16, sample of that source int64) of every sample of the blend, built or read from the index
-        cache. With ``size`` None every sample of each source occurs once; else sources are chosen by weight."""
+        """With ``size`` None every sample of each source occurs once; else sources are chosen by weight."""
         length = int(sum(self.weights)) if self.size is None else self.size
 
         def build() -> dict[str, np.ndarray]:
@@ -89,8 +88,7 @@ class BlendedDataset:
         return arrays["dataset_index"], arrays["dataset_sample_index"]
 
     def _check_exhaustion(self) -> None:
-        """Raise UserError if the blend takes more samples of a source than it provides; then log the share and number
-        of epochs of each source."""
+        """Raise UserError if the blend takes more samples of a source than it provides; else log the shares."""
         counts = np.bincount(self.dataset_index, minlength=len(self.datasets))
         for dataset, count in zip(self.datasets, counts.tolist()):
             if count > len(dataset):
@@ -101,8 +99,7 @@ class BlendedDataset:
         self._log_shares(counts.tolist())
 
     def _log_shares(self, counts: list[int]) -> None:
-        """Log the samples, weight and epochs of each source, which gives ``counts`` samples. Of more than
-        ``MANY_SOURCES``, these lines go to DEBUG and one line for all to INFO."""
+        """Of more than ``MANY_SOURCES``, these lines go to DEBUG and one line for all to INFO."""
         total, name, many = sum(self.weights), self.split.name, len(self.datasets) > MANY_SOURCES
         epochs = [dataset.num_epochs * count / len(dataset) for dataset, count in zip(self.datasets, counts)]
         for dataset, weight, count, passes in zip(self.datasets, self.weights, counts, epochs):

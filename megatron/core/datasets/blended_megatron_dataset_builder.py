@@ -89,9 +89,8 @@ class BlendedMegatronDatasetBuilder:
         call_all(partial(self._check_split, split) for split in Split)
 
     def _check_split(self, split: Split) -> None:
-        """Open every source of ``split``; builds no index. Raises UserError with the problems of all sources, or
-        EmptySplitError if sources hold no sample: all of them, or any if they have weights or are separate validation
-        sets. A test split that no flag names may be empty. Mock data and size 0 are not checked."""
+        """Raise UserError with the problems of all sources, or EmptySplitError if sources hold no sample: all of them,
+        or any if they have weights or are separate validation sets. A test split that no flag names may be empty."""
         size, blend, bounds = self.sizes[split.value], self._blend(split), self._bounds(split)
         if size == 0 or blend is None or bounds is None:
             return
@@ -119,8 +118,7 @@ class BlendedMegatronDatasetBuilder:
         return self.config.blend
 
     def _build_split(self, split: Split) -> object:
-        """Return :meth:`_build_wanted`; for a test split without documents that no flag names, log a warning and return
-        None."""
+        """A test split without documents that no flag names is None, with a warning."""
         try:
             return self._build_wanted(split)
         except EmptySplitError as error:
@@ -132,8 +130,7 @@ class BlendedMegatronDatasetBuilder:
             return None
 
     def _build_wanted(self, split: Split) -> object:
-        """Return the data set of ``split``: one data set, a blend, or a list for --multiple-validation-sets. None if no
-        samples are wanted, or (with a warning) if no data is assigned to the split."""
+        """Return one data set, a blend, or a list for --multiple-validation-sets."""
         size, config = self.sizes[split.value], self.config
         blend, bounds = self._blend(split), self._bounds(split)
         if size == 0:
@@ -157,8 +154,8 @@ class BlendedMegatronDatasetBuilder:
     def _build_weighted(
         self, prefixes: list[str], weights: list[float], split: Split, bounds: tuple[float, float], size: int
     ) -> BlendedDataset:
-        """Blend the sources by normalized ``weights``. Each source builds ceil(size * weight) samples plus the
-        configured surplus; the blend has the sum of these counts without the surplus."""
+        """Each source builds ceil(size * weight) samples plus the surplus; the blend has the sum without the
+        surplus."""
         weights = normalize(weights)
         surplus = 1 + self.config.mid_level_dataset_surplus
         counts = [math.ceil(size * weight) for weight in weights]
@@ -169,9 +166,7 @@ class BlendedMegatronDatasetBuilder:
     def _build_by_size(
         self, prefixes: list[str], split: Split, bounds: tuple[float, float], size: int | None
     ) -> BlendedDataset:
-        """Blend one pass over all sources, each weighted by its number of samples, cut to ``size`` (None: all). Skips
-        empty sources; raises EmptySplitError if all are empty; warns if ``size`` exceeds the pass, which is not
-        repeated."""
+        """Blend one pass over all sources, cut to ``size``. Skips empty sources; warns if ``size`` exceeds the pass."""
         datasets = self._build_sources(prefixes, split, bounds, [None] * len(prefixes), skip_empty=True)
         if not datasets:
             raise EmptySplitError(
@@ -198,9 +193,8 @@ class BlendedMegatronDatasetBuilder:
         sizes: Sequence[int | None],
         skip_empty: bool = False,
     ) -> list[Any]:
-        """Build one data set per prefix in parallel threads and return them in order. With ``skip_empty``, sources
-        without a sample are left out with a warning; else they raise EmptySplitError. All threads finish before an
-        error is raised."""
+        """Build in parallel threads, which all finish before an error is raised. ``skip_empty``: warn about empty
+        sources."""
 
         left_out: list[EmptySplitError] = []
 
@@ -230,8 +224,7 @@ class BlendedMegatronDatasetBuilder:
         return (make or self.cls)(source, prefix, np.arange(first, last, dtype=dtype), size, split, self.config)
 
     def _open(self, prefix: str | None) -> object:
-        """Return the low-level data set of ``prefix``, opened once and shared by all splits. Thread-safe: of two
-        threads that open it at once, both return the first result."""
+        """Each data set is opened once and shared by all splits: of two threads, both return the first result."""
         with self._lock:
             opened = self._sources.get(prefix)
         if opened is None:

@@ -90,10 +90,9 @@ class BlendedMegatronDatasetConfig:
     """Cache of data in object storage, which cannot be read: only None is accepted."""
 
     def __post_init__(self, s3_cache_path: str | None) -> None:
-        """Check the blends and fill in ``split`` and ``split_matrix`` (None with ``blend_per_split``). Without any
-        blend sets ``mock`` and equal splits; without ``split`` takes the default with a warning. A ``blend_per_split``
-        without entries becomes None. Raises UserError for object storage, a length below 1, empty blends, or ``blend``
-        or ``split`` together with ``blend_per_split``."""
+        """Check the blends and fill in ``split`` and ``split_matrix``. Without any blend sets ``mock`` and equal
+        splits. Raises UserError for object storage, empty blends, or ``blend`` or ``split`` together with
+        ``blend_per_split``."""
         if s3_cache_path or self.object_storage_cache_path:
             raise UserError("--object-storage-cache-path: object storage is not available; copy or mount the data")
         if self.sequence_length < 1:
@@ -119,8 +118,6 @@ class BlendedMegatronDatasetConfig:
         return logging.DEBUG if blend is not None and len(blend[0]) > MANY_SOURCES else logging.INFO
 
     def _check_blend_per_split(self, blends: list[Blend | None]) -> None:
-        """Raise UserError if ``blend`` or ``split`` is also given, if ``blends`` has not three entries, or if an entry
-        has no prefix."""
         if self.blend is not None:
             raise UserError("--data-path and the per-split data paths are both given: a run reads one source of data")
         if self.split is not None:

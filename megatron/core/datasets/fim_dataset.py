@@ -59,7 +59,6 @@ class GPTFIMDataset(GPTDataset):
         self._separator = None if split is None else self._token("--fim-split-sample", split)
 
     def _token(self, flag: str, text: str) -> int:
-        """Return the id of the token ``text``. Raises UserError that names ``flag``."""
         index = self.config.tokenizer.vocab.get(text)
         if index is None:
             raise UserError(f"{flag} {text}: is not a token of the tokenizer; name one, or add it to the tokenizer")
@@ -74,7 +73,7 @@ class GPTFIMDataset(GPTDataset):
         return text, len(permuted)
 
     def _permute_parts(self, ids: np.ndarray, separator: int, draw: np.random.Generator, permute: Any) -> np.ndarray:
-        """Return ``permute(part, draw)`` of the parts of ``ids`` between ``separator`` ids, which stay."""
+        """The ``separator`` ids stay."""
         ends = np.flatnonzero(ids == separator)
         parts = []
         for part in np.split(ids, ends + 1):
@@ -93,8 +92,8 @@ class GPTFIMDataset(GPTDataset):
         return self._permute_parts(ids, self._separator, draw, lambda part, draw: self._permute(part, draw, rate))
 
     def _permute(self, ids: np.ndarray, draw: np.random.Generator, rate: Any) -> np.ndarray:
-        """Return ``ids`` [n] in the order of the module's docstring with probability ``rate``, else unchanged. Control
-        tokens are left out of the text."""
+        """Permute with probability ``rate``, in the order of the module's docstring. Control tokens are left out of the
+        text."""
         if draw.random() >= rate:
             return ids
         tokenizer = self.config.tokenizer

@@ -89,9 +89,8 @@ class GPTDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ):
-        """Plan the epochs, build the indices or read them from the index cache (one process builds, others wait), and
-        log the counts. Raises EmptySplitError if the documents give no sample, UserError if a needed end-of-document id
-        is missing."""
+        """Build the indices or read them from the index cache. Raises EmptySplitError if the documents give no
+        sample."""
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         self.config: GPTDatasetConfig = config
         self._pad = _padding_id(config)
@@ -103,7 +102,6 @@ class GPTDataset(MegatronDataset):
         self._build_indices()
 
     def _build_indices(self) -> None:
-        """Build the indices or read them from the index cache, and log the counts."""
         self.num_epochs = self.plan.num_epochs
         indices = self._build_or_load()
         self.document_index = indices.document_index
@@ -148,9 +146,8 @@ class GPTDataset(MegatronDataset):
         return len(self.sample_index) - 1
 
     def __getitem__(self, idx: int | None) -> Sample:
-        """Return sample ``idx`` as new arrays: tokens and labels int64 [s], loss_mask float32 [s] (0 at padding) and
-        position_ids int64 [s], with document boundaries if a flag requires them. None gives sample 0 with a loss mask
-        of zeros (padding of the last batch). Raises UserError for an id outside the vocabulary."""
+        """Return sample ``idx`` as new arrays. None gives sample 0 with a loss mask of zeros (padding of the last
+        batch). Raises UserError for an id outside the vocabulary."""
         text, filled = self._text(0 if idx is None else idx)
         if self.extra_token:
             tokens, labels = text[:-1].copy(), text[1:].copy()
@@ -171,8 +168,7 @@ class GPTDataset(MegatronDataset):
         return sample
 
     def _text(self, idx: int) -> tuple[np.ndarray, int]:
-        """Return (tokens of sample ``idx``, int64 [s + extra], padded at the end; number of tokens before the padding).
-        Raises UserError for an id outside the vocabulary, if its size is known."""
+        """Return (int64 [s + extra], padded at the end; number of tokens before the padding)."""
         position = int(self.shuffle_index[idx])
         (first, offset), (last, _) = self.sample_index[position : position + 2].tolist()
         text = np.empty(self.config.sequence_length + self.extra_token, dtype=np.int64)
@@ -184,9 +180,7 @@ class GPTDataset(MegatronDataset):
         return text, filled
 
     def _add_document_boundaries(self, sample: Sample) -> None:
-        """Update ``sample`` in place at each end-of-document token: with ``eod_mask_loss`` loss mask 0 there, with
-        ``reset_position_ids`` positions that restart after it, with ``reset_attention_mask`` the boundaries
-        ``cu_seqlens`` int32."""
+        """Update ``sample`` in place at each end-of-document token, as the ``reset_…`` flags require."""
         tokens = sample["tokens"]
         ends = np.flatnonzero(tokens == self._eod)
         if self.config.eod_mask_loss:
@@ -222,8 +216,7 @@ class GPTDataset(MegatronDataset):
         return self.index_split != Split.valid or self.config.drop_last_partial_validation_sequence
 
     def _plan(self) -> EpochPlan:
-        """Return how many epochs the samples need. Raises EmptySplitError, with sizes and fixes, if the split has no
-        document or too few tokens for one sample."""
+        """Raises EmptySplitError, with sizes and fixes, if the split has too few tokens for one sample."""
         length, extra = self.config.sequence_length, self.extra_token
         if self.tokens_per_epoch:
             plan = plan_epochs(self.tokens_per_epoch, self.num_samples, length, extra)
@@ -239,8 +232,7 @@ class GPTDataset(MegatronDataset):
         )
 
     def _build_or_load(self) -> GPTIndices:
-        """Return the document, sample and shuffle indices, built or read from the index cache (shape, dtype, checksum
-        and range of the cached arrays are checked). int32 where all numbers fit, else int64."""
+        """Cached arrays are checked. int32 where all numbers fit, else int64."""
         length, plan = self.config.sequence_length, self.plan
         drop = self._drops_partial()
 
@@ -274,8 +266,7 @@ class GPTDataset(MegatronDataset):
 
 
 def _end_of_document(config: GPTDatasetConfig) -> int | None:
-    """Return the end-of-document id if masks, positions or the loss depend on it, else None. Raises UserError if it is
-    needed and the tokenizer has none."""
+    """Return the id if masks, positions or the loss depend on it. Raises UserError if the tokenizer has none."""
     if not (config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss):
         return None
     eod = None if config.tokenizer is None else config.tokenizer.eod
@@ -288,9 +279,8 @@ def _end_of_document(config: GPTDatasetConfig) -> int | None:
 
 
 def _padding_id(config: GPTDatasetConfig) -> int:
-    """Return the tokenizer's padding id. If it has none, or its padding equals end-of-document (and
-    ``allow_ambiguous_pad_tokens`` is off; logged), return an id that no data contains, so that only real padding is
-    masked."""
+    """Without padding, or if it equals end-of-document, return an id that no data contains, so that only real padding
+    is masked."""
     pad = special_id(config.tokenizer, "pad")
     if pad is None:
         return NO_PAD
@@ -330,8 +320,7 @@ class MockGPTLowLevelDataset:
         return document[offset:] if length is None else document[offset : offset + length]
 
     def gather(self, sequences: np.ndarray, offset: int, out: np.ndarray) -> int:
-        """Copy the tokens of ``sequences``, concatenated, from ``offset`` of the first one, into ``out`` until it is
-        full. Returns the number of tokens copied."""
+        """Copy concatenated tokens into ``out`` until it is full; return the number of tokens copied."""
         filled = 0
         for idx in sequences.tolist():
             part = self.get(idx, offset, len(out) - filled)

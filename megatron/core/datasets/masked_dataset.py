@@ -136,9 +136,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         index_split: Split,
         config: MaskedWordPieceDatasetConfig,
     ):
-        """Check ``config``, build the sample index or read it from the index cache (one process builds, others wait),
-        and log the counts. Raises UserError for problems of ``config``, EmptySplitError if the documents give no
-        sample."""
+        """Raises UserError for problems of ``config``, EmptySplitError if the documents give no sample."""
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         self.config: MaskedWordPieceDatasetConfig = config
         config.check()
@@ -179,8 +177,7 @@ class MaskedWordPieceDataset(MegatronDataset):
     def __getitem__(self, idx: int) -> Sample: ...
 
     def masking_rule(self) -> MaskingRule:
-        """Return the masking rule of this data set: probability, n-gram lengths, the table of tokens that begin a word,
-        and the tokens cls and sep, which are never masked."""
+        """Return the masking rule of this data set; cls and sep are never masked."""
         never_masked = np.zeros(self.vocab_size, dtype=bool)
         for role in ("cls", "sep"):
             if self.ids[role] is not None:
@@ -219,7 +216,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return (np.arange(length) < count).astype(np.int64)
 
     def _padding_id(self) -> int:
-        """Return the padding id; -1 (not in the data) if it is missing or shared with another special token."""
+        """-1 (not in the data) if it is missing or shared with another special token."""
         pad = self.ids["pad"]
         if pad is None or pad < 0:
             return -1
@@ -227,8 +224,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return pad if not shared or self.config.allow_ambiguous_pad_tokens else -1
 
     def check_documents(self) -> None:
-        """Raise EmptySplitError, with the reason, if no document of the split gives a sample. Reads lengths some
-        thousand documents at a time, up to the first that does."""
+        """Raise EmptySplitError, with the reason, if no document of the split gives a sample."""
         bounds, sizes, least = self._bounds(), self.dataset.sequence_lengths, self.config.min_sentences
         for start in range(0, len(bounds) - 1, CHECKED_AT_ONCE):
             some = bounds[start : start + CHECKED_AT_ONCE + 1]
@@ -244,9 +240,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return self.dataset.document_indices[int(self.indices[0]) : int(self.indices[-1]) + 2]
 
     def _build_or_load(self) -> np.ndarray:
-        """Return the sample index [samples, 3] (first sentence, end, target length), built or read from the index
-        cache. Warns if every document is one sequence. Raises EmptySplitError if no sample can be made or samples
-        contain no tokens."""
+        """Return [samples, 3] (first sentence, end, target length). Warns if every document is one sequence."""
         config, bounds, sizes = self.config, self._bounds(), self.dataset.sequence_lengths
         single = int(np.diff(bounds).max()) <= 1
         if single and config.min_sentences == 1:
@@ -281,9 +275,8 @@ class MaskedWordPieceDataset(MegatronDataset):
         return self.index_cache(identity, layout, limits).get(build)["sample_index"]
 
     def _check_samples_have_tokens(self, rows: np.ndarray) -> None:
-        """Reject samples [n, 3] without tokens, which documents of empty sentences give. If ``takes_empty_samples``,
-        warn, and reject them only if every sample is empty: dropping some would change the order of the others. Raises
-        UserError: with the file, the first such document and the number of samples."""
+        """Reject samples [n, 3] of empty sentences; with ``takes_empty_samples`` only if every sample is empty, as
+        dropping some would change the order of the others."""
         sizes = self.dataset.sequence_lengths
         if len(sizes) and sizes.min() > 0:
             return
@@ -305,9 +298,7 @@ class MaskedWordPieceDataset(MegatronDataset):
     """Whether a sample without text can be made."""
 
     def _empty(self, reason: str, bounds: np.ndarray | None = None) -> str:
-        """Return the message that this split has no samples: what was requested, ``reason``, and the fix that fits the
-        cause (larger share, sentence splitting, longer documents). ``bounds`` of the documents; None if there are
-        none."""
+        """Return the message that this split has no samples, with the fix that fits the cause."""
         what = "a full pass" if self.num_samples is None else counted(self.num_samples, "sample")
         share = f"give that split a larger share in --split (now {self.config.split}) or more data"
         fix, sizes = f"{share}, or ask no samples of it (--eval-iters 0)", self.dataset.sequence_lengths

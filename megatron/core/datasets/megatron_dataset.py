@@ -100,8 +100,8 @@ class MegatronDataset(ABC):
         return IndexCache(folder, f"{name}-{self.index_split.name}", identity, layout, bounds)
 
     def check_tokens(self, tokens: np.ndarray, vocab_size: int, sequences: Any, offset: int = 0) -> None:
-        """Raise UserError for ids int64 [n] outside of the vocabulary. The ids come from ``sequences`` of the low-level
-        data set, starting at token ``offset`` of the first sequence."""
+        """Raise UserError for ids outside of the vocabulary, which begin at token ``offset`` of the first of
+        ``sequences``."""
         # as unsigned, negative ids are the largest: one pass finds both kinds
         if not len(tokens) or int(tokens.view(np.uint64).max()) < vocab_size:
             return

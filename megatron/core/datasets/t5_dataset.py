@@ -98,9 +98,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         return replace(super().masking_rule(), max_spans=len(self.config.sentinels), max_marked=room)
 
     def __getitem__(self, idx: int) -> Sample:
-        """Return sample ``idx``: ``text_enc`` (each span replaced by a sentinel), ``text_dec`` (start token, then
-        sentinel and span), ``labels`` (shifted, ending with eos, padded with -1), ``loss_mask``, ``enc_mask`` and
-        ``dec_mask``, int64 vectors, and the number ``truncated``. Depends only on files, seed and ``idx``."""
+        """Return sample ``idx``; it depends only on files, seed and ``idx``."""
         everything, _, target = self.sentences(idx)
         tokens = everything[:target]
         spans = mask_words(tokens, target, self.rule, self.random_state(idx))

@@ -128,7 +128,6 @@ class VarlenDataset(GPTDataset):
         self.num_epochs = -(-self.num_samples // self.samples_per_epoch)
 
     def _build_indices(self) -> None:
-        """Build or read the order of samples, and log the statistics of their lengths."""
         count, per_epoch, seed = self.num_samples, self.samples_per_epoch, self.config.random_seed
         assert count is not None
 
@@ -173,7 +172,7 @@ class VarlenDataset(GPTDataset):
         return self._pieces(np.asarray(samples))[2]
 
     def _text(self, idx: int) -> tuple[np.ndarray, int]:
-        """Return (tokens of sample ``idx`` and the label of its last one, int64 [n + 1]; their number)."""
+        """Return (tokens and the label of the last one, int64 [n + 1]; their number)."""
         (document,), (offset,), (length,) = self._pieces(np.array([idx]))
         documents = self.indices[document : document + 1]
         text = np.empty(length + 1, dtype=np.int64)
@@ -185,8 +184,6 @@ class VarlenDataset(GPTDataset):
 
 
 class _MockDocuments(MockGPTLowLevelDataset):
-    """Documents that count upwards, of given lengths."""
-
     def __init__(self, tokenizer: Any, lengths: LogNormalLengths) -> None:
         self.max_sequence_length = lengths.maximum
         super().__init__(tokenizer)

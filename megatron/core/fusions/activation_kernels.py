@@ -29,7 +29,6 @@ forward 76 and backward 137 us, with 2048 elements 118 and 208)."""
 
 
 def _gated_block(width: int) -> int:
-    """Return the columns per program of the gated kernels."""
     return min(_BLOCK, triton.next_power_of_2(width))
 
 
@@ -136,10 +135,8 @@ if triton is not None:
 
 
 def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tensor, traits: GateTraits) -> None:
-    """Launch ``kernel`` on ``tensors``, with one program per row and block of columns; nothing for an empty input.
-    ``packed`` [..., 2 f] gives the sizes. The last but one of ``tensors`` is the weights (forward) or their gradient
-    buffer (backward); None: unweighted. The last is the output, whose largest magnitude is noted if ``traits`` say
-    so."""
+    """One program per row and block of columns. The last but one of ``tensors`` is the weights (forward) or their
+    gradient buffer (backward), the last the output, whose largest magnitude is noted if ``traits`` say so."""
     width, weighted, out = packed.shape[-1] // 2, tensors[-2] is not None, tensors[-1]
     block = _gated_block(width)
     tiles = triton.cdiv(width, block)
@@ -158,8 +155,7 @@ def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tenso
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, traits: GateTraits, weights: Tensor | None) -> Tensor:
-        """Return the gated activation of ``x`` [..., 2 f], times ``weights`` [...] if given: [..., f] in the dtype of
-        ``x``. Saves contiguous ``x`` and the weights."""
+        """Saves contiguous ``x`` and the weights."""
         packed, weights = x.contiguous(), None if weights is None else weights.contiguous()
         ctx.save_for_backward(packed, weights)
         ctx.traits = traits
@@ -169,8 +165,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of x (contiguous, in its dtype), None for the traits, and the gradient of the weights
-        (in their dtype, from fp32 sums over columns; None without weights)."""
+        """The gradient of the weights is rounded from fp32 sums over columns."""
         packed, weights = ctx.saved_tensors
         grad_packed, shares = torch.empty_like(packed), None
         if weights is not None:  # each program sums its columns; torch sums the few programs of a row
@@ -187,7 +182,6 @@ class _Gated(torch.autograd.Function):
 class _SquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return max(x, 0)^2, contiguous, in the dtype and shape of ``x``; saves ``x``."""
         contiguous = x.contiguous()
         ctx.save_for_backward(contiguous)
         out = torch.empty_like(contiguous)

@@ -83,9 +83,8 @@ def _gate_traits(config: TransformerConfig) -> activation_kernels.GateTraits:
 
 
 def _plain_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Return the torch implementation of the configured activation: a gated one with clamp and offset, squared ReLU,
-    ReLU, or GELU (exact by erf, or its tanh approximation with ``bias_gelu_fusion`` and biases unless ``exact_gelu``).
-    Plain SwiGLU saves only its input."""
+    """GELU is exact (erf) unless ``bias_gelu_fusion`` with biases takes the tanh approximation. Plain SwiGLU saves only
+    its input."""
     if config.gated_linear_unit:
         clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
         if config.swiglu and clamp is None and offset == 0.0:
@@ -128,7 +127,7 @@ def gated(
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU that saves only its input: backward recomputes silu(gate)."""
+    """Saves only its input: backward recomputes silu(gate)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -138,7 +137,6 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the gradient of the packed input [..., 2 f], in one new tensor; recomputes silu(gate)."""
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         result = torch.empty_like(x)

@@ -122,15 +122,14 @@ Operands = Sequence[tuple[Storage, tuple[Tensor, ...]]]
 
 
 class AddressTables:
-    """Cache of the tables of several groups of tensors, by the address of a group's first weight. Keeps no tensors
-    alive."""
+    """Cache of tables, by the address of a group's first weight. Keeps no tensors alive."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[object, list[Table]]] = {}
 
     def find(self, group: Operands) -> list[Table]:
-        """Return the tables of a group, from the cache if all addresses, sizes and dtypes are as before, else rebuilt
-        and copied to the device (every step if tensors get new memory)."""
+        """Rebuild and copy to the device if an address, size or dtype differs (every step if tensors get new
+        memory)."""
         rows = [_row(*operands) for operands in group]
         key = rows, [_dtypes(*operands) for operands in group]  # the same memory may hold a tensor of another dtype
         first = rows[0][0]
@@ -141,21 +140,19 @@ class AddressTables:
 
 
 def _row(storage: Storage, operands: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Return the addresses of weight, extra master storage (0 if none) and operands, and the number of elements."""
+    """Addresses of weight, extra master storage (0 if none) and operands, then the number of elements."""
     extra = 0 if storage.kept is None else storage.kept.data_ptr()
     return storage.weight.data_ptr(), extra, *(operand.data_ptr() for operand in operands), storage.weight.numel()
 
 
 def _dtypes(storage: Storage, operands: tuple[Tensor, ...]) -> tuple[object, ...]:
-    """Return what selects the kernel besides addresses: dtypes of weight, extra master storage and operands, and
-    whether stored values avoid ties."""
+    """What selects the kernel besides addresses, and whether stored values avoid ties."""
     extra = None if storage.kept is None else storage.kept.dtype
     return storage.weight.dtype, extra, storage.nudges_ties, *(operand.dtype for operand in operands)
 
 
 def _tables(group: Operands, rows: Sequence[tuple[int, ...]]) -> Iterator[Table]:
-    """Sort a group, with its address ``rows``, by format and yield one table per format on the device. Copies to the
-    device do not block the host."""
+    """One table per format. Copies to the device do not block the host."""
     formats: dict[Format, list[tuple[int, ...]]] = {}
     for (storage, operands), row in zip(group, rows):
         formats.setdefault(_format(storage, operands, row), []).append(row)
@@ -170,7 +167,7 @@ def _tables(group: Operands, rows: Sequence[tuple[int, ...]]) -> Iterator[Table]
 
 
 def _format(storage: Storage, operands: tuple[Tensor, ...], row: tuple[int, ...]) -> Format:
-    """Return the format of one weight with its address ``row``. Asserts that all tensors are contiguous."""
+    """Asserts that all tensors are contiguous."""
     extra, weight = storage.kept, storage.weight
     parts = (weight, extra, *operands)
     assert all(part is None or part.is_contiguous() for part in parts), "the kernel runs over flat memory"

@@ -84,8 +84,7 @@ def attention_plain(
 def _sequence(
     query: Tensor, key: Tensor, value: Tensor, position: Tensor, sink: Tensor | None, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """Return output [r, at least e] and log-sum-exp [r] of rows ``query`` [r, d] at ascending ``position`` [r] of one
-    sequence and group, for ``key`` [k, d] and ``value`` [k, e] from position 0 on."""
+    """Return output [r, at least e] and log-sum-exp [r] of one sequence and group; ``position`` [r] ascends."""
     padding, wide = -len(query) % ROWS, -(-max(key.shape[1], value.shape[1]) // ROWS) * ROWS
     position = F.pad(position, (0, padding), value=-1)
     # one width for both products, whether or not the caller has padded heads: GEMMs choose by it
@@ -133,8 +132,8 @@ if triton is not None:
         KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr,
         MASKED: tl.constexpr, CONSECUTIVE: tl.constexpr,
     ):  # fmt: skip
-        """Add the blocks of keys [begin, end) to the largest exponent of 2 of the rows (``shift``), the sum of their
-        exponentials and the output, both relative to it. MASKED: some rows do not see all keys."""
+        """Update the largest exponent of 2 (``shift``), and sums relative to it. MASKED: some rows do not see all
+        keys."""
         channel = tl.arange(0, PADDED)
         for start in range(begin, end, KEYS):
             place = start + tl.arange(0, KEYS)
@@ -221,7 +220,7 @@ if triton is not None:
 
 @lru_cache(maxsize=4)  # the layers of a step have the same
 def _blocks(spans: tuple[Span, ...], most: int, device: torch.device) -> Tensor:
-    """Return the (row, tokens, position, first key) of programs with at most ``most`` tokens, int64 [., 4]."""
+    """Return (row, tokens, position, first key) of programs with at most ``most`` tokens, int64 [., 4]."""
     cut = [
         (span.row + offset, min(most, span.num_tokens - offset), span.position + offset, span.first_key)
         for span in spans

@@ -72,7 +72,7 @@ if triton is not None:
     def _part(
         x, weight, row, column, rows, columns, part_k, part, row_x, row_w, TILE: tl.constexpr, STEP: tl.constexpr
     ):
-        """Return the sum [TILE, TILE] over part ``part`` of K in steps of STEP, in fp32."""
+        """Return the fp32 sum [TILE, TILE] over part ``part`` of K in steps of STEP."""
         total = tl.zeros((TILE, TILE), tl.float32)
         for start in range(0, part_k, STEP):
             k = start + tl.arange(0, STEP)
@@ -101,7 +101,7 @@ if triton is not None:
     def _product_kernel(
         x, weight, out, rows, columns, part_k, row_x, row_w, PARTS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr
     ):
-        """Write one fp32 tile of the product. Only PARTS changes the order of sums."""
+        """Only PARTS changes the order of sums."""
         row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
         if PARTS == 1:
@@ -118,7 +118,6 @@ if triton is not None:
 
     @triton.jit
     def _described_part(x, weight, row, column, part_k, part, TILE: tl.constexpr, STEP: tl.constexpr):
-        """Return :func:`_part` of tensor descriptors."""
         total = tl.zeros((TILE, TILE), tl.float32)
         for start in range(part * part_k, (part + 1) * part_k, STEP):
             total = tl.dot(x.load([row, start]), weight.load([column, start]).T, total, input_precision="ieee")
@@ -129,8 +128,8 @@ if triton is not None:
         x, weight, out, pairs, fours, rows, columns, part_k,
         PARTS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
     ):  # fmt: skip
-        """Write one tile of the product of tensor descriptors. Sums of 2 or 4 parts that wait for their
-        neighbors are in ``pairs`` and ``fours`` [rows, columns] fp32: in registers they would leave none for tiles."""
+        """Sums of 2 or 4 parts that wait for their neighbors are in ``pairs`` and ``fours`` [rows, columns] fp32: in
+        registers they would leave none for tiles."""
         program, row_tiles, column_tiles = tl.program_id(0), tl.cdiv(rows, TILE), tl.cdiv(columns, TILE)
         first = program // (GROUP * column_tiles) * GROUP
         group = min(row_tiles - first, GROUP)
@@ -252,7 +251,7 @@ def batch_invariant_product(x: Tensor, weight: Tensor, parts: int = 1, dtype: to
 
 
 def _has_large_tiles(x: Tensor, weight: Tensor, parts: int) -> bool:
-    """Whether the kernels for many rows serve a product: bf16 or fp16 on Hopper, where their bits were compared."""
+    """bf16 or fp16 on Hopper, where their bits were compared."""
     if len(x) <= _TILE or x.dtype.itemsize != 2 or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
     return x.shape[1] % (parts * _STEP) == 0 and len(weight) % 8 == 0

@@ -42,8 +42,7 @@ if triton is not None:
     def _sum_rows(
         x, sums, rows, width, ADDS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        """Sum the next STEPS times ROWS rows of ``x`` [rows, width] in fp32, COLUMNS columns per program, and write
-        them to row ``program_id(0)`` of ``sums``, rounded to its dtype; ADDS adds them to this row instead."""
+        """Sum STEPS times ROWS rows, COLUMNS columns per program, to row ``program_id(0)`` of ``sums``; ADDS adds."""
         part = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         within = column < width

@@ -58,8 +58,7 @@ class CrossEntropyPasses(NamedTuple):
 
 
 def _blocks(logits_tv: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (row slice, these rows of ``logits_tv`` as a view, scratch memory of their shape in ``dtype``) for blocks
-    of rows that fit in a cache. All blocks reuse the same scratch memory, uninitialized."""
+    """Yield (row slice, its rows, scratch memory, uninitialized and reused) for blocks that fit in a cache."""
     rows = max(1, (_GPU_BLOCK if logits_tv.is_cuda else _CPU_BLOCK) // max(1, logits_tv.shape[1]))
     memory = torch.empty((min(rows, len(logits_tv)), logits_tv.shape[1]), dtype=dtype, device=logits_tv.device)
     for first in range(0, len(logits_tv), rows):
@@ -68,7 +67,7 @@ def _blocks(logits_tv: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tens
 
 
 def _label_column(label_t: Tensor, num_true: int) -> tuple[Tensor, Tensor]:
-    """Return labels [t, 1], 0 where absent from this slice, and the bool mask [t, 1] of absent labels."""
+    """Return labels [t, 1], 0 where absent from this slice, and the bool mask of absent labels."""
     absent = ((label_t < 0) | (label_t >= num_true)).unsqueeze(-1)
     return label_t.unsqueeze(-1).masked_fill(absent, 0), absent
 
@@ -121,8 +120,8 @@ if triton is not None:
     def _cross_entropy_statistics_kernel(
         logits, label, out, tokens, num_true, row_stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
     ):
-        """Write maximum, sum of exponentials (online, fp32) and label logit of one row's first ``num_true`` logits to
-        ``out`` [3, tokens]; one program per row. The label logit is 0 if the label is outside of [0, num_true)."""
+        """Write maximum, sum of exponentials (online) and label logit to ``out`` [3, tokens]; one program per row. The
+        label logit is 0 if the label is outside of [0, num_true)."""
         row = tl.program_id(0).to(tl.int64)
         row_at = logits + row * row_stride
         maximum = -3.0e38  # finite: a block of -inf must not make inf - inf
@@ -143,8 +142,7 @@ if triton is not None:
     def _cross_entropy_gradient_kernel(
         logits, label, maximum, total, grad, out, num_true, width, blocks, row_stride, out_stride, BLOCK: tl.constexpr
     ):
-        """Write BLOCK entries of one row of the logits' gradient, (softmax - [v = label]) times the row's ``grad``, to
-        ``out``, which may be ``logits``; zero from ``num_true`` on. One program per row and block."""
+        """One program per row and block of the gradient; zero from ``num_true`` on. ``out`` may be ``logits``."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         entry = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
         grad_row = tl.load(grad + row)
@@ -156,8 +154,7 @@ if triton is not None:
         tl.store(out + row * out_stride + entry, value.to(out.dtype.element_ty), mask=entry < width)
 
     def _statistics_triton(logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
-        """Return maxima, sums of exponentials and label logits, fp32 [3, t], of ``logits_tv`` [t, v] with a contiguous
-        last dim, one program per token; see :class:`Statistics`. A slice of padding only gives (-3e38, 0, 0)."""
+        """See :class:`Statistics`. A slice of padding only gives (-3e38, 0, 0)."""
         tokens = len(logits_tv)
         out = torch.empty((3, tokens), dtype=torch.float32, device=logits_tv.device)
         if tokens:
@@ -167,11 +164,8 @@ if triton is not None:
             )  # fmt: skip
         return out
 
-    def _gradient_triton(
-        logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor
-    ) -> None:
-        """Write the gradient of the logits [t, v] to ``out_tv``, which may be ``logits_tv``, in its dtype, zero for
-        padding; last dims are contiguous. See :class:`Gradient`. Nothing for no tokens."""
+    def _gradient_triton(logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
+        """See :class:`Gradient`. Last dims are contiguous; zero for padding."""
         tokens, width = logits_tv.shape
         blocks = triton.cdiv(width, _BLOCK)
         if tokens:

@@ -95,8 +95,7 @@ def signed_word(word: int) -> int:
 
 
 def _launch(x: Tensor, residual: Tensor | None, out: Tensor, draw: Draw) -> None:
-    """Write dropout of ``x`` [s, b, h], plus ``residual`` if given, to ``out`` in its dtype, by the key and coordinates
-    in ``draw``; kept values are divided by 1 - rate. All tensors are contiguous (not checked)."""
+    """All tensors are contiguous (not checked); kept values are divided by 1 - rate."""
     length, batch, width = x.shape
     tiles = triton.cdiv(width, 8 * _BLOCKS)
     _dropout_kernel[(length * batch * tiles,)](
@@ -110,8 +109,7 @@ def _launch(x: Tensor, residual: Tensor | None, out: Tensor, draw: Draw) -> None
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
-        """Return dropout of ``x`` plus ``residual``, in the dtype of the residual, else of ``x``: a new tensor. Saves
-        only the coordinates, not the mask."""
+        """Saves only the coordinates, not the mask."""
         ctx.save_for_backward(draw.sample_b, draw.position_s)
         ctx.key, ctx.threshold, ctx.dtype, ctx.adds = draw.key, draw.threshold, x.dtype, residual is not None
         out = torch.empty(x.shape, dtype=x.dtype if residual is None else residual.dtype, device=x.device)
@@ -120,8 +118,7 @@ class _DropoutAdd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of x (mask regenerated, in its dtype) and the residual (``grad`` itself; None without
-        one)."""
+        """Regenerates the mask."""
         grad = grad.contiguous()
         grad_x = torch.empty(grad.shape, dtype=ctx.dtype, device=grad.device)
         sample_b, position_s = ctx.saved_tensors

@@ -47,9 +47,8 @@ if triton is not None:
     def _add_runs(
         grad, sorted_ids, order, ends, total, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        """If a run of equal ids starts at this index of ``sorted_ids``, sum COLUMNS columns of the run's rows of
-        ``grad`` in token order in fp32, and add the sum to that row of ``total`` in place, rounded once. Other
-        programs, and negative ids, do nothing."""
+        """If a run of equal ids starts here, add the fp32 sum of its rows, in token order, to ``total``, rounded
+        once."""
         # one program per sorted token, though only the first of a run works: the number of runs needs a host sync
         first = tl.program_id(0)
         row = tl.load(sorted_ids + first).to(tl.int64)

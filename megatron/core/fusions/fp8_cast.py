@@ -176,7 +176,6 @@ if triton is not None:
 
     @triton.jit
     def _factor(bits, largest):
-        """Return the factor for the largest magnitude with these ``bits``."""
         usable = (bits > 0) & (bits < 0x7F800000)
         amax = tl.where(usable, bits, 0x3F800000).to(tl.float32, bitcast=True)
         factor = tl.minimum(tl.div_rn(tl.zeros_like(amax) + largest, amax), 3.4028234663852886e38)
@@ -193,7 +192,7 @@ if triton is not None:
 
     @triton.jit
     def _amax(x, bits, size, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-        """Write the bits of the largest magnitude of STEPS blocks of ``x`` to this program's element of ``bits``."""
+        """Write the bits of the largest magnitude to this program's element of ``bits``."""
         first = tl.program_id(0).to(tl.int64) * STEPS * BLOCK
         most = tl.zeros((BLOCK,), dtype=tl.int32)
         for step in range(STEPS):
@@ -208,7 +207,7 @@ if triton is not None:
         TILE_T: tl.constexpr, TILE_I: tl.constexpr,
     ):  # fmt: skip
         """Cast one tile of ``x`` [height, width] to ``data`` (ROWS) and to ``transposed`` (COLUMNS), whose rows have
-        ``pitch`` elements, with zeros at the end. GIVEN reads the factor, and NOTED > 0 raises one of NOTED
+        ``pitch`` elements, with zeros at the end. SCALED reads the factor, and NOTED > 0 raises one of NOTED
         ``amax_bits`` to the largest magnitude of the tile. Else the factor follows from the largest of ``count``
         amaxes, and the first program writes its ``inverse``."""
         program = tl.program_id(0)
@@ -234,7 +233,6 @@ if triton is not None:
 
     @triton.jit
     def _transpose(x, out, height, width, tiles_i, TILE_T: tl.constexpr, TILE_I: tl.constexpr):
-        """Write one tile of the bytes ``x`` [height, width] to ``out`` [width, height]."""
         row = (tl.program_id(0) // tiles_i).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
         column = (tl.program_id(0) % tiles_i).to(tl.int64) * TILE_I + tl.arange(0, TILE_I)
         inside = (row < height)[:, None] & (column < width)[None, :]
@@ -243,7 +241,7 @@ if triton is not None:
 
     @triton.jit
     def _block_factor(most, largest, SQUARE: tl.constexpr):
-        """Return the factors for magnitudes with the bits ``most``; SQUARE: one for all of them."""
+        """SQUARE: one factor for all of ``most``."""
         if SQUARE:
             most = tl.zeros_like(most) + tl.max(most, axis=0)
         return _floor_to_power_of_two(_factor(most, largest))
@@ -330,10 +328,9 @@ def transpose_triton(x: Tensor) -> Tensor:
 def _launch_cast(
     x: Tensor, scale: Tensor | Scale, data: Tensor | None, transposed: Tensor | None, noted: Tensor | None
 ) -> Tensor:
-    """Cast ``x`` [t, i] to ``data`` [t, i] and ``transposed`` [i, t or more, at most the next multiple of 128], zeros
-    at the end of its rows; at least one of the two. Return the inverse scale [1], new unless ``scale`` is a
-    :class:`Scale`. A tensor ``scale`` holds amaxes, fp32 [n], whose maximum gives the scale. ``x`` is contiguous;
-    ``noted`` as of :func:`cast_tensor`."""
+    """Write ``data`` [t, i] and ``transposed`` [i, t or more, at most the next multiple of 128], zeros at the end of
+    its rows. Return the inverse scale [1], new unless ``scale`` is a :class:`Scale`; a tensor holds amaxes, fp32 [n].
+    ``x`` is contiguous."""
     height, width = x.shape
     some = data if data is not None else transposed
     assert some is not None, "at least one copy"
@@ -346,7 +343,7 @@ def _launch_cast(
     _cast_tensor[(triton.cdiv(height, _TILE_T) * tiles_i,)](
         x, bits, amax, some if data is None else data, some if transposed is None else transposed,
         inverse, height, pitch, width, tiles_i, amax.numel(), LARGEST[some.dtype],
-        COUNT=triton.next_power_of_2(amax.numel()), GIVEN=has_scale, NOTED=0 if noted is None else len(noted),
+        COUNT=triton.next_power_of_2(amax.numel()), SCALED=has_scale, NOTED=0 if noted is None else len(noted),
         ROWS=data is not None, COLUMNS=transposed is not None, TILE_T=_TILE_T, TILE_I=_TILE_I, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return inverse
@@ -380,7 +377,7 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _casts_on_gpu(x: Tensor) -> bool:
-    """Return whether the kernels cast ``x``. Triton 3.6 stores wrong copies of fp32 tiles."""
+    """Triton 3.6 stores wrong copies of fp32 tiles."""
     return _on_gpu(x) and x.element_size() == 2
 
 

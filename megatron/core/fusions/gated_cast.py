@@ -30,7 +30,7 @@ if triton is not None:
 
     @triton.jit
     def _store(value, factor, data, transposed, row, column, inside, height, width, COLUMNS: tl.constexpr):
-        """Store the fp8 copy of one tile to ``data`` [height, width], and its transpose with COLUMNS."""
+        """Also the transpose with COLUMNS."""
         quantized = fp8_value(value, factor, data.dtype.element_ty)
         tl.store(data + row[:, None] * width + column[None, :], quantized, mask=inside)
         if COLUMNS:
@@ -42,8 +42,7 @@ if triton is not None:
         packed, factor, data, transposed, amax_bits, height, width, tiles_i, slope, clamp, offset,
         CLAMPS: tl.constexpr, COLUMNS: tl.constexpr, NOTED: tl.constexpr, TILE_T: tl.constexpr, TILE_I: tl.constexpr,
     ):  # fmt: skip
-        """Cast one tile of the activation of ``packed`` [height, 2 width]; NOTED > 0 raises one of NOTED
-        ``amax_bits`` to the largest magnitude."""
+        """NOTED > 0 raises one of NOTED ``amax_bits`` to the largest magnitude."""
         row = (tl.program_id(0) // tiles_i).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
         column = (tl.program_id(0) % tiles_i) * TILE_I + tl.arange(0, TILE_I)
         inside = (row < height)[:, None] & (column < width)[None, :]
@@ -60,7 +59,6 @@ if triton is not None:
         packed, grad, factor, data, transposed, amax_bits, height, width, tiles_i, slope, clamp, offset,
         CLAMPS: tl.constexpr, COLUMNS: tl.constexpr, NOTED: tl.constexpr, TILE_T: tl.constexpr, TILE_I: tl.constexpr,
     ):  # fmt: skip
-        """Cast one tile of both halves of the gradient of ``packed`` [height, 2 width]."""
         row = (tl.program_id(0) // tiles_i).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
         column = (tl.program_id(0) % tiles_i) * TILE_I + tl.arange(0, TILE_I)
         inside = (row < height)[:, None] & (column < width)[None, :]
@@ -85,8 +83,7 @@ def _launch(
     kernel: Any, inputs: tuple[Tensor, ...], traits: GateTraits, target: CastTarget, shape: tuple[int, ...], *,
     columns: bool, observes: bool,
 ) -> Tensor:  # fmt: skip
-    """Run ``kernel`` on the contiguous ``inputs``, first the packed [..., 2 f]. Return a carrier of ``shape`` with the
-    copies for ``target``."""
+    """``inputs`` are contiguous, first the packed [..., 2 f]. Return a carrier of ``shape``."""
     packed = inputs[0]
     height, width, out = packed.numel() // packed.shape[-1], packed.shape[-1] // 2, shape[-1]
     data = torch.empty((height, out), dtype=target.dtype, device=packed.device)

@@ -43,10 +43,8 @@ if triton is not None:
         grad, x, ends, total, grad_tiles, x_tiles, total_tiles, width_o, width_i, tiles_o, tiles_i, OUT: tl.constexpr,
         IN: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr, LOADS_TILES: tl.constexpr, ADDS_TILES: tl.constexpr,
     ):  # fmt: skip
-        """Add OUT x IN elements of one group's dY^T X, summed over its rows in fp32, to ``total`` in place, rounded
-        once; one program per group and tile. A group without rows is not touched; rows after its end are not read as
-        values. LOADS_TILES reads full steps of ROWS by the descriptors ``grad_tiles`` and ``x_tiles``, and ADDS_TILES
-        adds by ``total_tiles``."""
+        """Add OUT x IN elements of one group's dY^T X, summed in fp32 and rounded once; one program per group and tile.
+        Rows after a group's end are not read as values. LOADS_TILES and ADDS_TILES read and add by descriptors."""
         # concurrent tiles belong to one group and one band of BAND output tiles: their rows stay in the L2 cache
         group, tile = tl.program_id(0) // (tiles_o * tiles_i), tl.program_id(0) % (tiles_o * tiles_i)
         band = tile // (BAND * tiles_i) * BAND
@@ -81,7 +79,7 @@ if triton is not None:
 
 
 def _can_describe(x: Tensor) -> bool:
-    """Return whether TMA can access ``x``: multiples of 16 bytes, and Hopper or newer (or Triton's interpreter)."""
+    """Whether TMA can access ``x``: multiples of 16 bytes, and Hopper or newer (or Triton's interpreter)."""
     aligned = x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
     return aligned and (not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] >= 9)
 

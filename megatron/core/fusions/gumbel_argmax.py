@@ -24,7 +24,7 @@ if triton is not None:
     def _gumbel_kernel(
         logits, seeds, positions, best, tokens, key_low, key_high, logits_n, size, BLOCKS: tl.constexpr
     ):  # fmt: skip
-        """Write the largest sum of 4 * BLOCKS logits of one row and its index; the first one of equal sums."""
+        """Write the largest sum of 4 * BLOCKS logits and its index; the first one of equal sums."""
         row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
         block = tile * BLOCKS + tl.arange(0, BLOCKS)
         zero = tl.zeros((BLOCKS,), dtype=tl.uint32)

@@ -18,6 +18,7 @@ from megatron.core.fusions.installed_triton import tl, triton
 
 _ROWS, _NUM_WARPS = 16, 4
 
+
 def merge_attention_reference_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge in torch operations; ``out`` [..., d] and ``lse`` [...] may be views; lse is -inf before the first key."""
     share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
@@ -33,9 +34,7 @@ if triton is not None:
         out_b, out_a, out_q, lse_b, lse_a, lse_q, block_b, block_a, block_q, block_lse_b, block_lse_a, block_lse_q,
         CHANNELS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
-        """Merge ROWS queries of one head and batch row: write the weighted mean of ``out`` and ``block_out`` to
-        ``out``, and the logarithm of the summed exponentials to ``lse``, in place, in fp32. Each tensor has strides for
-        batch, head and query dims."""
+        """Merge ROWS queries of one head and batch row in place, in fp32. Strides are of batch, head and query dims."""
         head = (tl.program_id(1) % heads).to(tl.int64)
         row = (tl.program_id(1) // heads).to(tl.int64)
         query = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -60,8 +59,7 @@ if triton is not None:
 
 
 def _merge_triton_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge as :func:`merge_attention_` with one kernel: ``out`` [b, a, q, d] and ``lse`` [b, a, q] are fp32 and
-    written in place, ``block_out`` of any dtype; last dims are contiguous."""
+    """``out`` and ``lse`` are fp32, ``block_out`` of any dtype; last dims are contiguous."""
     batch, heads, queries, channels = out.shape
     grid = (triton.cdiv(queries, _ROWS), batch * heads)
     _merge_kernel[grid](

@@ -71,8 +71,7 @@ if triton is not None:
         KEPT_BITS: tl.constexpr, AVOID_TIES: tl.constexpr, ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Update the fp32 momentum of a block of one tensor and write the direction. ``scalars``: skip (1: writes
-        nothing), gradient factor."""
+        """``scalars``: skip (1: writes nothing), gradient factor."""
         row, at, inside = locate_block(table, chunks, scalars, ALIGNMENT, FIELDS, BLOCK)
         gradient_at = pointers(tl.load(row + 2), GRADIENT, at, ALIGNMENT)
         momentum_at = pointers(tl.load(row + 3), tl.float32, at, ALIGNMENT)
@@ -91,7 +90,7 @@ if triton is not None:
         FACTOR: tl.constexpr, WEIGHT: tl.constexpr, KEPT_BITS: tl.constexpr, AVOID_TIES: tl.constexpr,
         ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Update master and model weight of a block of one tensor: p - decay p - rate o. ``scalars`` as above."""
+        """p - decay p - rate o. ``scalars`` as above."""
         row, at, inside = locate_block(table, chunks, scalars, ALIGNMENT, FIELDS, BLOCK)
         weight, extra = tl.load(row), tl.load(row + 1)
         factor_at = pointers(tl.load(row + 2), FACTOR, at, ALIGNMENT)
@@ -146,7 +145,7 @@ class TritonMuonUpdate(MuonUpdate):
 
 
 def _device_scalars(step: MuonStep) -> Tensor:
-    """Return fp32 [skip, factor]."""
+    """fp32 [skip, factor]."""
     factor = torch.ones_like(step.skip) if step.factor is None else step.factor.to(step.skip.dtype)
     return torch.stack([step.skip, factor])
 

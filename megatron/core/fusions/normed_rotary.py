@@ -47,14 +47,14 @@ if triton is not None:
 
     @triton.jit
     def _head_scale(query_weight, key_weight, channel, inside, is_query, is_key, offset):
-        """Return the norm weights of a tile of heads, fp32 [heads, channels]: 1 for values."""
+        """Norm weights of a tile of heads, fp32 [heads, channels]: 1 for values."""
         of_query = tl.load(query_weight + channel, mask=inside, other=0.0).to(tl.float32) + offset
         of_key = tl.load(key_weight + channel, mask=inside, other=0.0).to(tl.float32) + offset
         return tl.where(is_query, of_query, tl.where(is_key, of_key, 1.0))
 
     @triton.jit
     def _pair_channels(pair, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-        """Return the channels [1, pairs] of both members of the rotated pairs."""
+        """Channels [1, pairs] of both members of the rotated pairs."""
         first = pair[None, :] * 2 if INTERLEAVED else pair[None, :]
         return first, first + (1 if INTERLEAVED else PAIRS)
 
@@ -65,8 +65,7 @@ if triton is not None:
         CHANNELS: tl.constexpr, PAIRS: tl.constexpr, PADDED_PAIRS: tl.constexpr, REST: tl.constexpr,
         PADDED_REST: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
     ):  # fmt: skip
-        """Write HEADS heads of one token to query, key and value: queries and keys normalized and rotated, values
-        copied. The REST channels after the pairs are not rotated."""
+        """HEADS heads of one token: queries and keys are normalized and rotated up to the REST, values copied."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         head = (tl.program_id(0) % tiles) * HEADS + tl.arange(0, HEADS)
         query, key, value, slot = _head_pointers(
@@ -104,7 +103,7 @@ if triton is not None:
 
     @triton.jit
     def _store_sums(sums, channel, inside, is_query, is_key, total, CHANNELS: tl.constexpr):
-        """Write the sums over query heads, and after CHANNELS elements those over key heads, of ``total``."""
+        """The sums over query heads, and after CHANNELS elements those over key heads."""
         tl.store(sums + channel, tl.sum(tl.where(is_query, total, 0.0), axis=0)[None, :], mask=inside)
         tl.store(sums + CHANNELS + channel, tl.sum(tl.where(is_key, total, 0.0), axis=0)[None, :], mask=inside)
 
@@ -116,8 +115,7 @@ if triton is not None:
         REST: tl.constexpr, PADDED_REST: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
         STAGES: tl.constexpr,
     ):  # fmt: skip
-        """Write the gradient of HEADS heads of ``steps`` tokens to ``grad_packed``, from the gradients of query, key
-        and value, and this program's sums for both weight gradients, fp32 [2, CHANNELS], to its row of ``sums``."""
+        """HEADS heads of ``steps`` tokens, and this program's sums for both weight gradients, fp32 [2, CHANNELS]."""
         head = (tl.program_id(0) % tiles) * HEADS + tl.arange(0, HEADS)
         exists = (head < heads)[:, None]
         slot = head % (PER_GROUP + 2)
@@ -200,8 +198,7 @@ class _SplitNormedRotary(torch.autograd.Function):
         ctx: Any, packed: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor,
         interleaved: bool, eps: float, offset: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return contiguous query [s, b, g p, d], key and value [s, b, g, d] of ``packed`` [s, b, g, p + 2, d], in its
-        dtype. Saves ``packed``, the weights and the tables."""
+        """Saves ``packed``, the weights and the tables."""
         length, batch, groups, per_group, channels = packed.shape
         packed, tables = packed.contiguous(), [x.reshape(length, x.shape[-1]).contiguous() for x in (cos, sin)]
         parts = [packed.new_empty(length, batch, n * groups, channels) for n in (per_group - 2, 1, 1)]
@@ -218,8 +215,7 @@ class _SplitNormedRotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradient of ``packed``, contiguous, and of both weights in their dtypes, from gradients of query,
-        key and value with any strides."""
+        """The gradients of query, key and value may have any strides."""
         packed, query_weight, key_weight, cos, sin = ctx.saved_tensors
         grads = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
         length, batch, groups, per_group, channels = packed.shape

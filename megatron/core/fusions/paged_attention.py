@@ -73,8 +73,7 @@ if triton is not None:
         BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
         CAPPED: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
     ):  # fmt: skip
-        """Attend a BLOCK of the HEADS query heads of one group to every num_programs(0)-th split. Writes outs
-        [splits, a, E] and lses [splits, a] in fp32; nothing for splits without a visible key."""
+        """Attend to every num_programs(0)-th split. Writes fp32; nothing for splits without a visible key."""
         group = tl.program_id(1) % GROUPS
         head, d, e = tl.arange(0, BLOCK), tl.arange(0, PADDED_D), tl.arange(0, PADDED_E)
         head += tl.program_id(1) // GROUPS * BLOCK
@@ -129,7 +128,7 @@ if triton is not None:
         outs, lses, positions, first_splits, sinks, merged, heads, left,
         SPLIT: tl.constexpr, MERGED: tl.constexpr, E: tl.constexpr, PADDED_E: tl.constexpr, SINK: tl.constexpr,
     ):  # fmt: skip
-        """Merge the splits of one token and head, in ascending order, and add the sink; write merged [n, a, E]."""
+        """Merge the splits of one token and head, in ascending order, and add the sink."""
         row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
         position = tl.load(positions + row).to(tl.int32)
         offset = tl.load(first_splits + row).to(tl.int64)
@@ -159,7 +158,6 @@ if triton is not None:
         key, value, keys, values, slots, key_n, key_g, value_n, value_g,
         D: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Copy BLOCK channels of one token's KEYS key channels and VALUES value channels to its slot."""
         row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         slot = tl.load(slots + row).to(tl.int64)
         in_key, in_value = channel < KEYS, channel < VALUES

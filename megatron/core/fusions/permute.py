@@ -108,8 +108,7 @@ if triton is not None:
 
     @triton.jit
     def _gather_kernel(x, source, out, width, tiles, BLOCK: tl.constexpr):
-        """Copy BLOCK columns of row ``source[row]`` of ``x`` to row ``row`` of ``out``, one program per row and block;
-        zeros if the source is -1."""
+        """One program per row and block of columns; zeros if the source is -1."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -132,8 +131,7 @@ if triton is not None:
 
     @triton.jit
     def _combine_kernel(x, place, out, width, tiles, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
-        """Write BLOCK columns of one token of ``out``: the sum of rows ``place[token, :]`` of ``x`` in choice order in
-        fp32, rounded once; -1 adds nothing. One program per token and block."""
+        """Sum rows ``place[token, :]`` in choice order in fp32, rounded once; -1 adds nothing."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -145,9 +143,8 @@ if triton is not None:
 
 
 def _launch(kernel: Any, x: Tensor, index: Tensor, rows: int, **constants: int) -> Tensor:
-    """Run ``kernel(x, index, out, h, tiles, BLOCK, **constants)``, inputs made contiguous, on a 1-d grid: program i
-    handles block i % tiles of the columns and entry i // tiles of ``index``. Return the new ``out`` [rows, h] in the
-    dtype of ``x`` [., h]. Launches nothing for an empty result."""
+    """Program i handles block i % tiles of the columns and entry i // tiles of ``index``. Launches nothing for an empty
+    result."""
     out = x.new_empty((rows, x.shape[1]))
     tiles = triton.cdiv(x.shape[1], _BLOCK)
     if out.numel():
@@ -225,8 +222,7 @@ class _GatherChoices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradient of x [t, k]: for each element the sum of the gradients of its copies, zero for dropped
-        ones."""
+        """Sum the gradients of the copies of each element, zero for dropped ones."""
         (place_tkc,) = ctx.saved_tensors
         if not len(grad):  # -1 is not a valid index then
             return grad.new_zeros(place_tkc.shape[:-1]), None, None, None

@@ -45,8 +45,7 @@ if triton is not None:
 
     @triton.jit
     def _rows(base, place, count, stride, D: tl.constexpr, EVEN: tl.constexpr):
-        """Load rows ``place`` of D elements, ``stride`` elements apart from ``base``, as [len(place), D]; zeros for
-        rows outside of [0, count). EVEN promises that all rows are inside, so that no mask is needed."""
+        """Zeros for rows outside of [0, count). EVEN promises that all rows are inside, so that no mask is needed."""
         at = base + place[:, None].to(tl.int64) * stride + tl.arange(0, D)[None, :]
         if EVEN:
             rows = tl.load(at)
@@ -84,9 +83,8 @@ if triton is not None:
         products, bias, i, j, position, first, last, num_queries, num_keys, left, right,
         BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     ):  # fmt: skip
-        """Return ``products`` plus the bias at distance j - i, fp32, -inf for hidden pairs: outside of the tensors,
-        with BAND outside of [-left, right], and with DOCUMENTS unless ``position`` (i or j) is in [first, last). EVEN:
-        no pair is outside of the tensors."""
+        """Add the bias at distance j - i; -inf for hidden pairs: outside of the tensors (EVEN: none), with BAND outside
+        of [-left, right], and with DOCUMENTS unless ``position`` (i or j) is in [first, last)."""
         distance = j - i
         if EVEN:
             scores = products + tl.load(bias + distance)
@@ -101,7 +99,7 @@ if triton is not None:
 
     @triton.jit
     def _log_sums(lse, i, num_queries):
-        """Load lse in units of log 2; 0 instead of -inf for queries without keys, whose weights exp2(-inf) are 0."""
+        """In units of log 2; 0 instead of -inf for queries without keys, whose weights exp2(-inf) are 0."""
         sums = tl.load(lse + i, mask=i < num_queries, other=0.0) * 1.4426950408889634
         return tl.where(sums == float("-inf"), 0.0, sums)
 
@@ -112,9 +110,8 @@ if triton is not None:
         D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
         M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
-        """Write out and lse of M queries of one head and batch row by online softmax over blocks of N visible keys, in
-        fp32 with products in the inputs' dtype. A query without visible keys gets 0 and -inf. ``scale`` and ``bias``
-        are in units of log 2, lse is natural."""
+        """Online softmax over blocks of N visible keys. A query without visible keys gets 0 and -inf. ``scale`` and
+        ``bias`` are in units of log 2, lse is natural."""
         row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
         group, i = head // per_group, tl.program_id(0) * M + tl.arange(0, M)
         q = _rows(query + row * q_b + head * q_a, i, num_queries, q_s, D, EVEN)
@@ -148,10 +145,9 @@ if triton is not None:
         D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
         M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
-        """Write dQ of M queries of one head and batch row, and for them delta = sum_d dO O and dS of all keys (zeros
-        where hidden) to ``grad_pairs`` [b, a, s, t] in its dtype; dS is the gradient of the biased scores, without
-        ``scale``. ``scale`` and ``bias`` come multiplied by log2(e), ``lse`` is natural. Grid: (blocks of M queries,
-        batch x heads). Recomputes scores from ``lse``; run it before the kernel of keys, which reads delta."""
+        """Also write delta = sum_d dO O and dS of all keys, without ``scale``, to ``grad_pairs`` [b, a, s, t].
+        ``scale`` and ``bias`` come multiplied by log2(e). Grid: (blocks of M queries, batch x heads). Run it before the
+        kernel of keys, which reads delta."""
         row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
         group, line = head // per_group, (row * heads + head) * num_queries
         i = tl.program_id(0) * M + tl.arange(0, M)
@@ -192,8 +188,7 @@ if triton is not None:
         D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
         M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
-        """Write dK and dV of N keys of one group and batch row, summed over the group's query heads and visible
-        queries; reads ``lse`` and ``delta``. Tiles are [N, M]: no GEMM transposes them."""
+        """Sum over the group's query heads and visible queries. Tiles are [N, M]: no GEMM transposes them."""
         groups = heads // per_group
         row, group = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
         j = tl.program_id(0) * N + tl.arange(0, N)
@@ -227,9 +222,8 @@ def _launch(
     kernel: Any, tiling: Tiling, grid: tuple[int, ...], strided: Sequence[Tensor], plain: Sequence[Tensor],
     about: tuple[Tensor, float, Pairs],
 ) -> None:  # fmt: skip
-    """Launch ``kernel`` on ``grid`` with ``tiling``. ``strided``: query and key [b, heads, tokens, d], value and
-    further tensors, passed with their strides; ``plain``: tensors without strides; ``about``: (bias, scale, pairs).
-    Bias and scale are converted to units of log 2."""
+    """``strided``: query and key [b, heads, tokens, d], value …, passed with their strides; ``plain``: tensors without
+    strides; ``about``: (bias, scale, pairs), converted to units of log 2."""
     (batch, heads, num_queries, channels), (_, groups, num_keys, _) = strided[0].shape, strided[1].shape
     bias, scale, (middle, left, right, ranges) = about
     to_log2, (m, n, num_warps, num_stages) = math.log2(math.e), tiling

@@ -25,7 +25,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the normalized ``x`` in its dtype; saves x, weight, and the inverse root mean square [..., 1]."""
+        """Saves x, weight, and the inverse root mean square [..., 1]."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         norm_t1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         rstd_t1 = norm_t1.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -34,8 +34,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of x and weight in their dtypes; None for eps. Reductions are fp32 (fp64 for fp64); the
-        product of ``grad`` and weight is rounded to their dtype first. ``grad`` is not changed."""
+        """Reductions are fp32 (fp64 for fp64); the product of ``grad`` and weight is rounded to their dtype first."""
         x, weight, rstd_t1 = ctx.saved_tensors
         normed = x * rstd_t1
         product = grad * normed

@@ -17,15 +17,14 @@ from torch import Tensor
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return views of the first and second channels of all pairs."""
+    """Views of the first and second channels of all pairs."""
     if interleaved:
         return x[..., 0:width:2], x[..., 1:width:2]
     return x[..., : width // 2], x[..., width // 2 : width]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: float) -> Tensor:
-    """Return a new tensor with the pairs of ``x`` [s, b, a, d] rotated by the angles of ``cos`` and ``sin`` [s, 1, 1,
-    r], times ``direction`` (1 or -1); channels from 2 r on are copied."""
+    """Rotate [s, b, a, d] by tables [s, 1, 1, r], times ``direction`` (1 or -1); channels from 2 r on are copied."""
     width = 2 * cos.shape[-1]
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x1, x2 = _pairs(x, width, interleaved)

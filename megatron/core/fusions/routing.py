@@ -41,8 +41,7 @@ if triton is not None:
 
     @triton.jit
     def _scores(z, KIND: tl.constexpr):
-        """Return the scores of logits ``z`` elementwise: sigmoid(z) for KIND 2, else the square root of softplus(z),
-        accurate for small values and bounded from below."""
+        """KIND 2: sigmoid, else the square root of softplus, accurate for small values and bounded from below."""
         if KIND == 2:
             return 1.0 / (1.0 + tl.exp(-z))
         x = tl.exp(-tl.abs(z))
@@ -52,7 +51,6 @@ if triton is not None:
 
     @triton.jit
     def _slope(z, score, KIND: tl.constexpr):
-        """Return the derivative of :func:`_scores`."""
         if KIND == 2:
             return score * (1.0 - score)
         # the slope is 0 if softplus has underflowed to its lower bound
@@ -63,9 +61,7 @@ if triton is not None:
         logits, bias, experts, tokens, num_experts,
         KIND: tl.constexpr, BIASED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Write the K experts with the highest scores of ROWS tokens to ``experts`` [tokens, K], int64, highest first;
-        ties: lower index first. KIND selects logits, softmax weights, sigmoid or sqrt-softplus; BIASED adds ``bias``.
-        NaN scores rank last."""
+        """Write ``experts`` [tokens, K], int64, highest score first; ties: lower index first. NaN scores rank last."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, WIDTH)
         within = row < tokens
@@ -88,8 +84,8 @@ if triton is not None:
 
     @triton.jit
     def _row_softmax(logits, length, batch, num_experts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-        """Return (token index, validity [rows], validity by expert, logits, softmax over experts, logsumexp), the
-        latter in fp32, of ROWS tokens of the sequence ``program_id(1)``. Tokens are ordered [s, b]."""
+        """Return (token index, validity [rows], validity by expert, logits, softmax, logsumexp). Tokens are ordered [s,
+        b]."""
         place, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
         row, within = place.to(tl.int64) * batch + tl.program_id(1), place < length
         inside = within[:, None] & (column < num_experts)[None, :]
@@ -110,8 +106,8 @@ if triton is not None:
 
     @triton.jit
     def _chosen_weights(chosen, valid, lse, scale, KIND: tl.constexpr, K: tl.constexpr):
-        """Return (weights times ``scale``, weights, divisor per token) from the logits of the selected experts: softmax
-        over them (KIND 0), full softmax by ``lse`` (1), or scores divided by their sum if K > 1."""
+        """Return (weights times ``scale``, weights, divisor per token). KIND 0: softmax over the choices, 1: full
+        softmax by ``lse``, else scores divided by their sum if K > 1."""
         if KIND == 0:
             chosen = tl.where(valid, chosen, -float("inf"))
             score = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
@@ -165,9 +161,7 @@ if triton is not None:
         KIND: tl.constexpr, SUMS: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Write the gradient of the logits of ROWS tokens of one sequence to ``grad_logits``, from ``grad_weights`` and
-        with SUMS also from the gradients of the sums: scores and squared logsumexp. Recomputes weights and softmax;
-        fp32, rounded once."""
+        """Recomputes weights and softmax; fp32, rounded once. With SUMS also from the gradients of the sums."""
         row, within, inside, z, share, lse = _row_softmax(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
         valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)

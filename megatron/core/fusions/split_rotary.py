@@ -59,9 +59,8 @@ if triton is not None:
         query, key, value, token, head, batch, per_group, query_s, query_b, query_a, key_s, key_b, key_a,
         value_s, value_b, value_a,
     ):  # fmt: skip
-        """Return pointers to the first channel of each packed head in query, key and value, and its slot in the group:
-        0 to ``per_group`` - 1 are query heads, then key, then value. Callers mask accesses by slot: only the pointer of
-        the slot's kind is meant."""
+        """Return pointers to the first channel of each packed head, and its slot in the group: query heads, then key,
+        then value. Callers mask by slot: only the pointer of the slot's kind is meant."""
         position, row = token // batch, token % batch
         group, slot = head // (per_group + 2), head % (per_group + 2)
         in_query = position * query_s + row * query_b + (group * per_group + slot) * query_a
@@ -71,7 +70,6 @@ if triton is not None:
 
     @triton.jit
     def _load_heads(query, key, value, channel, is_query, is_key, is_value):
-        """Load a tile of heads, each from the tensor that contains it, in fp32."""
         # at most one mask is true per head: the sum is that load, and the other two are 0
         one = tl.load(query[:, None] + channel, mask=is_query, other=0.0).to(tl.float32)
         two = tl.load(key[:, None] + channel, mask=is_key, other=0.0).to(tl.float32)
@@ -90,9 +88,8 @@ if triton is not None:
         PADDED_PAIRS: tl.constexpr, REST: tl.constexpr, PADDED_REST: tl.constexpr, HEADS: tl.constexpr,
         INTERLEAVED: tl.constexpr, PACKS: tl.constexpr,
     ):  # fmt: skip
-        """Move HEADS heads of one token from ``packed`` to query, key and value, rotating queries and keys by the
-        tables times ``direction`` in fp32; with PACKS from query, key and value to ``packed``. Values and the REST
-        channels after the pairs are copied."""
+        """Move HEADS heads of one token from ``packed``, rotating queries and keys in fp32; with PACKS to ``packed``.
+        Values and the REST channels after the pairs are copied."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         head = (tl.program_id(0) % tiles) * HEADS + tl.arange(0, HEADS)
         query, key, value, slot = _head_pointers(
@@ -144,9 +141,8 @@ if triton is not None:
 def _launch(
     packed: Tensor, heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], interleaved: bool, packs: bool
 ) -> None:
-    """Run the kernel: write ``heads`` (query, key, value) from ``packed``, rotated; with ``packs`` write ``packed``
-    from ``heads``, rotated backwards. ``tables`` [s, r] and ``packed`` are contiguous, ``heads`` in their last dim. A
-    4-dim ``packed`` [s, b, a, d] has query heads only; then only the first of ``heads`` is used."""
+    """With ``packs`` write ``packed`` from ``heads``, rotated backwards. A 4-dim ``packed`` [s, b, a, d] has query
+    heads only; then only the first of ``heads`` is used."""
     length, batch = packed.shape[:2]
     groups, per_group, channels = packed.shape[2:] if packed.dim() == 5 else (1, *packed.shape[2:])
     queries = per_group - 2 if packed.dim() == 5 else per_group
@@ -177,8 +173,6 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the gradient [s, b, g, p + 2, d] of the projection, contiguous, packed by one kernel from gradients of
-        query, key and value with any strides."""
         query, key, value = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
         packed = query.new_empty(ctx.shape)
         no_table = packed.new_empty(ctx.shape[0], 0)
@@ -189,8 +183,7 @@ class _SplitHeads(torch.autograd.Function):
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """Return a rotated copy of ``x`` [s, b, a, d] by tables [s, 1, 1, r], in the dtype of ``x``, in one kernel with
-        fp32 arithmetic; saves only the tables."""
+        """Saves only the tables."""
         tables = _rows(cos), _rows(sin)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _launch(x.contiguous(), (out, out, out), tables, interleaved, False)
@@ -209,8 +202,7 @@ class _Rotary(torch.autograd.Function):
 class _SplitRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return contiguous query [s, b, g p, d] and key [s, b, g, d], both rotated, and value [s, b, g, d], in the
-        dtype of ``packed`` [s, b, g, p + 2, d]. Saves only the tables."""
+        """Saves only the tables."""
         length, batch, groups, per_group, channels = packed.shape
         tables = _rows(cos), _rows(sin)
         parts = [packed.new_empty(length, batch, n * groups, channels) for n in (per_group - 2, 1, 1)]

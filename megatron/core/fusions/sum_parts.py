@@ -39,9 +39,7 @@ def sum_parts_triton(total: Tensor, part: Tensor, out: Tensor) -> None:
     """Write ``total + part``, summed in fp32, to ``out`` in its dtype; ``total`` is fp32, all three are contiguous (not
     checked)."""
     numel = total.numel()
-    _sum_kernel[(triton.cdiv(numel, _ELEMENTS),)](
-        total, part, out, numel, ELEMENTS=_ELEMENTS, num_warps=_NUM_WARPS
-    )
+    _sum_kernel[(triton.cdiv(numel, _ELEMENTS),)](total, part, out, numel, ELEMENTS=_ELEMENTS, num_warps=_NUM_WARPS)
 
 
 def sum_parts(total: Tensor, part: Tensor, out: Tensor) -> None:
@@ -69,8 +67,7 @@ if triton is not None:
 
     @triton.jit
     def _sum_all_kernel(parts, out, numel, ELEMENTS: tl.constexpr):
-        """Write ELEMENTS elements of the sum of the tensors ``parts``, in list order in fp32, to ``out``, rounded
-        once."""
+        """In list order in fp32, rounded once."""
         at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
         inside = at < numel
         total = tl.load(parts[0] + at, mask=inside, other=0.0).to(tl.float32)

@@ -35,8 +35,7 @@ if triton is not None:
         a_batch: tl.int64, a_row, a_column, b_batch: tl.int64, b_row, b_column,
         HAS_ADD: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
     ):  # fmt: skip
-        """Write tile (i, j), j <= i, of one result and its mirror image. Tiles are numbered by rows of the triangle;
-        ``add`` and ``out`` are contiguous."""
+        """Write tile (i, j), j <= i, and its mirror image. ``add`` and ``out`` are contiguous."""
         tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
         i = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) * 0.5).to(tl.int32)
         # the root is rounded: correct i so that i (i + 1) / 2 <= tile < (i + 1) (i + 2) / 2

@@ -58,7 +58,7 @@ class Dropout(nn.Module):
         return ScaleByMask.apply(x, mask, 1.0 / (1.0 - DropoutStream.exact_rate(self.rate)))
 
     def _checked(self, coordinates: DropoutCoordinates | None) -> DropoutCoordinates:
-        """Return ``coordinates``; raise ValueError, with the site, if it is None."""
+        """Raise ValueError, with the site, without coordinates."""
         if coordinates is None:
             raise ValueError(
                 f"dropout at {self.site} needs the coordinates of its tokens: pass dropout=DropoutCoordinates(...), "
@@ -75,8 +75,7 @@ class Dropout(nn.Module):
         return self._drop(x, self._checked(coordinates), residual)
 
     def _drop_plain(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
-        """Return dropout of ``x`` [s, b, h] at the coordinates ``at``, plus ``residual`` if given, in torch operations.
-        Builds the bool mask in steps of bounded memory and saves it for backward."""
+        """Builds the bool mask in steps of bounded memory and saves it for backward."""
         features = range(x.shape[-1])
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         step = max(1, COUNTERS_PER_PASS * 8 // max(1, x[0].numel()))

@@ -53,8 +53,7 @@ def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int
 
 
 def _rounds(counter: tuple[Any, ...], key: int) -> tuple[Any, ...]:
-    """Compute :func:`philox` on int64 tensors or arrays or on integers; return four words of the same kind, 32-bit
-    unsigned values. Products may wrap modulo 2**64."""
+    """Compute :func:`philox` on int64 tensors, arrays or integers; products may wrap modulo 2**64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK32, (key >> 32) & _MASK32
     for _ in range(10):
@@ -68,7 +67,7 @@ def _rounds(counter: tuple[Any, ...], key: int) -> tuple[Any, ...]:
 
 
 def _block_words(key: int, blocks: Tensor) -> Tensor:
-    """Return the four words of each counter in ``blocks`` (int64, any shape) in a new last dim of 4."""
+    """Return the four words of each counter (int64, any shape) in a new last dim of 4."""
     words = philox((blocks & _MASK32, blocks >> 32, torch.zeros_like(blocks), 0), key)
     return torch.stack(words, dim=-1)
 
@@ -79,7 +78,7 @@ def _uniform_from_words(words: Tensor) -> Tensor:
 
 
 def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
-    """Evaluate a polynomial by Horner's rule, highest power first."""
+    """Horner's rule, highest power first."""
     result = x * coefficients[0]
     for coefficient in coefficients[1:-1]:
         result = result.add_(coefficient).mul_(x)
@@ -92,8 +91,7 @@ _COSINE_SERIES = [(-1.0) ** n / math.factorial(2 * n) for n in range(7, -1, -1)]
 
 
 def _log_uniform(u: Tensor) -> Tensor:
-    """Return log(u) for float64 0 < u < 1, to 1e-14: exponent from the bits, mantissa m in [1, 2) by the series of 2
-    artanh((m-1.5)/(m+1.5))."""
+    """log(u) to 1e-14: exponent from the bits, mantissa m in [1, 2) by the series of 2 artanh((m-1.5)/(m+1.5))."""
     bits = u.view(torch.int64)
     exponent = (bits >> 52).sub_(1023).double()
     mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).view(torch.float64)
@@ -103,8 +101,7 @@ def _log_uniform(u: Tensor) -> Tensor:
 
 
 def _normal_from_words(words: Tensor) -> Tensor:
-    """Return standard normal numbers, float64 in the shape of ``words``: Box-Muller on the pairs (0, 1), (2, 3) of the
-    last dim, which must be even. The bits are the same on all devices."""
+    """Box-Muller on the pairs (0, 1), (2, 3) of the last dim. The bits are the same on all devices."""
     pairs = words.unflatten(-1, (-1, 2))
     radius = _log_uniform(_uniform_from_words(pairs[..., 0])).mul_(-2.0).clamp_(min=0.0).sqrt_()
     angle = pairs[..., 1]
@@ -140,9 +137,8 @@ def _chunk_counters(device: torch.device) -> int:
 def _aligned_runs(
     key: int, starts: Tensor, length: int, transform: Callable[..., Tensor]
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (slice of runs, their transformed elements [runs, length]) of the stream ``key`` for runs from ``starts``,
-    in passes of bounded memory. Starts and ``length`` must be divisible by four; ``transform`` maps words [..., 4] to
-    values of that shape."""
+    """Yield (slice of runs, their elements [runs, length]) in passes of bounded memory. Starts and ``length`` must be
+    divisible by four; ``transform`` maps words [..., 4] to values of that shape."""
     blocks_per_run = length // 4
     runs_per_pass = max(1, _chunk_counters(starts.device) // blocks_per_run)
     offsets = torch.arange(blocks_per_run, device=starts.device)

@@ -122,9 +122,8 @@ def batch_size_plateaus(config: BatchConfig) -> list[Plateau]:
 
 
 def check_batch_sizes(config: BatchConfig, data_parallel_size: int) -> None:
-    """Check that every batch size is divisible by micro-batch size x data-parallel size. With
-    --decrease-batch-size-if-needed it must only be at least as large. Raises UserError for the first other size, with
-    the nearest valid sizes."""
+    """Raise UserError for a batch size that is not divisible by micro-batch size x data-parallel size; with
+    --decrease-batch-size-if-needed it must only be at least as large."""
     unit = config.micro_batch_size * data_parallel_size
     for size in dict.fromkeys(plateau.size for plateau in batch_size_plateaus(config)):
         if size < unit or (size % unit and not config.decrease_batch_size_if_needed):
@@ -147,16 +146,13 @@ def running_global_batch_size(config: BatchConfig, consumed_samples: int, data_p
 
 
 def num_microbatches(config: BatchConfig, consumed_samples: int, data_parallel_size: int) -> int:
-    """Return the micro-batches per data-parallel rank for the global batch that starts after ``consumed_samples``,
-    rounded down if the batch size is not divisible."""
+    """Return the micro-batches per data-parallel rank after ``consumed_samples``, rounded down."""
     size = running_global_batch_size(config, consumed_samples, data_parallel_size)
     return size // (config.micro_batch_size * data_parallel_size)
 
 
 def train_iters_from_samples(config: BatchConfig, train_samples: int, data_parallel_size: int = 1) -> int:
-    """Return the number of full iterations that fit into ``train_samples`` samples with the batch sizes that run: of
-    the ramp-up or step schedule, rounded down with --decrease-batch-size-if-needed. A remainder of samples is not
-    trained on."""
+    """Return the full iterations that fit into ``train_samples``; a remainder of samples is not trained on."""
     iterations = 0
     for first, size, count in _runs(config, data_parallel_size):
         if count is None or first + count * size > train_samples:
@@ -166,8 +162,7 @@ def train_iters_from_samples(config: BatchConfig, train_samples: int, data_paral
 
 
 def samples_from_iters(config: BatchConfig, iterations: int, data_parallel_size: int = 1) -> int:
-    """Return the number of samples that the first ``iterations`` iterations consume, with the batch sizes that run: of
-    the ramp-up or step schedule, rounded down with --decrease-batch-size-if-needed."""
+    """Return the number of samples that the first ``iterations`` iterations consume."""
     for first, size, count in _runs(config, data_parallel_size):
         if count is None or iterations <= count:
             return first + iterations * size
@@ -176,8 +171,7 @@ def samples_from_iters(config: BatchConfig, iterations: int, data_parallel_size:
 
 
 def iters_from_samples(config: BatchConfig, consumed_samples: int, data_parallel_size: int = 1) -> Fraction:
-    """Return the number of iterations that consume ``consumed_samples`` samples, the inverse of
-    :func:`samples_from_iters`; a fraction within an iteration."""
+    """Return the inverse of :func:`samples_from_iters`; a fraction within an iteration."""
     iterations = 0
     for first, size, count in _runs(config, data_parallel_size):
         if count is None or consumed_samples <= first + count * size:
@@ -197,9 +191,8 @@ def _lowered(config: BatchConfig, size: int, data_parallel_size: int) -> int:
 
 
 def _runs(config: BatchConfig, data_parallel_size: int) -> Iterator[tuple[int, int, int | None]]:
-    """Yield (first sample, batch size, iterations) per run of equal batches, with sizes rounded down as in
-    :func:`running_global_batch_size`. A batch that begins before a plateau keeps the earlier size. The last run has
-    iterations None."""
+    """Yield (first sample, batch size, iterations; None for the last run). A batch that begins before a plateau keeps
+    the earlier size."""
     plateaus = batch_size_plateaus(config)
     consumed = 0
     for boundary in [plateau.first_sample for plateau in plateaus[1:]]:

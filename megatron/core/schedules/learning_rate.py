@@ -159,9 +159,8 @@ def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
 
 
 def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | None]:
-    """Return the (training, decay, warm-up, WSD annealing) lengths in samples; the decay defaults to the training, the
-    annealing to None. --train-samples has precedence and uses the ``_samples`` flags. Raises UserError if neither
-    --train-iters nor --train-samples is set, or the former without a global batch size."""
+    """Return (training, decay, warm-up, WSD annealing). --train-samples has precedence and uses the ``_samples``
+    flags."""
     if config.train_iters and not config.train_samples:  # with --train-samples, train_iters may be derived from it
         size = config.global_batch_size
         if not size:
@@ -185,8 +184,7 @@ def schedule_position(config: ScheduleConfig, consumed_samples: int) -> float:
 
 
 def samples_at(config: ScheduleConfig, position: float) -> int:
-    """Return the samples consumed at ``position`` of the plan, rounded down: the inverse of
-    :func:`schedule_position`."""
+    """Return the samples consumed at ``position``, rounded down: the inverse of :func:`schedule_position`."""
     if config.train_samples or not config.train_iters:
         return int(position)
     iterations, rest = divmod(position, config.global_batch_size)
@@ -221,8 +219,7 @@ def learning_rate(
 
 
 def _annealing(style: str | None, share: float) -> float:
-    """Return the annealing factor f(share) of ``style`` (formulas in the module docstring), from 1 at ``share`` = 0 to
-    0 at ``share`` = 1. Any other style is minus_sqrt."""
+    """Return f(share) of the module docstring, from 1 at 0 to 0 at 1. Any other style is minus_sqrt."""
     if style == "linear":
         return 1.0 - share
     if style == "cosine":
@@ -277,8 +274,7 @@ class OptimizerParamScheduler:
         override_opt_param_scheduler: bool = False,
         **fields: Any,
     ) -> None:
-        """Build a :class:`SchedulePlan` from ``plan`` and ``fields`` unless ``plan`` is one, and write the values for 0
-        samples into ``optimizer.param_groups``. Raises UserError for both options together, before anything else."""
+        """Raises UserError for both options together, before anything else."""
         if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:
             raise UserError("--use-checkpoint- and --override-opt_param-scheduler exclude each other")
         self.optimizer = optimizer
@@ -306,8 +302,7 @@ class OptimizerParamScheduler:
         return decay_weight(self.plan, position, start_wd=group.get("start_wd"), end_wd=group.get("end_wd"))
 
     def set_samples(self, consumed_samples: int) -> None:
-        """Set the position to ``consumed_samples`` and write ``lr`` and ``weight_decay``, each times the group's
-        multiplier, into all parameter groups."""
+        """Write ``lr`` and ``weight_decay``, each times the group's multiplier, into all parameter groups."""
         self.num_steps = consumed_samples
         for group in self.optimizer.param_groups:
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
@@ -356,8 +351,7 @@ class OptimizerParamScheduler:
 
 
 def _other_length(stored: SchedulePlan, now: SchedulePlan, num_steps: int, position: Callable[[int], float]) -> str:
-    """Return (not raise) the error message for a changed decay length: both lengths in samples, and the learning rates
-    that each of the two flags gives after ``num_steps`` samples and at the end."""
+    """Return the error message for a changed decay length, with the learning rates that each of the two flags gives."""
     at = position(num_steps)
     old, new = learning_rate(stored, at), learning_rate(now, at)
     final_rate = learning_rate(stored, max(now.lr_decay_steps, at))

@@ -210,7 +210,7 @@ def plan_batch(lengths: Sequence[int], ranks: Ranks, cost: CostModel, stages: in
 
 
 def _predicted(plan: Plan, stages: int) -> float:
-    """Return the modeled duration of ``plan``: the slowest rank, and filling the pipeline with the longest step."""
+    """The slowest rank, and filling the pipeline with the longest step."""
     if stages == 1:
         return max(plan.loads)
     slowest = max(map(plan.time, plan.distinct_steps()), default=0.0)
@@ -218,8 +218,7 @@ def _predicted(plan: Plan, stages: int) -> float:
 
 
 def _grown(lengths: Sequence[int], smallest: Sequence[int], ranks: Ranks, cost: CostModel, share: float) -> list[int]:
-    """Return the number of ranks of every sample: doubled while the sample takes longer than ``share`` of the mean time
-    of a rank and more ranks are faster."""
+    """Double the ranks while the sample takes longer than ``share`` of a rank's mean time and more ranks are faster."""
     mean = sum(cost.sample(length, size) * size for length, size in zip(lengths, smallest)) / ranks.count
     sizes = []
     for length, size in zip(lengths, smallest):
@@ -232,8 +231,8 @@ def _grown(lengths: Sequence[int], smallest: Sequence[int], ranks: Ranks, cost: 
 
 
 class _Builder:
-    """Assigns samples to *rounds*: each rank runs one step per round. A *unit* is a block of ``ranks.smallest`` ranks
-    and the smallest part that a step occupies."""
+    """Assigns samples to *rounds*, one step per rank. A *unit*: ``ranks.smallest`` ranks, the smallest part of a
+    step."""
 
     def __init__(
         self, lengths: Sequence[int], sizes: Sequence[int], ranks: Ranks, cost: CostModel, stages: int
@@ -245,8 +244,7 @@ class _Builder:
         self.single = order[len(self.shared) :]
 
     def build(self) -> Plan:
-        """Return the plan with the fewest rounds that hold all samples; with a pipeline at least two per stage, if
-        there are samples for them."""
+        """Return the fewest rounds that hold all samples; with a pipeline at least two per stage, if possible."""
         tokens = sum(self.lengths)
         rounds = max(1, -(-tokens // (self.ranks.count * self.ranks.limit)))
         if self.stages > 1:
@@ -257,19 +255,16 @@ class _Builder:
         return Plan(tuple(self.lengths), tuple(self._steps(rounds)), self.cost)
 
     def _aligned(self, rounds: int) -> int:
-        """Round up to the multiple that ``ranks.aligned`` requires."""
         return -(-rounds // (self.ranks.aligned or 1)) * (self.ranks.aligned or 1)
 
     def _fill(self, rounds: int) -> bool:
-        """Assign all samples to ``rounds`` rounds; return whether they fit."""
         self.loads = [0.0] * self.units
         self.blocks: list[list[Step]] = [[] for _ in range(self.units)]
         self.rows: list[list[list[int]]] = []
         return self._place_shared(rounds) and self._place_single(rounds)
 
     def _place_shared(self, rounds: int) -> bool:
-        """Give each sample of several units the least loaded aligned block. Largest blocks first: all units of a block
-        then have the same load and the same steps."""
+        """Largest blocks first: all units of a block then have the same load and the same steps."""
         unit, heap, level = self.ranks.smallest, [], 0
         for sample in self.shared:
             size = self.sizes[sample] // unit
@@ -297,8 +292,7 @@ class _Builder:
         return True
 
     def _place_single(self, rounds: int) -> bool:
-        """Give each remaining sample, longest first, to the unit with the least load that has room, there to the
-        emptiest row."""
+        """Longest sample first, to the unit with the least load that has room, there to the emptiest row."""
         capacity, size = self.ranks.limit * self.ranks.smallest, self.ranks.smallest
         rows = [[(-capacity, row) for row in range(rounds - len(steps))] for steps in self.blocks]
         self.rows = [[[] for _ in unit_rows] for unit_rows in rows]
@@ -325,8 +319,7 @@ class _Builder:
         return True
 
     def _steps(self, rounds: int) -> Iterator[tuple[Step, ...]]:
-        """Yield the steps of every rank. Empty rows remain only with ``aligned``, or if a rank has nothing else: the
-        last backward pass of a rank starts its gradient reduction."""
+        """A rank without samples keeps an empty row: its last backward pass starts its gradient reduction."""
         unit = self.ranks.smallest
         used = max(
             len(steps) + max((row + 1 for row, samples in enumerate(rows) if samples), default=0)

@@ -125,7 +125,6 @@ def _text_or_token(value: object, path: Path, key: object) -> AddedToken | str:
 
 
 def _token(value: object, path: Path, key: object) -> AddedToken:
-    """Return the special token of a text, or the token of its fields. Raises UserError for other values."""
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str) or not text or text != text.encode(errors="replace").decode():
         raise UserError(f"{path}: {key} is {value!r:.80}; it must be a token")

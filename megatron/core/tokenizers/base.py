@@ -35,8 +35,7 @@ PROBE = (
 
 
 def _role(role: str, what: str) -> property:
-    """Return a property that gives the id of the special token ``role``. Reading it raises UserError, with the roles
-    that exist, if the tokenizer has no such token. ``what`` is its docstring."""
+    """Reading it raises UserError, with the roles that exist. ``what`` is its docstring."""
 
     def special_id(self: Tokenizer) -> int:
         if role not in self.special_ids:

@@ -125,7 +125,7 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, st
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return ``message`` with its reasoning under the names that templates read."""
+    """Under the names that templates read."""
     reasoning = next((message[name] for name in REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -156,7 +156,7 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 def _cut(text: str, end: str) -> str:
-    """Return ``text`` up to the end of its last message, whose text is ``end``."""
+    """``end`` is the text of the last message."""
     place = text.rfind(TAG.strip())
     if place < 0 or end.strip() not in text:
         raise UserError("continue_final_message: the chat template changes or leaves out the last message")
@@ -171,7 +171,7 @@ def _compiled(source: str) -> Template:
 
 @cache
 def _environment() -> Environment:
-    """Return Jinja's sandbox with the globals, filters and tags of ``transformers``."""
+    """With the globals, filters and tags of ``transformers``."""
     jinja2, sandbox, ext = (require(name, "a chat template") for name in ("jinja2", "jinja2.sandbox", "jinja2.ext"))
 
     class Generation(ext.Extension):  # type: ignore[name-defined] # imported above
@@ -185,7 +185,7 @@ def _environment() -> Environment:
             return jinja2.nodes.Scope(body, lineno=line)
 
     class Namespace(jinja2.utils.Namespace):  # type: ignore[name-defined] # imported above
-        """``namespace()`` without names that begin with an underscore, which lead to Python's internals."""
+        """Without names that begin with an underscore, which lead to Python's internals."""
 
         def __init__(*args: Any, **values: Any) -> None:
             names = dict(*args[1:], **values)

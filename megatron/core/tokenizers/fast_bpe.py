@@ -166,8 +166,7 @@ def _members(part: Definition | None, key: str) -> list[Definition]:
 
 
 def _fast_pattern(definition: Definition) -> tuple[str | None, str]:
-    """Return (tiktoken's pattern for the pre-tokenizer of tokenizer.json, ""), or (None, the reason) if it is not
-    byte-level, adds a space before the text, or splits by a pattern that is not known to be equal."""
+    """Return (tiktoken's pattern, ""), or (None, the reason why no pattern is known to be equal)."""
     steps = _members(definition.get("pre_tokenizer"), "pretokenizers")
     if not steps or steps[-1].get("type") != "ByteLevel":
         return None, "its pre-tokenizer is not byte-level"
@@ -187,8 +186,8 @@ def _fast_pattern(definition: Definition) -> tuple[str | None, str]:
 def _ranked_vocabulary(
     model: Definition, hf_tokenizer: HFTokenizer
 ) -> tuple[dict[bytes, int], np.ndarray | None] | str:
-    """Return (tiktoken's table {bytes: rank or id}, id of each rank; None if ranks are ids), or a string with the
-    reason why tiktoken could give other ids. Encodes every token once with its merges."""
+    """Return (tiktoken's table {bytes: rank or id}, id of each rank; None if ranks are ids), or the reason why tiktoken
+    could give other ids. Encodes every token once with its merges."""
     plain = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")
     if model.get("type", "BPE") != "BPE" or any(model.get(option) for option in plain):
         return "its model is not plain BPE"
@@ -230,8 +229,8 @@ def _ranked_vocabulary(
 
 
 def _same_character_tables(core_module: ModuleType) -> bool:
-    """Whether the regular-expression engines of tiktoken and `tokenizers` assign the probe characters (new in some
-    Unicode version) to the same classes: letters, numbers, white space, suffixes of contractions."""
+    """Whether both regular-expression engines assign the probe characters (new in some Unicode version) to equal
+    classes."""
     hf = libraries.require("tokenizers", "--tokenizer-type")
     bytes_only = {bytes([byte]): byte for byte in range(256)}
     for pattern in (r"\p{L}", r"\p{N}", r"\s", r"(?i:s|t|r|e|v|m|l|d)"):
@@ -244,8 +243,7 @@ def _same_character_tables(core_module: ModuleType) -> bool:
 
 
 def _same_ids(fast: FastByteLevelBPE, hf_tokenizer: HFTokenizer) -> bool:
-    """Whether both tokenizers give equal ids for the self-test's texts, a JSON dump of them, and the probe characters.
-    Texts that the fast one declines (None) count as equal."""
+    """Texts that the fast one declines (None) count as equal."""
     texts = [*_SELF_TEST, json.dumps(_SELF_TEST), "".join(map(chr, _TABLE_PROBES))]
     for text in texts:
         ids = fast.encode(text)

@@ -159,8 +159,8 @@ class BackendTokenizer(Tokenizer):
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Context that turns bare exceptions and Rust panics of `tokenizers` into a ``UserError``: a file may name tokens
-    that its vocabulary lacks, which the library finds when it needs them. Other errors pass."""
+    """Turn Rust panics into UserErrors: a file may name tokens that its vocabulary lacks, found when they are
+    needed."""
     try:
         yield
     except BaseException as error:
@@ -307,9 +307,7 @@ def build_bert_wordpiece(
 
 
 def _locate(path: str | None) -> Path:
-    """Return the path of the tokenizer.json that ``path`` (a file or folder) names. Raises UserError if it is missing,
-    if ``path`` is empty or does not exist (hub names are not downloaded), or if the folder's configuration requests
-    custom Python code. A file is not opened."""
+    """Raises UserError for a hub name (never downloaded), or a folder that requests custom Python code."""
     if not path:
         raise UserError(
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or a folder holding one"
@@ -338,7 +336,6 @@ def _locate(path: str | None) -> Path:
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``raw``. Raises UserError with ``path`` for other content."""
     try:
         parsed = parse_json(raw.decode())
     except ValueError as error:
@@ -361,9 +358,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _special_ids(roles: Mapping[str, str], backend: HFTokenizer) -> dict[str, int]:
-    """Return {role: id} (bos, eos, eod, pad, cls, sep, mask, unk) of the tokens that ``roles`` (``eos_token``: text)
-    names, for other roles of well-known names. BERT's cls and sep serve as bos and eos if these are missing; eod is
-    eos."""
+    """BERT's cls and sep serve as bos and eos if these are missing; eod is eos."""
     named = {key.removesuffix("_token"): backend.token_to_id(roles[key]) for key in ROLES if key in roles}
     by_role = {role: index for role, index in named.items() if index is not None}  # all: they were added
     usual_names = {
@@ -388,8 +383,7 @@ def _special_ids(roles: Mapping[str, str], backend: HFTokenizer) -> dict[str, in
 
 
 def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:
-    """Raise UserError if the vocabulary is empty, an id is negative or at least ``MAX_IDS``, or two tokens have the
-    same id. ``where`` begins the message."""
+    """Also rejects an empty vocabulary, and ids that are negative or at least ``MAX_IDS``."""
     if not vocab:
         raise UserError(f"{where}: the vocabulary is empty")
     if odd := [token for token, index in vocab.items() if not 0 <= index < MAX_IDS]:
@@ -406,8 +400,7 @@ def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:
 
 
 def _ids_around_text(backend: HFTokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids that the post-processor adds (before, after) a text, found with the text "a"; two empty lists if
-    it adds nothing. Raises UserError if it changes the ids of the text itself."""
+    """Return the ids (before, after) that the post-processor adds, found with the text "a"."""
     with _library_errors():
         bare = backend.encode("a", add_special_tokens=False).ids
         full = backend.encode("a", add_special_tokens=True).ids

@@ -101,9 +101,8 @@ class TikTokenizer(Tokenizer):
 
 
 def _read_ranks(raw: bytes, path: str, num_ranks: int, first_id: int) -> dict[bytes, int]:
-    """Return {token bytes: id} of the first ``num_ranks`` tokens (all, if fewer), ids from ``first_id``. ``raw`` is a
-    JSON list, or lines of base64 and rank. Raises UserError for another form, ranks out of order, equal tokens, a byte
-    without a token, or JSON whose first 256 tokens are not the bytes in order."""
+    """``raw`` is a JSON list, or lines of base64 and rank. Raises UserError for ranks out of order, equal tokens, or a
+    byte without a token."""
     try:
         is_json = raw.lstrip()[:1] in (b"[", b"{")
         rows = parse_json(raw) if is_json else _parse_lines(raw)
@@ -130,7 +129,7 @@ def _read_ranks(raw: bytes, path: str, num_ranks: int, first_id: int) -> dict[by
 
 
 def _parse_lines(raw: bytes) -> list[dict[str, object]]:
-    """The rows of a .tiktoken file; its bytes are in any order among the tokens."""
+    """The bytes are in any order among the tokens."""
     rows: list[dict[str, object]] = []
     for line in raw.splitlines():
         piece, rank = line.split()

@@ -61,8 +61,7 @@ def compare_with_transformers(folder: str, local: Interchange, cfg: PretrainConf
 
 
 def compare_settings(folder: str, local: Interchange, cfg: PretrainConfig) -> int:
-    """Compare both implementations on a small random model with the settings of ``cfg`` and ``folder``'s config.json.
-    Writes the small HF model to a temporary folder. Returns 1 if the logits differ, else 0."""
+    """Compare a small random model in a temporary folder; return 1 if the logits differ, else 0."""
     settings, config = _model_settings(local, cfg), read_json(Path(folder) / CONFIG)
     family = find_family(config)
     small = shrink(settings)
@@ -82,10 +81,8 @@ def _model_settings(local: Interchange, cfg: PretrainConfig) -> dict[str, object
 
 
 def _compare(what: str, folder: str, local: Interchange, cfg: PretrainConfig, length: int) -> int:
-    """Compare the logits of transformers (loaded from ``folder`` in fp32) and of this project (weights ``local``) on
-    random tokens of ``length``, and print the largest difference. Returns 1 if a difference exceeds the tolerance,
-    which grows with the position, else 0. Sets HF_HUB_OFFLINE for this process. Both models are not in memory at
-    once."""
+    """Return 1 if a difference exceeds the tolerance, which grows with the position. Both models are not in memory at
+    once. Sets HF_HUB_OFFLINE."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -123,7 +120,7 @@ def _compare(what: str, folder: str, local: Interchange, cfg: PretrainConfig, le
 
 
 def _fill_missing(reference: torch.nn.Module, names: Collection[str], config: Table, local: Interchange) -> None:
-    """Copy the weights ``names``, which the HF folder lacks, from ``local``: both models begin them at random."""
+    """Both models begin weights that the HF folder lacks at random."""
     if names:
         settings = complete({**local.settings, "vocab_size": local.tensors[WORDS].shape[0]})
         weights = to_hf(placements(find_family(config), settings), local.tensors)

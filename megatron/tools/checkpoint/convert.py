@@ -191,8 +191,8 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
 
 
 def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:
-    """Return ``tensor`` with a cast to ``dtype`` (a key of ``DTYPES``) on read. Unchanged: optimizer state, counters,
-    and the expert bias, which is fp32 in every model."""
+    """Cast on read to ``dtype``. Unchanged: optimizer state, counters, and the expert bias, which is fp32 in every
+    model."""
     import torch
 
     if dtype is None or not name.startswith("model.") or name.endswith((COUNTER, "expert_bias")):
@@ -276,8 +276,7 @@ def copied_tokenizer(source: Interchange, folder: Path) -> dict[str, str]:
 
 
 def how_to_load(folder: str, source: Interchange) -> str:
-    """Return a line with the flags that continue training from ``folder`` if ``source`` holds training state, else that
-    start from it."""
+    """Return a line with the flags that continue training from ``folder``, or that start from it."""
     if "train_state" in source.objects:
         fresh = "" if "optimizer" in source.objects else " --no-load-optim"
         flags = f"--load {folder} --use-checkpoint-args --no-load-rng{fresh}"

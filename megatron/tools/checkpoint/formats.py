@@ -97,8 +97,7 @@ def open_checkpoint(
 
 
 def check_copied_files(folder: str, step: int | None) -> None:
-    """Raise CheckpointDamagedError if a file that a native checkpoint holds a copy of (tokenizer) is missing or has
-    another CRC-32."""
+    """Raise CheckpointDamagedError if a copied tokenizer file is missing or has another CRC-32."""
     if damaged := CheckpointReader(native_folder(Path(folder), step)).verify_assets():
         raise CheckpointDamagedError("\n".join(damaged))
 
@@ -140,8 +139,7 @@ class CopyProgress:
         self.skipped = min(count, self.total)
 
     def count(self, name: str, size: int) -> None:
-        """Add ``size`` bytes for ``name``; a name that was counted before adds nothing. Refreshes the display at
-        intervals: 0.2 s on a terminal, else 10 s."""
+        """Count a name once. Refreshes the display at intervals: 0.2 s on a terminal, else 10 s."""
         if name in self.counted:
             return
         self.counted.add(name)
@@ -152,7 +150,7 @@ class CopyProgress:
             self._show(now)
 
     def _show(self, now: float) -> None:
-        """Print the current progress to stderr: over the same line on a terminal, else as a new line."""
+        """Over the same line on a terminal, else as a new line."""
         completed, seconds = min(self.copied + self.skipped, self.total), now - self.start
         rate, share = self.copied / seconds, completed / self.total
         left = int((self.total - completed) / rate) if rate else 0
@@ -177,8 +175,6 @@ class CopyProgress:
         return {name: self._counted(name, tensor) for name, tensor in tensors.items()}
 
     def _counted(self, name: str, tensor: LazyTensor) -> LazyTensor:
-        """Return ``tensor`` with reads that also count its bytes, completely or by rows."""
-
         def read() -> Any:
             values = tensor.read()
             self.count(name, tensor_bytes(tensor))

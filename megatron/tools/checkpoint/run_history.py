@@ -44,7 +44,7 @@ def read_saved(directory: str) -> Saved:
 
 
 def _parse(directory: str, objects: dict[str, Any]) -> Saved:
-    """Return settings and counters of the checkpoint with these ``objects``, with settings as on a command line."""
+    """With settings as on a command line."""
     wrong = malformed(objects)
     if not wrong:
         args = objects["args"]
@@ -68,8 +68,7 @@ def _parse(directory: str, objects: dict[str, Any]) -> Saved:
 
 
 def first_readable(folder: str, iterations: Iterable[int]) -> Saved | None:
-    """Return the first of the checkpoints of ``iterations`` that is complete, or None. Raises CheckpointError if its
-    settings are not as training writes them."""
+    """Return the first complete checkpoint. Raises CheckpointError if its settings are not as training writes them."""
     for iteration in iterations:
         directory = get_checkpoint_name(folder, iteration)
         with suppress(CheckpointError):
@@ -161,7 +160,6 @@ def at_iteration(folder: str, step: int | None, iteration: int) -> tuple[Saved, 
 
 
 def _changes(old: PretrainConfig, new: PretrainConfig) -> list[str]:
-    """Return a text for each setting of the order of samples that differs."""
     before, after = old.flat.values(), new.flat.values()
     names = [name for name in DATA_STREAM if name in before and name in after]
     return [f"{name} was {before[name]}, is {after[name]}" for name in names if before[name] != after[name]]

@@ -66,8 +66,7 @@ def _different_layers(settings: Table) -> int:
 
 
 def _few_experts(settings: Table, ffn: int) -> dict[str, object]:
-    """Return MoE settings with narrow experts, at most one more per group than top-k and the group score need, in the
-    same number of groups; {} for a dense model. ``ffn``: the small model's FFN size."""
+    """Narrow experts, at most one more per group than the choice needs; {} for a dense model."""
     if settings["num_moe_experts"] is None:
         return {}
     chosen, groups = settings["moe_router_topk"], settings["moe_router_num_groups"] or 1
@@ -98,15 +97,14 @@ def tokens_needed(settings: Table, config: Table) -> int:
 
 
 def _thresholds(config: Mapping[str, object]) -> list[int]:
-    """Return the integers of config.json, nested tables included, whose keys match ``THRESHOLD``."""
+    """Nested tables included."""
     tables = [value for value in config.values() if isinstance(value, dict)]
     named = {name: value for table in (config, *tables) for name, value in table.items() if THRESHOLD.search(name)}
     return [value for value in named.values() if type(value) is int]
 
 
 def random_weights(family: Family, settings: Mapping[str, object]) -> Interchange:
-    """Return a model of ``settings`` with fp32 weights from a fixed seed. The weights are large enough that every
-    setting affects the logits measurably."""
+    """The weights, of a fixed seed, are large enough that every setting affects the logits measurably."""
     generator = torch.Generator().manual_seed(5)
     tensors = {
         f"model.{placement.name}": LazyTensor.of(

@@ -54,9 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def verify(args: argparse.Namespace, flags: list[str], step: int | None) -> list[str]:
-    """Return the problems of the checkpoint of iteration ``step`` (None: latest): it cannot be opened (then nothing
-    else is checked), damaged assets, other names or shapes than the model's (unless ``args.no_names``), unreadable or
-    not finite tensors. Reads everything; empty if it is complete."""
+    """Return the problems of one iteration; a checkpoint that cannot be opened has only this one. Reads everything."""
     try:
         kind, source = formats.open_checkpoint(args.folder, args.loader, step)
     except UserError as error:
@@ -73,8 +71,7 @@ def verify(args: argparse.Namespace, flags: list[str], step: int | None) -> list
 
 
 def damaged_tensors(source: Interchange) -> Iterator[str]:
-    """Read every tensor, with progress on stderr; yield one message per tensor that is unreadable or, if
-    floating-point, contains NaN or infinity. Nothing runs before it is iterated."""
+    """Yield one message per tensor that is unreadable or contains NaN or infinity, with progress on stderr."""
     progress = formats.CopyProgress("verified", formats.total_bytes(source.tensors))
     for name, tensor in formats.in_order(progress.watch(source.tensors)):
         try:

@@ -122,9 +122,7 @@ def describe_inputs(files: Sequence[InputFile]) -> str:
 
 
 def _below(path: str) -> list[str]:
-    """Return the file ``path``, or the sorted input files below a folder: those with a known suffix, or .txt files if
-    there are none; hidden files are ignored. Warns about skipped files. Raises UserError if the folder has no input
-    file."""
+    """Known suffixes first, .txt files if there are none; hidden files are ignored. Warns about skipped files."""
     if not os.path.isdir(path):
         return [path]
     files = sorted(
@@ -148,8 +146,7 @@ def _below(path: str) -> list[str]:
 
 
 def _kind(path: str) -> str:
-    """Return ``gzip``, ``zstd``, ``parquet`` or ``plain``, by the suffix of the name. Raises UserError if the first
-    bytes of the file show another kind; empty files pass."""
+    """Kind by suffix. Raises UserError if the first bytes of the file show another kind; empty files pass."""
     kinds = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
     kind = kinds.get(os.path.splitext(path)[1], "plain")
     with open_regular(path) as file:
@@ -161,8 +158,7 @@ def _kind(path: str) -> str:
 
 
 def _is_text(path: str) -> bool:
-    """Whether a ``.txt`` file is plain text rather than JSON lines: its first line is not a JSON object. Other suffixes
-    are not plain text. Reads the beginning of the file."""
+    """Whether a ``.txt`` file is plain text: its first line is not a JSON object."""
     if not path.endswith(TEXT_SUFFIX):
         return False
     with open_regular(path) as file:
@@ -218,9 +214,8 @@ def one_line(error: Exception) -> str:
 
 
 def _decompressed_parts(file: InputFile, size: int, max_line_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield (block of complete lines of at least ``size`` bytes, position in the compressed file); the last block may
-    be shorter. Of a line longer than ``max_line_bytes`` more is kept than that, but not all, so that it is still seen
-    to be too long."""
+    """Yield (block of complete lines, position in the compressed file). Of a line longer than ``max_line_bytes`` more
+    is kept than that, but not all, so that it is still seen to be too long."""
     pending: list[bytes] = []
     length = 0  # bytes in pending
     tail = 0  # bytes in pending after the last line end
@@ -244,9 +239,7 @@ def _decompressed_parts(file: InputFile, size: int, max_line_bytes: int) -> Iter
 
 
 def _decompress(file: InputFile) -> Iterator[tuple[bytes, int]]:
-    """Yield (decompressed block, position in the compressed file); concatenated members and frames are read one after
-    another, zero padding after gzip members is ignored. Raises UserError, with the file's name, if it is truncated or
-    damaged."""
+    """Concatenated members and frames are read one after another, zero padding after gzip members is ignored."""
     with open_regular(file.path) as stream:
         make = _decompressor_factory(file)
         decompressor, fresh = make(), True
@@ -273,8 +266,7 @@ def _decompress(file: InputFile) -> Iterator[tuple[bytes, int]]:
 
 
 def _step(file: InputFile, decompressor: Any, data: bytes) -> tuple[bytes, bytes]:
-    """Decompress a piece of ``data``; return (decompressed bytes, compressed bytes that are left). gzip blocks have a
-    limited size. Raises UserError for damaged data."""
+    """Return (decompressed bytes, compressed bytes that are left). gzip blocks have a limited size."""
     try:
         if file.kind == "gzip":
             block = decompressor.decompress(data, 4 * READ_BYTES)  # limit for the size of a decompressed block

@@ -42,8 +42,7 @@ def read_rows(part: InputSlice, keys: Sequence[str], max_line_bytes: int) -> Ite
 
 
 def _text_rows(part: InputSlice, max_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
-    """Yield ([text] or BadLine, size in bytes) for each document of a plain text file. Documents that are too long or
-    not UTF-8 are BadLines."""
+    """Documents that are too long or not UTF-8 are BadLines."""
     for content, size in read_documents(part, max_bytes):
         if content is None:
             shorter = "; cut it with --text-documents paragraph or line" if part.file.kind == "file" else ""
@@ -63,8 +62,7 @@ def _split_lines(data: bytes) -> list[bytes]:
 
 
 def _plain_lines(part: InputSlice, max_line_bytes: int) -> list[bytes]:
-    """Return the lines that begin in the part's byte range, complete, even if the last ends after the range. Of a line
-    longer than ``max_line_bytes`` only one byte more than that is read."""
+    """The last line may end after the range. Of a too long line only one byte more than the limit is read."""
     with open_regular(part.file.path) as file:
         position = part.start
         if position:
@@ -123,8 +121,7 @@ def _no_quick_parser(line: bytes) -> NoReturn:
 
 
 def _careful_parse(line: bytes) -> object:
-    """Return the JSON value of a line that orjson rejected, parsed by Python's ``json``, which accepts more (such as
-    NaN), or a BadLine with the reason: empty line, invalid UTF-8, malformed JSON, lone surrogate."""
+    """Python's ``json`` accepts more than orjson (such as NaN); else return a BadLine with the reason."""
     if not line.strip():
         return BadLine("empty line")
     try:
@@ -155,9 +152,7 @@ def _json_type(value: object) -> str:
 
 
 def _parquet_rows(part: InputSlice, keys: Sequence[str]) -> Iterator[tuple[list[str] | BadLine, int]]:
-    """Yield (texts of ``keys`` or BadLine, number of characters) for each row of the part's row groups. Values that are
-    not strings, or not UTF-8, make a BadLine of size 0. Raises UserError for a missing or repeated column or a damaged
-    file."""
+    """Values that are not strings, or not UTF-8, make a BadLine of size 0."""
     for columns in _parquet_batches(part, keys):
         for values in zip(*columns):
             row = [_parquet_text(key, value) for key, value in zip(keys, values)]
@@ -167,8 +162,7 @@ def _parquet_rows(part: InputSlice, keys: Sequence[str]) -> Iterator[tuple[list[
 
 
 def _parquet_batches(part: InputSlice, keys: Sequence[str]) -> Iterator[list[Any]]:
-    """Yield the columns ``keys`` of the part's row groups as arrow arrays, 1024 rows at a time. Raises UserError for a
-    missing or repeated column or a damaged file."""
+    """Yield arrow arrays, 1024 rows at a time. Raises UserError for a missing or repeated column or damage."""
     source = open_parquet(part.file.path)
     names = source.schema_arrow.names
     for key in keys:

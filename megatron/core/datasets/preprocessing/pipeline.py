@@ -146,8 +146,7 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: TokenizerConfig, build: Tok
 
 @contextlib.contextmanager
 def _locked_folder(folder: str) -> Iterator[None]:
-    """Context that creates ``folder`` and holds its lock file until exit or the end of the process. Raises UserError if
-    another run holds the lock or the folder cannot be created. After an error before any work, a new folder is
+    """Hold the lock file of ``folder`` until the end of the process. After an error before any work, a new folder is
     removed."""
     existed = os.path.isdir(folder)
     os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
@@ -172,8 +171,7 @@ def _locked_folder(folder: str) -> Iterator[None]:
 
 
 def _plan(cfg: PreprocessConfig, files: list[InputFile], tokenizer: Tokenizer, splitter: str) -> dict[str, Any]:
-    """Return all settings that the bytes of the output depend on (inputs with size and time, tokenizer, keys, sentence
-    splitting, limits). The number of workers is not one of them."""
+    """All settings that the bytes of the output depend on. The number of workers is not one of them."""
     return {
         "version": PLAN_VERSION,
         "inputs": [[file.path, file.size, file.modified_ns] for file in files],
@@ -188,9 +186,8 @@ def _plan(cfg: PreprocessConfig, files: list[InputFile], tokenizer: Tokenizer, s
 
 
 def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, object]) -> None:
-    """Make ``folder`` ready for ``plan``: keep finished parts of an equal plan, else remove the parts of another run
-    with --overwrite only; remove temporary files; write the plan. Raises UserError if the folder holds other files or
-    another plan's parts, or if the output exists, without --overwrite."""
+    """Keep finished parts of an equal plan, else remove another run's with --overwrite only. Raises UserError if the
+    folder holds other files, or if the output exists, without --overwrite."""
     path, publishing = os.path.join(folder, "plan.json"), os.path.join(folder, "publishing")
     old: dict[str, object] | None = None
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
@@ -243,9 +240,8 @@ class _Run:
         self.bad_entries: list[dict[str, object]] = []
 
     def make_shards(self, tokenizer: Tokenizer, tokenizer_cfg: TokenizerConfig, build: TokenizerBuilder) -> Totals:
-        """Process all parts that have no shard yet, in this process or in a pool of workers (forked if possible), and
-        return the totals of all parts. Writes the list of bad lines, also before an error; warns about files without
-        documents. Raises NoDocuments, and writes no list, if a key has no tokens."""
+        """Process all parts that have no shard yet. Writes the list of bad lines, also before an error. Raises
+        NoDocuments, and writes no list, if a key has no tokens."""
         cfg = self.cfg
         workers = cfg.workers or os.cpu_count() or 1
         progress = PreprocessingProgress(sum(file.size for file in self.files), cfg.log_interval)
@@ -274,7 +270,6 @@ class _Run:
         return self.totals
 
     def _why_no_documents(self, keys: list[str]) -> str:
-        """Return the message for ``keys`` without tokens: what the input holds, and the first bad line."""
         totals = self.totals
         text = (
             f"--input {listed(self.cfg.input, ' ', most=5)}: no usable document for --json-keys {' '.join(keys)} in "
@@ -286,8 +281,7 @@ class _Run:
         return f"{text}; nothing is written"
 
     def _with_pool(self, workers: int, context: BaseContext, initargs: tuple, progress: PreprocessingProgress) -> None:
-        """Process the parts in a pool of ``workers`` processes, with a bounded number in flight. Raises UserError if a
-        worker dies; on any exit cancels queued parts and waits for running ones."""
+        """A bounded number of parts is in flight. On any exit cancels queued parts and waits for running ones."""
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_process, initargs=initargs)
         running: set[Future[PartRecord]] = set()
         try:
@@ -312,9 +306,8 @@ class _Run:
         return pending
 
     def _todo(self, progress: PreprocessingProgress) -> Iterator[InputSlice]:
-        """Yield the parts without a finished shard, in order; count the finished ones as reused. Also records the order
-        of all parts and, for compressed files, their number, so that a later run need not decompress them. Raises
-        UserError if a file changed meanwhile."""
+        """Count finished parts as reused. Also records the number of parts of compressed files, so that a later run
+        need not decompress them. Raises UserError if a file changed meanwhile."""
         for index, file in enumerate(self.files):
             is_finished = self._finished_file(index, file, progress)
             if is_finished:
@@ -334,8 +327,7 @@ class _Run:
                     note.write(b"%d" % count)
 
     def _finished_file(self, index: int, file: InputFile, progress: PreprocessingProgress) -> bool:
-        """Whether all parts of a compressed file are finished, so that it need not be decompressed again; then counts
-        them as reused, in order."""
+        """Whether a compressed file need not be decompressed again; then counts its parts as reused, in order."""
         try:
             count = int(read_file(os.path.join(self.folder, f"{index:06d}.count"), 100))
         except (FileNotFoundError, ValueError):
@@ -359,8 +351,7 @@ class _Run:
         self._account(record)
 
     def _account(self, record: PartRecord) -> None:
-        """Add a finished part to the totals, in the order of the input: parts that finish early wait. Gives bad lines
-        their numbers in the file. Raises TooManyBadLines when their number exceeds --max-bad-lines."""
+        """Add a part to the totals, in the order of the input: parts that finish early wait."""
         self.records[record.name] = record
         while self.accounted < len(self.order) and self.order[self.accounted] in self.records:
             part = self.records.pop(self.order[self.accounted])
@@ -392,8 +383,7 @@ class _Run:
         return f"{entry['file']}, {unit} {entry[unit]}: {entry['reason']}"
 
     def _write_bad_lines(self) -> None:
-        """Write ``<prefix>.bad_lines.jsonl``: per run of equal bad lines the file, number of the first line (parquet:
-        row; plain text: document), count and reason. Replaces an older file; without bad lines only removes it."""
+        """Per run of equal bad lines: file, first line (parquet: row; plain text: document), count and reason."""
         path = f"{self.cfg.output_prefix}.bad_lines.jsonl"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -403,8 +393,7 @@ class _Run:
 
 
 def _publish(cfg: PreprocessConfig, tokenizer: Tokenizer, folder: str, order: list[str]) -> None:
-    """Join the shards of each key, in ``order``, into one ``.bin``/``.idx`` pair, and write its tokenizer sidecar.
-    Marks the start of publishing in ``folder``, so that a killed run may be repeated over its own output."""
+    """Marks the start of publishing in ``folder``, so that a killed run may be repeated over its own output."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     create_file(os.path.join(folder, "publishing")).close()
     for key, prefix in output_prefixes(cfg).items():

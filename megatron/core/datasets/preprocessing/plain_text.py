@@ -50,7 +50,7 @@ def read_documents(part: InputSlice, max_bytes: int) -> Iterator[tuple[bytes | N
 
 
 def _read_file(part: InputSlice, max_bytes: int) -> Iterator[tuple[bytes | None, int]]:
-    """Yield content (None if longer than ``max_bytes``) and size of the only document of a file, unless it is blank."""
+    """Yield content (None if longer than ``max_bytes``) and size of the only document, unless it is blank."""
     with open_regular(part.file.path) as file:
         text = file.read(max_bytes + 1).removeprefix(BYTE_ORDER_MARK)
     if len(text) > max_bytes or text.strip():
@@ -62,8 +62,7 @@ def _content(content: bytearray, size: int, max_bytes: int) -> bytes | None:
 
 
 def _seek_first_line(file: BinaryIO, part: InputSlice, one_per_line: bool) -> bool:
-    """Move ``file`` to the first line that begins in the range of ``part``. Return whether a document may start there:
-    at the start of the file, after a blank line, or always if every line is a document."""
+    """Return whether a document may start there: at the start of the file, or after a blank line."""
     if part.start == 0:
         return True
     position = file.seek(part.start - 1)
@@ -77,8 +76,7 @@ def _seek_first_line(file: BinaryIO, part: InputSlice, one_per_line: bool) -> bo
 
 
 def _follows_blank_line(file: BinaryIO, position: int) -> bool:
-    """Whether only white space lies between the line end before ``position`` and the line end before that, or the start
-    of the file (after a byte order mark). Moves ``file``."""
+    """A byte order mark at the start of the file counts as blank. Moves ``file``."""
     file.seek(0)
     first = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
     end = position - 1  # without its line end

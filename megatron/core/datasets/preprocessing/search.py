@@ -61,7 +61,6 @@ def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: TokenizerConfig, 
 
 
 def _documents(cfg: PreprocessConfig) -> Iterator[list[str]]:
-    """Yield the texts of every usable document of the input, in order; bad lines are skipped."""
     files = find_inputs(cfg.input, cfg.json_keys, cfg.text_documents)
     size = part_bytes(files)
     for index, file in enumerate(files):

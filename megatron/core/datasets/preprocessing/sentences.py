@@ -57,7 +57,7 @@ def make_splitter(lang: str, keep_newlines: bool) -> tuple[Splitter, str]:
 
 
 def _punkt(lang: str) -> PunktSentenceTokenizer:
-    """Return NLTK's Punkt tokenizer of ``lang``; None if NLTK or the language's data is not installed."""
+    """None if NLTK or the language's data is not installed."""
     if not is_installed("nltk"):
         return None
     punkt = require("nltk.tokenize.punkt", "--split-sentences")

@@ -132,8 +132,7 @@ class Worker:
         return record
 
     def _fill(self, part: InputSlice, builders: dict[str, IndexedDatasetBuilder], record: PartRecord) -> None:
-        """Read all documents of ``part``, tokenize them in batches and append them to ``builders`` (by key). Counts
-        bytes, lines and bad lines in ``record``, in place."""
+        """Counts bytes, lines and bad lines in ``record``, in place."""
         keys = self.cfg.json_keys
         waiting: dict[str, list[str]] = {key: [] for key in keys}
         characters = 0
@@ -154,9 +153,8 @@ class Worker:
     def _flush(
         self, waiting: dict[str, list[str]], builders: dict[str, IndexedDatasetBuilder], record: PartRecord
     ) -> None:
-        """Tokenize the ``waiting`` texts, as documents or split into sentences, append them to ``builders``, and empty
-        the lists. Adds the numbers of documents (of the first key) and of empty documents (of all keys) to
-        ``record``."""
+        """Append the ``waiting`` texts and empty the lists. Counts documents (of the first key) and empty ones (of all
+        keys)."""
         for key, texts in waiting.items():
             if self.split is None:
                 count = self._add_documents(texts, builders[key], record)
@@ -168,8 +166,7 @@ class Worker:
             texts.clear()
 
     def _add_documents(self, texts: Sequence[str], builder: IndexedDatasetBuilder, record: PartRecord) -> int:
-        """Tokenize ``texts`` and append each as one sequence, followed by end-of-document if configured. Documents
-        without tokens are omitted. Adds counts to ``record``; returns the number of documents added."""
+        """Append each text as one sequence; omit documents without tokens. Return the number of documents added."""
         arrays = [array for array in self.tokenizer.tokenize_batch(texts) if array.size]
         if not arrays:
             return 0
@@ -189,9 +186,8 @@ class Worker:
         builder: IndexedDatasetBuilder,
         record: PartRecord,
     ) -> int:
-        """Split ``texts`` into sentences, tokenize them, and append each document with one sequence per sentence;
-        end-of-document is added to the last. Sentences and documents without tokens are omitted. Adds counts to
-        ``record``; returns the number of documents added."""
+        """End-of-document is added to the last sentence; those without tokens are omitted. Return the documents
+        added."""
         sentences = [split(text) for text in texts]
         everything = [sentence for document in sentences for sentence in document]
         arrays = iter(self.tokenizer.tokenize_sentences(everything, self.cfg.sentence_special_tokens))
