@@ -70,7 +70,7 @@ WITHOUT_MEANING = {"apply_query_key_layer_scaling"}
 """Settings in the description that affect the computation method, but not its result."""
 
 PASSIVE = {
-    "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_patternor_path",
+    "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
     "initializer_range", "use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id",
     "sep_token_id", "cls_token_id", "unk_token_id", "decoder_start_token_id", "return_dict", "id2label", "label2id",
     "num_labels", "tokenizer_class",
