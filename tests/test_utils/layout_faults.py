@@ -84,7 +84,6 @@ def _other_branches(of_last_stage):
 
 def loss_is_a_mean_of_means(rank):
     """Every micro-batch has the same weight, regardless of the number of its unmasked tokens."""
-
     def loss_func(self, batch, output):
         mask = batch["loss_mask"].to(output.dtype)
         loss = (output * mask).sum() / mask.sum().clamp(min=1)

@@ -127,12 +127,8 @@ def fp8_gemms(model: nn.Module) -> list[Fp8Gemms]:
     layers = [module for module in model.modules() if isinstance(module, GemmLayer)]
     products = (getattr(layer, "products", None) for layer in layers)
     gemms = (
-<<<<<<< HEAD
         product.casts if isinstance(product, ExpertProducts) else layer.traits.gemms
         for layer, product in zip(layers, products)
-=======
-        each.casts if isinstance(each, ExpertProducts) else layer.traits.gemms for layer, each in zip(layers, products)
->>>>>>> 8b50b47c (Shorten docstrings that repeat signatures in data, tools, compat, data sets, tokenizers, schedules and kernels)
     )
     return [gemm for gemm in gemms if isinstance(gemm, Fp8Gemms)]
 
