@@ -39,22 +39,12 @@ def save(
     **accepted: object,
 ) -> int:
     """Write ``sharded_state_dict`` as the directory ``checkpoint_dir``, replacing one of that name, and return the
-    bytes of all ranks' tensor files. Collective over ``group``; blocks until the checkpoint is complete. An error on
-    any rank leaves no files and the replaced checkpoint unchanged. See ``writer.save``.
-
-    Args:
-        sharded_state_dict: shards and JSON values, in dictionaries of any depth. Only the first rank's JSON values are
-            stored.
-        strategies: Megatron-LM's; ignored.
-        objects: further JSON values.
-        assets: files to copy into the checkpoint.
-        accepted: other arguments of Megatron-LM, ignored; ``async_sharded_save`` must be False.
-
-    Raises:
-        UserError: a value is neither a shard nor JSON, or ``async_sharded_save`` is set.
-        TypeError: an unknown argument.
-        CheckpointWriteError: on all ranks, if any rank could not write.
-    """
+    bytes of all ranks' tensor files. Collective over ``group`` (default: the world); blocks until the checkpoint is
+    complete. An error on any rank leaves no files and the replaced checkpoint unchanged. Dictionaries hold shards and
+    JSON values at any depth; only the first rank's JSON values and ``objects``, further ones, are stored. ``assets``:
+    files to copy. See ``writer.save``. ``strategies`` and ``accepted``, Megatron-LM's arguments, are ignored. UserError
+    for other values, or for ``async_sharded_save``; TypeError for an unknown argument; CheckpointWriteError on all
+    ranks if any rank could not write."""
     _check(accepted)
     values = _values(sharded_state_dict)
     if values:
@@ -74,8 +64,8 @@ def load(
     """Fill the shards of ``sharded_state_dict`` in place, cast to their dtypes; return new dictionaries with their
     local tensors and all stored JSON values, which replace passed ones. Collective over ``group``. Fills nothing unless
     names and shapes match on all ranks; all stored tensors outside of ``allow_unused`` (name prefixes) must be
-    requested. ``strategies`` and Megatron-LM's other arguments are as in :func:`save`. Raises CheckpointError: damage,
-    missing or unused names, wrong shapes; lists all of them; TypeError: an unknown argument."""
+    requested. Other arguments as in :func:`save`. CheckpointError lists damage, missing or unused names, wrong shapes;
+    TypeError for an unknown argument."""
     _check(accepted)
     filled = reader.load(_tensors(sharded_state_dict), checkpoint_dir, allow_unused=allow_unused, group=group)
     return _merged(_with_tensors(sharded_state_dict, filled), CheckpointReader(checkpoint_dir).objects.get(_VALUES, {}))

@@ -37,17 +37,10 @@ def load(
     allow_unused: Iterable[str] = (),
     group: Group | None = None,
 ) -> dict[str, Tensor]:
-    """Fill the local tensors of ``sharded_state_dict`` in place (cast to their dtype); return them by key.
-
-    Collective over ``group``. No tensor is modified on any rank unless names and shapes match on all ranks. Damage
-    found while reading raises on all ranks, with some tensors already filled.
-
-    Args:
-        allow_unused: name prefixes of stored tensors that no rank must request; all others must be requested.
-
-    Raises:
-        CheckpointError: damage, missing or unused names, wrong shapes; lists all of them.
-    """
+    """Fill the local tensors of ``sharded_state_dict`` in place (cast to their dtype); return them by key. Collective
+    over ``group`` (default: the world). ``allow_unused``: name prefixes of stored tensors that no rank must request.
+    CheckpointError lists damage, missing or unused names, wrong shapes; names and shapes are checked before any tensor
+    is modified, damage found while reading raises with some tensors filled."""
     group = group or all_ranks()
     return load_from(together_reader(checkpoint_dir, group), sharded_state_dict, allow_unused=allow_unused, group=group)
 

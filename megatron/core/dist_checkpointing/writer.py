@@ -71,20 +71,11 @@ def save(
     group: Group | None = None,
     fault: Fault = no_fault,
 ) -> int:
-    """Write ``sharded_state_dict`` and ``objects`` as the directory ``checkpoint_dir``, replacing one of that name.
-
-    Collective over ``group``; copies from the device block by block and waits for each. Returns the bytes of all ranks'
-    tensor files, including headers.
-
-    Args:
-        sharded_state_dict: this rank's shards; the keys are ignored in favor of the tensors' names.
-        checkpoint_dir: the final name; on a file system that all ranks share.
-        objects: JSON values; only the first rank's are stored.
-        assets: files that the first rank copies into the checkpoint: name there (``folder/file``) -> source.
-
-    Raises:
-        CheckpointWriteError: on all ranks, if any of them could not write.
-    """
+    """Write ``sharded_state_dict`` and ``objects`` as the directory ``checkpoint_dir``, on a file system that all ranks
+    share, replacing one of that name; return the bytes of all ranks' tensor files. Collective over ``group`` (default:
+    the world); copies from the device block by block and waits for each. Keys are ignored in favor of the tensors'
+    names. Only the first rank's ``objects`` (JSON values) are stored, and ``assets`` copied: name in the checkpoint
+    (``folder/file``) -> source. CheckpointWriteError on all ranks if any of them could not write."""
     group = group or all_ranks()
     part = plan(sharded_state_dict, group)
     return write(part, checkpoint_dir, host_blocks, objects=objects, assets=assets, group=group, fault=fault)
@@ -127,13 +118,10 @@ def write(
     group: Group,
     fault: Fault = no_fault,
 ) -> int:
-    """Write and publish the plans of all ranks of ``group`` as ``checkpoint_dir``, replacing one of that name.
-    Collective; returns the bytes of all ranks' tensor files. Raises CheckpointWriteError on all ranks if any rank
-    fails; the first rank has then deleted the hidden directory and restored a checkpoint renamed for replacement.
-
-    Args:
-        blocks: returns the bytes of a tensor of ``part``; called once per tensor, in file order.
-    """
+    """Write and publish the plans ``part`` of all ranks of ``group`` as ``checkpoint_dir``, replacing one of that name.
+    ``blocks``: returns the bytes of a tensor of ``part``; called once per tensor, in file order. Collective; returns
+    the bytes of all ranks' tensor files. CheckpointWriteError on all ranks if any rank fails; the first rank has then
+    deleted the hidden directory and restored a checkpoint renamed for replacement."""
     final = Path(checkpoint_dir)
     fault("before_directory")
     run_id = from_first_rank(lambda: uuid.uuid4().hex, group)

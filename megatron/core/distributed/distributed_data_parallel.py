@@ -32,16 +32,11 @@ from megatron.core.sharding.placement import data_parallel_groups, spec_or_repli
 
 
 class DistributedDataParallel(DataParallel):
-    """Wrapper that accumulates ``parameter.main_grad`` in autograd hooks and sums it over the data-parallel ranks.
+    """Wrapper that accumulates ``parameter.main_grad`` in autograd hooks and sums it over the data-parallel ranks;
     ``parameter.grad`` is freed after each accumulation. With a distributed optimizer ``parameter.data`` moves into the
-    flat weight buffers. The constructor starts no collective: equal weights need the same seed or
-    :meth:`broadcast_params`.
-
-    Args:
-        config: model configuration; unused, Megatron-LM's signature.
-        ddp_config: bucket size, overlap, sharding, reduction dtype.
-        disable_bucketing: whether to use a single bucket per buffer, overriding ``ddp_config``.
-    """
+    flat weight buffers. Starts no collective: equal weights need the same seed or :meth:`broadcast_params`. ``config``
+    is unused (Megatron-LM's signature); ``disable_bucketing``: a single bucket per buffer; ``groups`` None uses
+    ``parallel_state``, or a single rank if it is not initialized."""
 
     def __init__(
         self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module,

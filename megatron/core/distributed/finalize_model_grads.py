@@ -20,21 +20,12 @@ def finalize_model_grads(
     model_chunks: Sequence[DataParallel], num_tokens: Tensor | None = None, *,
     groups: ProcessGroups | None = None, sum_statistics: bool = True, **unused: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Sum gradients over data-parallel ranks and reduce partial gradients. Collective over all ranks.
-
-    Args:
-        num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device, 0 on pipeline stages
-            without the loss, if backward ran on sums of token losses: gradients are then divided by the valid tokens of
-            the global batch. Not changed (a copy is all-reduced over ``dp_cp`` and ``pp``). None: losses were weighted
-            before.
-        sum_statistics: whether to also all-reduce module statistics, which updates the expert bias of routers. Pass
-            False if the caller runs a ``StatisticsSum`` itself; otherwise the statistics would be consumed here.
-        unused: further arguments of Megatron-LM; ignored.
-
-    Returns:
-        Valid tokens of the global batch (fp64 scalar on the device), or None without ``num_tokens``. For a batch
-        without valid tokens the gradients stay zero.
-    """
+    """Sum gradients over data-parallel ranks and reduce partial gradients. Collective over all ranks. ``num_tokens``:
+    valid tokens of this rank's micro-batches, a scalar on the device, 0 on stages without the loss, if backward ran on
+    sums of token losses: gradients are then divided by the valid tokens of the global batch, which are returned (fp64
+    scalar; a copy is all-reduced). None: losses were weighted before. A batch without valid tokens keeps zero
+    gradients. ``groups`` None uses ``parallel_state``. ``sum_statistics``: also all-reduce module statistics, which
+    updates the expert bias of routers; False if the caller runs a ``StatisticsSum``, because the sum consumes them."""
     for chunk in model_chunks:
         chunk.finish_grad_sync()
     groups = groups or parallel_state.get_process_groups()

@@ -37,18 +37,12 @@ from megatron.core.sharding.placement import data_parallel_groups, spec_or_repli
 
 
 class TorchFullyShardedDataParallel(DataParallel):
-    """``module`` sharded over the data- and context-parallel ranks (at least two). The constructor changes ``module``
-    in place: half-precision parameters are cast to fp32 and become ``DTensor`` shards; ``parameter.compute_dtype``
-    keeps the dtype that the model computes in. Raises UserError for a single data-parallel rank, parameters of several
-    dtypes, a declared storage, a module that holds both dense and expert parameters directly, or one optimizer instance
-    per data-parallel rank.
-
-    Args:
-        ddp_config: configuration; only ``grad_reduce_in_fp32`` is read.
-        module: one model chunk with parameters of one dtype, on its device.
-        layers: submodules that become one FSDP unit each, outermost last; the rest of the module is the last unit.
-        reshard_after_forward: whether to free a layer's full weights between its forward and its backward.
-    """
+    """``module`` (one chunk, on its device) sharded over at least two data- and context-parallel ranks, in place:
+    half-precision parameters become fp32 ``DTensor`` shards; ``parameter.compute_dtype`` keeps the dtype that the model
+    computes in. ``layers``: submodules that become one FSDP unit each, outermost last; the rest is the last unit.
+    ``reshard_after_forward``: whether to free a layer's full weights between forward and backward. UserError for a
+    single rank, parameters of several dtypes, a declared storage, a module with both dense and expert parameters
+    directly, or one optimizer instance per rank."""
 
     def __init__(
         self, ddp_config: DistributedDataParallelConfig, module: nn.Module, layers: Iterable[nn.Module],

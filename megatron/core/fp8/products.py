@@ -39,12 +39,9 @@ def multiply(
     left: Quantized, right: Quantized, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``left`` [m, k] times ``right`` [n, k] transposed, plus ``bias`` [n], in ``dtype``.
-
-    Args:
-        fast: whether GPUs may leave sums in the tensor cores' registers, which keep about 14 bits; never with blocks.
-        out: where to write the product, [m, n] in ``dtype``; not with a bias, nor with blocks.
-    """
+    """Return ``left`` [m, k] times ``right`` [n, k] transposed, plus ``bias`` [n], in ``dtype``; with ``out`` [m, n]
+    written there, neither with a bias nor with blocks. ``fast``: GPUs may leave sums in the tensor cores' registers,
+    which keep about 14 bits; never with blocks."""
     if not left.data.is_cuda or dtype == torch.float64:
         wide = torch.promote_types(dtype, torch.float32)
         product = (dequantize(left, wide) @ dequantize(right, wide).t()).to(dtype)

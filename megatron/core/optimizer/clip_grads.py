@@ -42,12 +42,8 @@ def l2_norm(
 ) -> Tensor:
     """Return the L2 norm over all shares and ranks, an fp64 scalar on ``device``. Collective. Norms of single tensors
     are computed in fp32 (fp64 for fp64), in an order that depends only on the size; their squares are summed in fp64.
-    Reads memory once and does not wait for the device.
-
-    Args:
-        copies: per share, local tensors that other ranks count; they do not add to the norm, but a NaN or infinity in
-            them makes it NaN on all ranks.
-    """
+    Reads memory once and does not wait for the device. ``copies``: per share, tensors that other ranks count; they add
+    nothing, but a NaN or infinity in them makes the norm NaN on all ranks."""
     uncounted = iter(copies)
 
     def squares(tensors: Iterable[Tensor]) -> Tensor:

@@ -28,15 +28,9 @@ class ConstantGradScaler:
 
 class DynamicGradScaler:
     """Dynamic loss scale: shrinks after overflows, grows after a window of finite steps. From the ``hysteresis``-th
-    overflow since the last growth on, each overflow multiplies the scale by ``backoff_factor``. ``growth_interval``
-    consecutive steps without overflow multiply it by ``growth_factor`` and reset the hysteresis. Raises UserError if an
-    argument is out of range.
-
-    Args:
-        min_scale: --min-loss-scale, the lower bound of the scale.
-        growth_factor: factor of a growth, > 1.
-        backoff_factor: factor after overflows, in (0, 1).
-    """
+    overflow since the last growth on, each overflow multiplies the scale by ``backoff_factor`` in (0, 1), down to
+    ``min_scale``. ``growth_interval`` consecutive steps without overflow multiply it by ``growth_factor`` > 1 and reset
+    the hysteresis. UserError if an argument is out of range."""
 
     def __init__(
         self, initial_scale: float = 2.0**32, min_scale: float = 1.0, growth_factor: float = 2.0,

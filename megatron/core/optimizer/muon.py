@@ -120,7 +120,7 @@ class Muon:
         return factors
 
     def scale(self, spec: ParameterSpec) -> float:
-        """Return the factor of the updates of a parameter: the largest of those of its matrices."""
+        """Return the factor of the updates of a parameter: the largest factor among its matrices."""
         shape = spec.shape if spec.part is None else spec.part.rectangle.lengths
         return max(self._matrix_scale(height, shape[-1]) for height in matrix_heights(shape, spec, self.splits))
 

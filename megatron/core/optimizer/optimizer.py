@@ -67,17 +67,10 @@ class OptimizerPart(NamedTuple):
 
 class MegatronOptimizer(MegatronNames):
     """Mixed-precision, optionally sharded optimizer over the parameters of this rank's model chunks. The constructor
-    allocates all state and copies fp32 masters from the model. Raises UserError if no parameter is trainable. Raises
-    ValueError for two parameters with the same name.
-
-    Args:
-        config: optimizer kind, clipping, loss scale, dtypes of the state.
-        param_groups: groups as returned by ``parameter_groups``, with model parameters in ``params``. They are copied
-            and reduced to the parameters that this rank updates.
-        model_chunks: this rank's model chunks. Data-parallel wrappers define the shards that this rank updates;
-            ``zero_grad`` clears their gradient buffers, and ``update`` starts their weight all-gather.
-        grad_scaler: loss scaler of fp16 training, else None.
-    """
+    allocates all state and copies fp32 masters from the model. ``param_groups``: as returned by ``parameter_groups``;
+    copied and reduced to the parameters that this rank updates. Data-parallel wrappers of ``model_chunks`` define the
+    shards; ``zero_grad`` clears their gradient buffers, and ``update`` starts their weight all-gather. UserError if no
+    parameter is trainable, ValueError for two parameters with the same name."""
 
     def __init__(
         self, config: OptimizerConfig, param_groups: Sequence[dict[str, Any]], model_chunks: Sequence[nn.Module],
@@ -266,13 +259,9 @@ class MegatronOptimizer(MegatronNames):
     @torch.no_grad()
     def update(self, skip_update: Tensor | None = None) -> Update:
         """Run one step without a host sync, except with a dynamic loss scale, which the host updates. Waits (in stream
-        order) for weight all-gathers, computes norm and overflow, updates weights and state unless skipped, then starts
-        the all-gather of updated weights if the state is sharded. Collective. May scale gradients in place, also if
-        skipped: gradients are invalid afterwards.
-
-        Args:
-            skip_update: bool device tensor; True skips the step like a NaN in the gradients.
-        """
+        order) for weight all-gathers, computes norm and overflow, updates weights and state unless skipped (also by
+        ``skip_update``, a bool device tensor), then starts the all-gather of updated weights. Collective. May scale
+        gradients in place, also if skipped: gradients are invalid afterwards."""
         for chunk in self._parallel_chunks():
             chunk.finish_gathers()  # the last step's all-gather may still write the weights that are updated here
         grads = self.local_gradients()

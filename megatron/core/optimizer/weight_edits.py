@@ -31,12 +31,8 @@ class WeightEdit(Protocol):
 
 
 class RowScaling:
-    """Multiplication of rows of the parameters of an optimizer.
-
-    Args:
-        names: names of the parameters with a shard on this rank.
-        state: owner of the master weights.
-    """
+    """Multiplication of rows of the optimizer's parameters. ``names``: of parameters with a shard on this rank;
+    ``shards``: by name; ``state``: owner of the master weights."""
 
     def __init__(
         self, names: Mapping[nn.Parameter, str], shards: Mapping[str, ParameterShard], state: HostState

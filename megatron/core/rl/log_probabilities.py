@@ -104,16 +104,11 @@ def token_log_probabilities(
     routes: Sequence[SequenceRoutes] | None = None,
 ) -> list[Tensor]:
     """Return for each of ``sequences`` the log-probabilities of its tokens from the second on, fp32 [tokens - 1] (fp64
-    for fp64), on the model's device and equal on all ranks.
-
-    Collective over all ranks, which pass the same sequences. The model runs in evaluation mode.
-
-    Args:
-        model: this rank's chunks of a ``GPTModel``, wrapped or not.
-        row_length: tokens of a micro-batch; with context or sequence parallelism a multiple of 2 CP x TP.
-        temperature: divides the logits; the engine reports the same with ``Request.logprobs_at_temperature``.
-        routes: experts of each sequence's tokens, replayed in all layers; the engine's ``Completion.routes``.
-    """
+    for fp64), on the model's device and equal on all ranks. Collective over all ranks, which pass the same sequences.
+    The model, chunks of a ``GPTModel``, runs in evaluation mode. ``row_length``: tokens of a micro-batch; with context
+    or sequence parallelism a multiple of 2 CP x TP. ``temperature`` divides the logits, as
+    ``Request.logprobs_at_temperature``. ``routes``: experts of each token, replayed in all layers
+    (``Completion.routes``)."""
     if temperature != 1:
         options = {"row_length": row_length, "temperature": temperature, "routes": routes}
         statistics = token_statistics(model, sequences, **options)  # type: ignore[arg-type]

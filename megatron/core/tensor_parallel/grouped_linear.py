@@ -39,13 +39,10 @@ _ALIGNED = 16
 
 
 class GroupedProducts:
-    """The grouped GEMMs of a layer: operands (``gemms.py``) and their products. By default operands are the tensors.
-
-    Args:
-        multiply: (x [r, i], weight [g, o, i], ends) -> [r, o].
-        weight_gradient: (grad [r, o], x [r, i], ends, total [g, o, i] or None) -> ``total``, of any float dtype, with
-            the gradient added in place; without ``total`` a new gradient in the dtype of ``grad``.
-    """
+    """The grouped GEMMs of a layer: operands (``gemms.py``), by default the tensors, and their products. ``multiply``:
+    (x [r, i], weight [g, o, i], ends) -> [r, o]. ``weight_gradient``: (grad [r, o], x [r, i], ends, total [g, o, i] or
+    None) -> ``total``, of any float dtype, with the gradient added in place; without it a new gradient in the dtype of
+    ``grad``."""
 
     def __init__(
         self, multiply: Callable[[Tensor, Tensor, Tensor], Tensor],

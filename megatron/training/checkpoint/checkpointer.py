@@ -64,17 +64,8 @@ class SaveReport:
 
 class Checkpointer:
     """Saves and loads the checkpoints of one run. Every method is collective over all ranks unless it says otherwise.
-
-    Args:
-        model_chunks: model chunks of this rank, wrapped for data parallelism or not.
-        optimizer: None to save and load weights only.
-        scheduler: schedule of ``optimizer``.
-        tokenizer: stored and compared by its fingerprint.
-        architecture: settings that a checkpoint to load must share; default: ``ARCHITECTURE``.
-
-    Raises:
-        CheckpointError: another job writes to --save.
-    """
+    ``optimizer`` None: weights only. ``architecture``: settings that a checkpoint to load must share; default:
+    ``ARCHITECTURE``. The tokenizer is compared by its fingerprint. CheckpointError if another job writes to --save."""
 
     def __init__(
         self,
@@ -285,7 +276,7 @@ class Checkpointer:
         start = find_start(self.cfg, self.groups.world)
         if start is None:
             return None
-        checkpoint, self._continued_from = start.found, start.continued_from
+        checkpoint, self._continued_from = start.source, start.continued_from
         logger.info(
             " loading checkpoint from %s at iteration %d", Path(checkpoint.directory).parent, checkpoint.iteration
         )

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class Start:
     """Checkpoint from which a run starts."""
 
-    found: Found
+    source: Found
     weights_only: bool
     continued_from: int | None
     """Its iteration if this run continues its history in --save, else None."""
@@ -98,8 +98,8 @@ class Loading:
     def __init__(self, live: LiveState, start: Start, architecture: Sequence[str]) -> None:
         self.live, self.architecture = live, architecture
         self.cfg, self.world = live.cfg, live.groups.world
-        self.found, self.weights_only = start.found, start.weights_only
-        self.reader = together_reader(self.found.directory, self.world)
+        self.source, self.weights_only = start.source, start.weights_only
+        self.reader = together_reader(self.source.directory, self.world)
         # evaluation: weights and counters only
         self.goes_on = not self.weights_only and not self.cfg.validation.skip_train
         self.wants_optimizer = live.optimizer is not None and self.goes_on and not self.cfg.checkpoint.no_load_optim
@@ -154,9 +154,9 @@ class Loading:
             together(lambda: set_rng_state(states), world)
         logger.info(
             "  successfully loaded checkpoint from %s [ t %d/%d, p %d/%d ] at iteration %d",
-            Path(self.found.directory).parent,
+            Path(self.source.directory).parent,
             *live.coordinates,
-            self.found.iteration,
+            self.source.iteration,
         )
         if changes and world.is_first:
             logger.warning("%s", in_a_box(changes))  # logged last, to stay visible on the screen
@@ -165,7 +165,7 @@ class Loading:
     def _check_objects(self) -> list[str]:
         """Raise CheckpointError if the checkpoint must not be loaded; return allowed changes that affect results. First
         rank only. Reads all assets."""
-        reader, source, cfg, objects = self.reader, self.found, self.cfg, self.reader.objects
+        reader, source, cfg, objects = self.reader, self.source, self.cfg, self.reader.objects
         where = reader.directory / MANIFEST
         if wrong := malformed(objects, release=source.release):
             raise CheckpointDamagedError(f"{where}: not as training writes it: {'; '.join(wrong)}")
@@ -214,7 +214,7 @@ class Loading:
 
     def _other_history(self) -> list[str]:
         """Compare format and length of the history of delayed scales."""
-        stored, model, folder = self.reader.objects["args"], self.cfg.model, self.found.directory
+        stored, model, folder = self.reader.objects["args"], self.cfg.model, self.source.directory
         pairs = ("format", "fp8", model.fp8), ("amax-history-len", "fp8_amax_history_len", model.fp8_amax_history_len)
         return [
             f"{folder} was trained with --fp8-{flag} {stored.get(field)}, not {value}: give its value"
@@ -232,7 +232,7 @@ class Loading:
         if trained_with == rule or not {*MUON_OPTIMIZERS, "lion"} & {*trained_with.split(), *rule.split()}:
             return []
         return [
-            f"{self.found.directory} holds optimizer state of --optimizer {trained_with}, this run has --optimizer "
+            f"{self.source.directory} holds optimizer state of --optimizer {trained_with}, this run has --optimizer "
             f"{rule}: use {trained_with}, or add --no-load-optim to continue from its weights with fresh optimizer "
             "state"
         ]
@@ -244,7 +244,7 @@ class Loading:
             return []
         trained_in, precision = self._precisions()
         return [
-            f"{self.found.directory} holds optimizer state of a run in {trained_in}, this run is in {precision}: "
+            f"{self.source.directory} holds optimizer state of a run in {trained_in}, this run is in {precision}: "
             f"train in {trained_in}, or add --no-load-optim to go on from its weights with fresh optimizer state"
         ]
 

@@ -31,8 +31,8 @@ class SaveLock:
     def __init__(self, folder: str | os.PathLike, flag: str = "--save") -> None:
         self.flag = flag
         self.path = Path(folder) / LOCK
-        self._made = [path for path in (Path(folder), *Path(folder).parents) if not os.path.lexists(path)]
-        self._taken = False
+        self._created = [path for path in (Path(folder), *Path(folder).parents) if not os.path.lexists(path)]
+        self._is_locked = False
         self._open(folder)
         assert self._descriptor is not None
         while not os.fstat(self._descriptor).st_nlink:  # removed by a job that ended in the meantime
@@ -67,7 +67,7 @@ class SaveLock:
             raise CheckpointError(f"{self.path}: is not a lock file of training; remove it, or choose another --save")
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._taken = True
+            self._is_locked = True
         except (BlockingIOError, PermissionError):
             holder = text.decode("utf-8", errors="replace").strip()
             raise CheckpointError(
@@ -85,9 +85,9 @@ class SaveLock:
         times."""
         if self._descriptor is not None:
             with suppress(OSError):
-                if self._taken and os.listdir(self.path.parent) == [LOCK]:
+                if self._is_locked and os.listdir(self.path.parent) == [LOCK]:
                     self.path.unlink()
-                    for folder in self._made:
+                    for folder in self._created:
                         folder.rmdir()
             os.close(self._descriptor)
             self._descriptor = None

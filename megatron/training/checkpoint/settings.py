@@ -49,7 +49,7 @@ LAYOUT = (
 )
 TOKENIZER = tuple(field.name for field in dataclasses.fields(TokenizerConfig))
 
-TAKEN = (*SIZES, *ARCHITECTURE, *ALSO_TAKEN, *COMPUTED_WITH, *LAYOUT, *TOKENIZER)
+CONVERTED = (*SIZES, *ARCHITECTURE, *ALSO_TAKEN, *COMPUTED_WITH, *LAYOUT, *TOKENIZER)
 
 DATA_STREAM = (
     "seed", "seq_length", "split", "data_path", "train_data_path", "valid_data_path", "test_data_path",
@@ -87,8 +87,8 @@ UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "finetune"}
 
 
 def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
-    """Return all settings of the checkpoint selected by ``--load load_dir --ckpt-step step``: names in ``TAKEN`` and
-    the family's weight settings as command-line types, others as stored. Raises CheckpointError if there is no valid
+    """Return all settings of the checkpoint selected by ``--load load_dir --ckpt-step step``: names in ``CONVERTED``
+    and weight settings of the family as command-line types, others as stored. CheckpointError if there is no valid
     checkpoint or a setting cannot be converted."""
     selected = find_checkpoint(load_dir, step)
     if selected is None:
@@ -99,7 +99,7 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
         raise CheckpointDamagedError(f"{path}: args is not a table")
     family = known_family(args.get("model_family")) or get_family(default_family())
     kinds, converted, wrong = {spec.field: spec for spec in flags_of(flat_class(family.name))}, {}, []
-    for name in args.keys() & {*TAKEN, *family.weight_settings}:
+    for name in args.keys() & {*CONVERTED, *family.weight_settings}:
         try:
             converted[name] = from_object(kinds[name], args[name])
         except ValueError as error:
@@ -155,20 +155,11 @@ def check_args(
     architecture: Sequence[str] = ARCHITECTURE,
     weights_only: bool = False,
 ) -> list[str]:
-    """Reject another architecture and forgotten flags, listing every difference; log all other differences.
-
-    A run that loads only weights may change their meaning (a larger rotary base, say): only other sizes are rejected.
-
-    Args:
-        objects: JSON objects of the checkpoint, already checked by ``schema.py``.
-        current: settings of this run, as plain JSON values.
-        where: name of the checkpoint in messages.
-        architecture: settings that define the meaning of weights, custom flags of a script included.
-        weights_only: whether only weights are loaded (--finetune).
-
-    Returns:
-        One line per difference that changes the order of samples or the computed values.
-    """
+    """Reject another architecture and forgotten flags, listing every difference; log all others. Return one line per
+    difference that changes the order of samples or the computed values. With ``weights_only`` the meaning of weights
+    may change (a larger rotary base, say): only other sizes are rejected. ``objects``: JSON objects of the checkpoint,
+    already checked by ``schema.py``; ``current``: settings of this run as JSON; ``where``: name of the checkpoint in
+    messages; ``architecture``: settings that define the meaning of weights, custom flags included."""
     stored, current = with_custom_flags(objects["args"]), with_custom_flags(current)
     check_architecture(stored, current, where, architecture=architecture, weights_only=weights_only)
     differing = {name for name in stored.keys() & current.keys() - UNREPORTED if stored[name] != current[name]}

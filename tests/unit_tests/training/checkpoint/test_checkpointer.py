@@ -420,4 +420,4 @@ def test_a_forgotten_flag_that_orders_the_samples_is_refused(tmp_path):
 def test_what_is_compared_with_a_checkpoint_exists():
     known = {field.name for field in dataclasses.fields(FlatConfig)}
     assert {*checkpoint_args.DATA_STREAM, *checkpoint_args.NUMBERS, *checkpoint_args.FORGOTTEN} <= known
-    assert set(checkpoint_args.TAKEN) <= known
+    assert set(checkpoint_args.CONVERTED) <= known
