@@ -113,7 +113,7 @@ def test_mock_lengths_have_their_percentiles():
     lengths = LogNormalLengths.of_percentiles(700, 9000, 131_072).draw(100_000, 0)
     found = LengthStatistics(lengths)
     assert found.p50 == pytest.approx(700, rel=0.03) and found.p95 == pytest.approx(9000, rel=0.03)
-    assert found.longest == 131_072 and 0.1 < found.tail_share < 0.5
+    assert found.maximum == 131_072 and 0.1 < found.tail_share < 0.5
     assert str(found).startswith(f"p50 {found.p50}, p95 {found.p95}, maximum 131072 tokens; the longest 1 % hold")
 
 
