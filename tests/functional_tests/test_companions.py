@@ -43,12 +43,28 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss"
+    + (" --moe-aux-loss-coeff 0.1")
+)
+
+
 @pytest.fixture(scope="module")
 def teacher(gloo_pool, tmp_path_factory):
     """Folder of a teacher in fp64."""
+    return trained_teacher(gloo_pool, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def teacher_with_experts(gloo_pool, tmp_path_factory):
+    return trained_teacher(gloo_pool, tmp_path_factory, EXPERTS)
+
+
+def trained_teacher(gloo_pool, tmp_path_factory, flags=""):
     folder = tmp_path_factory.mktemp("teacher")
     argv = [
         *TEACHER,
+        *flags.split(),
         *VOCABULARY,
         "--mock-data",
         "--train-iters",
@@ -95,6 +111,30 @@ def test_samples_of_different_lengths_with_token_losses_equal_one_rank(matrix, t
     """The forward step of GPT: both models get the labels and return token losses."""
     model = f"{DROPOUT.replace('0.1', '0', 1)} --use-varlen-dataset --micro-batch-size 1"
     verdict = matrix.verdict(dataclasses.replace(row(teacher, layout, 2, model), wrap=TOKEN_LOSSES))
+    assert verdict.equal, verdict.first
+
+
+EP2 = "--expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    "student, layout, ranks",
+    [
+        (EXPERTS, f"{EP2} {VPP2} --micro-batch-size 1", 4),
+        ("", f"{TP2} --sequence-parallel --micro-batch-size 2", 2),
+    ],
+    ids=["EP 2, PP 2 x VPP 2", "dense student, TP 2 + SP"],
+)
+def test_a_teacher_with_experts_equals_one_rank(matrix, teacher_with_experts, student, layout, ranks):
+    """Its auxiliary losses are not part of the loss."""
+    model = f"{DROPOUT} {student}"
+    verdict = matrix.verdict(dataclasses.replace(row(teacher_with_experts, layout, ranks, model), wrap=TOKEN_LOSSES))
+    assert verdict.equal, verdict.first
+
+
+def test_a_dense_teacher_of_a_student_with_experts_equals_one_rank(matrix, teacher):
+    one = row(teacher, f"{EP2} --micro-batch-size 4", 2, f"{DROPOUT} {EXPERTS}")
+    verdict = matrix.verdict(dataclasses.replace(one, wrap=TOKEN_LOSSES))
     assert verdict.equal, verdict.first
 
 
@@ -278,6 +318,7 @@ def test_the_dry_run_names_the_teacher(teacher):
 def test_settings_that_the_teacher_does_not_fit_are_rejected(teacher, gloo_pool, tmp_path):
     with pytest.raises(ConfigError, match=r"companion teacher: --.*num-attention-heads 2: .*\d"):
         settings_of(teacher, "--tensor-model-parallel-size 4", 4)
+    assert settings_of(teacher, f"{CP2} --cp-comm-type a2a p2p a2a p2p", 2).companions["teacher"].model.num_layers == 6
     with pytest.raises(ConfigError, match="companion teacher: .*layers"):
         settings_of(teacher, f"{PP2} --num-virtual-stages-per-pipeline-rank 4 --num-layers 8", 2)
     with pytest.raises(ConfigError, match=f"companions: {tmp_path} holds no checkpoint"):

@@ -80,6 +80,8 @@ def companion_config(
         "model_family": family,
         # as many chunks as the trained model has; the number of layers per chunk follows
         "num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None,
+        # a list has one value per layer of the trained model
+        "cp_comm_type": cfg.model.cp_comm_type[:1],
     })  # fmt: skip
     own = {name: value for name, value in settings.items() if name not in _SHARED | _OF_TRAINING}
     return resolve(with_settings(flat, own, where), cfg.world_size)
