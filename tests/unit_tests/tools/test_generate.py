@@ -80,6 +80,7 @@ def test_a_folder_without_a_checkpoint_is_named_by_the_flag_that_was_given(tool,
     ("--seed", ("-1", str(2**63), str(2**64))), ("--ckpt-step", ("-1",)),
 ])  # fmt: skip
 def test_values_out_of_range_are_named_before_anything_is_loaded(tool, tmp_path, capsys, flag, values):
+    (tmp_path / "iter_0000001").mkdir()
     for value in values:
         assert tool("generate", "--load", tmp_path, f"{flag}={value}") == 2
         error = capsys.readouterr().err
@@ -93,6 +94,7 @@ def test_a_missing_folder_is_the_one_problem_named_beside_a_wrong_value(tool, tm
 
 
 def test_all_values_out_of_range_are_named_at_once(tool, tmp_path, capsys):
+    (tmp_path / "iter_0000001").mkdir()
     assert tool("generate", "--load", tmp_path, "--temperature", "nan", "--top-k=-1", "--top-p", 2, "--seed=-1") == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4 and all(": must be between " in line for line in lines)
@@ -101,6 +103,7 @@ def test_all_values_out_of_range_are_named_at_once(tool, tmp_path, capsys):
 @pytest.mark.parametrize("plant", ["pipe", "bytes", "folder", "nothing"])
 def test_a_prompt_file_that_is_no_text_is_named(tool, tmp_path, capsys, plant):
     path = tmp_path / "prompts"
+    (tmp_path / "iter_0000001").mkdir()
     {"pipe": os.mkfifo, "folder": os.mkdir, "bytes": lambda path: path.write_bytes(b"\xff\xfe\0"),
      "nothing": lambda path: None}[plant](path)  # fmt: skip
     assert tool("generate", "--load", tmp_path, "--prompt-file", path) == 2
