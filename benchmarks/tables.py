@@ -235,7 +235,8 @@ def recipes(folder: str) -> str:
 def gradient_sums() -> str:
     """Return the error of sums over ranks by precision and order."""
     content = stored("gradient_sums")
-    rows = content.get("rows", {})
+    if not (rows := content.get("rows", {})):
+        return NOTHING
     columns = [(name, order) for name in next(iter(rows.values()), {}) for order in ("ring", "tree")]
     header = ["ranks", *(f"{name}, {order}" for name, order in columns)]
     lines = ([ranks, *(f"{row[name][order]:.1e}" for name, order in columns)] for ranks, row in rows.items())

@@ -1,6 +1,7 @@
 """Fixtures shared by the whole suite."""
 
 import gc
+import logging
 import os
 import sys
 
@@ -70,6 +71,16 @@ def process_groups_are_discarded():
         state.dist.destroy_process_group()
     if not discarded:
         pytest.fail("the test did not discard its process groups; call destroy_model_parallel()")
+
+
+@pytest.fixture(autouse=True)
+def loggers_are_restored():
+    """Programs set level and handlers of the library's logger for the process."""
+    library = logging.getLogger("megatron")
+    level, propagate, handlers = library.level, library.propagate, list(library.handlers)
+    yield
+    library.setLevel(level)
+    library.propagate, library.handlers = propagate, handlers
 
 
 @pytest.hookimpl(wrapper=True)

@@ -54,10 +54,20 @@ def _fill_in_the_middle(cfg: Settings, options: Options) -> DataSet:
     """Return (class, configuration) of the data set of --fim-data."""
     from megatron.core.datasets import fim_dataset
 
-    values = asdict(cfg.fill_in_the_middle)
-    tokens = {role: values.pop(f"fim_{role}_token") for role in fim_dataset.TOKENS}
-    del values["fim_data"]
-    return fim_dataset.GPTFIMDataset, fim_dataset.GPTFIMDatasetConfig(**options, **values, fim_extra_tokens=tokens)
+    group = cfg.fill_in_the_middle
+    tokens = {
+        "prefix": group.fim_prefix_token, "middle": group.fim_middle_token, "suffix": group.fim_suffix_token,
+        "pad": group.fim_pad_token, "eod": group.fim_eod_token,
+    }  # fmt: skip
+    return fim_dataset.GPTFIMDataset, fim_dataset.GPTFIMDatasetConfig(
+        **options,
+        fim_rate=group.fim_rate,
+        fim_spm_rate=group.fim_spm_rate,
+        fim_extra_tokens=tokens,
+        fim_split_sample=group.fim_split_sample,
+        fim_fragment_rate=group.fim_fragment_rate,
+        fim_no_prefix=group.fim_no_prefix,
+    )
 
 
 def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:

@@ -330,4 +330,4 @@ def test_values_that_are_filled_up_belong_to_the_attention_core(softmax_type, ke
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, softmax_type=softmax_type, **LATENT)
     (rotary,) = (op for op in described(config, 50, 16).layers[0][0].ops if op.kind == "rotary")
     kept = {each.name: each.modules for each in rotary.saved}
-    assert kept == {"query and key": ("mla_up_proj",), "value": (kept_by,)}
+    assert kept == {"query and key": ("mla_up_proj", "self_attention"), "value": (kept_by, "self_attention")}
