@@ -43,9 +43,9 @@ def tree(parts: Tensor) -> Tensor:
     return parts[0]
 
 
-def error(found: Tensor, exact: Tensor) -> float:
+def error(total: Tensor, exact: Tensor) -> float:
     """Return the L2 norm of the difference, relative to ``exact``."""
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((total.double() - exact).norm() / exact.norm())
 
 
 def main() -> None:

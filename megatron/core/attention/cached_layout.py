@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Kernel
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.sequence_states import StateCache, StateSlots
+from megatron.core.attention.sequence_states import NUM_RESERVED, StateCache, StateSlots
 from megatron.core.attention.sink import with_sink
 from megatron.core.attention.tiles import full_tile
 from megatron.core.attention.token_layout import Core, TokenLayout
@@ -172,7 +172,7 @@ class CachedLayout(TokenLayout):
     """New tokens of several sequences on this rank. Build it by :meth:`of_indices`."""
 
     cache: PagedCache = field(default_factory=lambda: PagedCache(1, 1))
-    state_cache: StateCache = field(default_factory=lambda: StateCache(2))
+    state_cache: StateCache = field(default_factory=lambda: StateCache(NUM_RESERVED))
     chunks: tuple[Chunk, ...] = ()
     max_length: int = 0
     """Maximum length of a sequence."""
@@ -200,7 +200,7 @@ class CachedLayout(TokenLayout):
         return cls(
             **inherited,
             cache=cache,
-            state_cache=state_cache or StateCache(2),
+            state_cache=state_cache or StateCache(NUM_RESERVED),
             chunks=tuple(chunks),
             max_length=max_length,
             batch_invariant=batch_invariant,

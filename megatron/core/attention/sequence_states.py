@@ -65,7 +65,13 @@ class SlotPool:
         self._free = list(range(first - 1, NUM_RESERVED - 1, -1))
         self._free_snapshots = list(range(first + num_snapshots - 1, first - 1, -1))
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()
+        self._written: set[int] = set()
+        """Snapshots that the step in preparation writes: no other sequence of the step may write them too."""
         self.num_slots = first + num_snapshots
+
+    def begin_step(self) -> None:
+        """Start to prepare a step."""
+        self._written.clear()
 
     def allocate(self) -> int:
         """Return the slot of a new sequence; there is one per running sequence."""
@@ -88,7 +94,13 @@ class SlotPool:
             return UNUSED
         slot = self._free_snapshots.pop() if self._free_snapshots else self._snapshots.popitem(last=False)[1]
         self._snapshots[key] = slot
+        self._written.add(slot)
         return slot
+
+    def replace(self, key: bytes) -> None:
+        """Forget the snapshot of ``key``, unless the step in preparation writes it."""
+        if self._snapshots.get(key) not in self._written:
+            self.withdraw([key])
 
     def withdraw(self, keys: list[bytes] | None = None) -> None:
         """Forget the snapshots of ``keys``, or all."""

@@ -88,6 +88,8 @@ class Scheduler:
     def plan(self) -> list[tuple[Sequence, int]]:
         """Return the sequences of the next step with their numbers of new tokens, in the order of arrival; allocates
         the pages. Empty if nothing is left to do."""
+        if self.slots is not None:
+            self.slots.begin_step()
         budget, chunks = self.limits.max_tokens, []
         preemptions = self.num_preemptions
         index = 0
@@ -163,7 +165,8 @@ class Scheduler:
             for number in range(len(sequence.keys), stop // size):
                 key = page_key(key, sequence.ids[number * size : (number + 1) * size])
             if stop > sequence.num_prompt:
-                self.slots.withdraw([] if sequence.newest is None else [sequence.newest])
+                if sequence.newest is not None:
+                    self.slots.replace(sequence.newest)
                 sequence.newest = key
             snapshot = self.slots.snapshot(key)
         return StateSlots(sequence.state, sequence.slot, snapshot)

@@ -116,3 +116,27 @@ def test_slots_of_sequences_and_snapshots_do_not_overlap():
     assert pool.snapshot(b"c") == slots[3] and pool.find(b"b") is None, "b was used before a"
     pool.withdraw([b"a"])
     assert pool.find(b"a") is None and pool.snapshot(b"d") == slots[2]
+
+
+def test_two_sequences_of_a_step_never_write_one_snapshot():
+    """An equal sequence wrote the key again in this step: a later one must not pass its slot on."""
+    pool = SlotPool(2, 2)
+    pool.begin_step()
+    first = pool.snapshot(b"a")
+    pool.begin_step()
+    pool.withdraw([b"a"])
+    again = pool.snapshot(b"a")
+    pool.replace(b"a")
+    assert pool.find(b"a") == again and pool.snapshot(b"b") != again
+    pool.begin_step()
+    pool.replace(b"a")
+    assert pool.find(b"a") is None and pool.snapshot(b"c") == first == again
+
+
+def test_equal_texts_in_progress_keep_their_snapshots_apart():
+    model = build()
+    three, prompt = engine(model, max_sequences=4), [3, 1, 4, 1, 5]
+    check(model, three, [prompt, prompt, [2, 7], prompt, prompt], count=14)
+    results = three.generate([Request(prompt=[*prompt, 9, 2], max_new_tokens=4, sampling=GREEDY)])
+    with torch.no_grad():
+        assert results[0].tokens == continued(model, [*prompt, 9, 2], 4)[0]
