@@ -36,12 +36,19 @@ from megatron.training.trainer import Trainer
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
 
+MAX_DRAWS = 100
+
+
 class SyntheticSamples(RandomSamples):
-    """Random samples of a task; every third one is fully masked."""
+    """Random samples of a task. Every third one is fully masked if a global batch has at least 2 samples; all others
+    have tokens that contribute to the loss, so that every global batch does."""
 
     def __getitem__(self, index: int) -> dict[str, object]:
-        sample = super().__getitem__(index)
-        if index % 3 == 1:
+        for seed in range(self.first + index, self.first + index + MAX_DRAWS * self.length, self.length):
+            sample = self.task.random_sample(np.random.default_rng(seed))
+            if np.any(sample["loss_mask"]):
+                break
+        if index % 3 == 1 and self.task.cfg.training.global_batch_size > 1:
             sample["loss_mask"] = np.zeros_like(sample["loss_mask"])
         return sample
 

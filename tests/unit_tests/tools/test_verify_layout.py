@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from megatron.console import run_tool
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.tools import verify_layout
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
+from megatron.training.tasks.language_model import task_class
+from megatron.training.verify.layout_trace import SyntheticSamples, with_synthetic_data
 
 FLAGS = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8"
@@ -68,6 +71,30 @@ def test_a_sound_layout_exits_with_0(capsys):
     assert verify_layout.main([*LLAMA, *LAYOUT]) == 0
     out = capsys.readouterr().out
     assert "2 ranks = tensor 1 x context 1 x pipeline 2 x data 1" in out and "\nequal: " in out
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [("gpt", ""), ("gpt", "--use-varlen-dataset"), ("bert", "--mask-prob 0.05"), ("t5", "--decoder-seq-length 4")],
+)
+def test_every_global_batch_has_tokens_that_contribute_to_the_loss(family, flags, batch_size):
+    sizes = (
+        f"--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 {flags}"
+    )
+    argv = f"{sizes} --micro-batch-size 1 --global-batch-size {batch_size} --train-iters 1 --lr 1".split()
+    cfg = validate_args(parse_args(argv, needs_data=False, model_family=family), 1)
+    samples = SyntheticSamples(with_synthetic_data(task_class(family), 61)(cfg), 1 << 20)
+    counts = np.array([np.sum(samples[index]["loss_mask"]) for index in range(60 * batch_size)])
+    assert counts.reshape(60, batch_size).sum(1).min() > 0
+    assert np.all(counts[1::3] == 0) == (batch_size > 1)
+
+
+def test_a_sound_layout_with_one_sequence_per_batch_exits_with_0(capsys):
+    flags = ["--tensor-model-parallel-size", "2", "--global-batch-size", "1", "--steps", "3"]
+    assert verify_layout.main([*LLAMA, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "batches of 1 in micro-batches of 1" in out and "\nequal: " in out and "nan" not in out
 
 
 FP8 = "--fp8-format hybrid --use-distributed-optimizer --fp8-param-gather --micro-batch-size 2 --sequence-parallel"
