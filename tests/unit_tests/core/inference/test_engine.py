@@ -331,14 +331,15 @@ def test_layers_that_cannot_cache_are_named():
         engine(model)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("name", "batch_invariant"), [
     *((name, False) for name in MODELS if name != "tied"), ("learned", True), ("latent", True),
 ])  # fmt: skip
-def test_a_request_with_logits_that_are_not_finite_does_not_end_the_others(name, batch_invariant):
+def test_a_request_with_logits_that_are_not_finite_does_not_end_the_others(name, batch_invariant, device):
     """Two tokens have NaN embeddings, mostly 0, which also fills padding rows. Prompts share a first page with failing
     ones, fail in their scores, fail in the second chunk, or reuse freed pages with NaN keys."""
     fields = {"batch_invariant_mode": True, "ffn_hidden_size": 24} if batch_invariant else {}
-    model = build(name, torch.float32, **fields)
+    model = build(name, torch.float32, **fields).to(device)
     greedy, shared = Sampling(temperature=0), [3, 4, 5, 6]
     healthy = [[*shared, 9], [*shared, 7, 8, 9], [2, 1], [5, 4, 3, 2, 1, 6]]
     expected = engine(model).generate([Request(prompt=x, max_new_tokens=4, sampling=greedy) for x in healthy])
