@@ -24,6 +24,8 @@ class OptionalGroup(FlagGroup):
     """Value of a field, besides its default, that every family accepts."""
     CHOICES: ClassVar[Mapping[str, tuple[object, str]]] = {}
     """Field of another group -> (value that requires this group, fix)."""
+    TRANSFORM: ClassVar[str] = ""
+    """Function (settings) -> ``ModelTransform`` or None that the group asks for, as ``"package.module:function"``."""
 
 
 def used_fields(group: type[OptionalGroup], settings: object) -> Iterator[str]:

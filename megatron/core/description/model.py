@@ -61,6 +61,8 @@ class Param:
     """Number of stored dims: leading logical dims are flattened into the first."""
     active: float = 1.0
     """Fraction of elements active per token (experts: top-k / num_experts)."""
+    frozen: bool = False
+    """Whether it is not trained: no gradient, no optimizer state."""
 
     @property
     def is_expert(self) -> bool:

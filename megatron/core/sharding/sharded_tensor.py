@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -67,16 +67,21 @@ class ShardedTensor:
 
 
 def module_tensors(
-    module: nn.Module, *, groups: ProcessGroups, prefix: str = "", rounded: bool = False
+    module: nn.Module,
+    *,
+    groups: ProcessGroups,
+    prefix: str = "",
+    rounded: bool = False,
+    includes: Callable[[str], bool] = bool,
 ) -> dict[str, ShardedTensor]:
     """Return the parameters and persistent buffers of ``module`` as sharded tensors, named ``prefix`` + global name.
     Parameters follow their placement; buffers are replicated. A tied copy has the name of the original parameter.
     Several local parameters that hold parts of one global tensor have its name, but distinct dict keys. The tensors are
     live. With ``rounded``, weights stored in higher precision than the compute dtype (fp32 shards of FSDP) are instead
-    copies in the compute dtype, which is the checkpoint's format."""
+    copies in the compute dtype, which is the checkpoint's format. ``includes`` selects by global name; default: all."""
     tensors: dict[str, ShardedTensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and includes(global_name(name, spec_or_replicated(value))):
             tensors |= stored_tensors(name, value, groups=groups, prefix=prefix, rounded=rounded)
     return tensors
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -112,12 +113,26 @@ class Gemms:
         self.accumulate(total, grad.flatten(0, -2).t(), x.flatten(0, -2))
 
 
+Product = Callable[..., Tensor]
+"""Function (x, weight, bias, traits, store) -> output, as ``linear.parallel_linear``."""
+
+
 class GemmLayer(nn.Module):
     """Base class of layers with a GEMM."""
 
     weight_gradient_store: WeightGradientStore | None = None
     """Queue of deferred weight gradients; a pipeline runtime sets it."""
     traits: LinearTraits
+    product: Product
+    """Product of the layer: ``parallel_linear``, or one that :meth:`wrap` added to."""
+    shared_product: Product
+    """Product with the rows that several ranks hold (``ColumnParallelLinear.shared_weight``)."""
+
+    def wrap(self, name: str, wrapper: nn.Module, product: str = "product") -> None:
+        """Compute ``product`` by ``wrapper(inner product, x, weight, bias, traits, store)``, from now on the submodule
+        ``name``. Names of the layer's parameters stay; later wrappers are outside of earlier ones."""
+        self.add_module(name, wrapper)
+        setattr(self, product, partial(wrapper, getattr(self, product)))
 
     def use_gemms(self, gemms: object) -> None:
         """Replace the GEMMs by an object of the layer's kind: :class:`Gemms`, or ``GroupedProducts`` for experts."""

@@ -82,6 +82,8 @@ class ColumnParallelLinear(GemmLayer):
     slices of the global ``weight`` and ``bias``. They come last in a rank's output; ``gather_output`` and
     ``skip_bias_add`` then raise ValueError."""
 
+    product = shared_product = staticmethod(parallel_linear)
+
     @takes_megatron_arguments
     def __init__(
         self,
@@ -138,12 +140,12 @@ class ColumnParallelLinear(GemmLayer):
             traits = self._bare_traits._replace(weight_has_other_uses=True)
             output = parallel_linear(self._enter(x, self.group), weight, bias, traits)
         elif self.shared_weight is None:
-            output = parallel_linear(x, self.weight, bias, traits, store)
+            output = self.product(x, self.weight, bias, traits, store)
         else:
             # gather the input and reduce its gradient once for both weights, without overlap
             entered = x if is_gathered else self._enter(x, self.group)
-            exclusive = parallel_linear(entered, self.weight, bias, self._bare_traits, store)
-            shared = parallel_linear(entered, self.shared_weight, self.shared_bias, self._bare_traits, store)
+            exclusive = self.product(entered, self.weight, bias, self._bare_traits, store)
+            shared = self.shared_product(entered, self.shared_weight, self.shared_bias, self._bare_traits, store)
             output = torch.cat((exclusive, shared), dim=-1)  # shared rows come last
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
@@ -238,15 +240,17 @@ class RowParallelLinear(RowParallel, GemmLayer):
     Input is this rank's slice [..., input_size / tp] (``input_is_parallel``) or the full [..., input_size]. Output
     [..., output_size] is all-reduced, or reduce-scattered along the sequence under sequence parallelism."""
 
+    product = staticmethod(parallel_linear)
+
     def forward(self, x: Tensor, *, in_flight: bool = False) -> tuple[Any, Tensor | None]:
         """Return (output, bias for the caller to add or None). Splits ``x`` along the last dim first unless
         ``input_is_parallel``. All-reduces the product, or reduce-scatters it along the sequence, and then adds the
         bias. ``in_flight`` (sequence parallelism): return (the reduce-scatter in flight, bias); pass the handle to
         :meth:`finish`, which adds the bias."""
         if self._bias_is_fused:
-            return parallel_linear(x, self.weight, self.bias, self.traits, self.weight_gradient_store), None
+            return self.product(x, self.weight, self.bias, self.traits, self.weight_gradient_store), None
         entered = self._enter(x, self.group)
-        output = parallel_linear(entered, self.weight, None, self.traits, self.weight_gradient_store)
+        output = self.product(entered, self.weight, None, self.traits, self.weight_gradient_store)
         if in_flight:
             return start_reduce_scatter(output, self.group), self.bias
         return self._with_bias(self._leave(output, self.group))
@@ -268,6 +272,8 @@ class ReplicatedLinear(GemmLayer):
     each rank has different tokens, so gradients are partial sums over the group. Set ``whole_input`` if every rank has
     the full input instead."""
 
+    product = staticmethod(parallel_linear)
+
     def __init__(
         self, input_size: int, output_size: int, *, config: ModelParallelConfig, init_method: Init, bias: bool = True,
         whole_input: bool = False, groups: ProcessGroups,
@@ -280,7 +286,7 @@ class ReplicatedLinear(GemmLayer):
         self.traits = _traits(config, groups)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return parallel_linear(x, self.weight, self.bias, self.traits, self.weight_gradient_store), None
+        return self.product(x, self.weight, self.bias, self.traits, self.weight_gradient_store), None
 
 
 class VocabParallelEmbedding(nn.Module):

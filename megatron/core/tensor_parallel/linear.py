@@ -115,12 +115,13 @@ class _ParallelLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, bias: Any, traits: LinearTraits,
         store: WeightGradientStore | None, ready: Tensor | None, bias_ready: Tensor | None, for_backward: bool,
     ) -> Tensor:  # fmt: skip
-        """Saves the local ``x`` (not gathered) as an operand and the weight; keeps the parameters on ``ctx`` for their
-        ``main_grad``."""
+        """Saves the weight and, unless it is frozen, the local ``x`` (not gathered) as an operand; keeps the parameters
+        on ``ctx`` for their ``main_grad``."""
         ctx.adds_weight, ctx.adds_bias = isinstance(weight, FusedGradParam), isinstance(bias, FusedGradParam)
         weight, bias = unwrap(weight), unwrap(bias)
         packed = traits.gemms.pack_input(x, for_backward=for_backward)
-        ctx.save_for_backward(weight, *tensors_of(packed.second))
+        # a frozen weight's input is read by no backward pass
+        ctx.save_for_backward(weight, *(tensors_of(packed.second) if for_backward else ()))
         ctx.traits, ctx.store = traits, store
         # keep the parameters: recomputation returns saved tensors as copies without main_grad
         ctx.weight, ctx.bias = weight, bias
@@ -135,7 +136,7 @@ class _ParallelLinear(torch.autograd.Function):
         """Return dX, reduced as ``traits`` say, dW and db: None if in ``main_grad``, dW also if put into ``store`` as a
         closure. The gradients of ``ready`` and ``bias_ready`` are placeholders. Waits for its collectives."""
         weight, *saved = ctx.saved_tensors
-        x = operand_of(saved)
+        x: Any = operand_of(saved) if saved else None
         traits, store, needs = ctx.traits, ctx.store, ctx.needs_input_grad
         needs_weight, needs_bias = needs[1] or ctx.adds_weight, needs[2] or ctx.adds_bias
         grad_weight = None

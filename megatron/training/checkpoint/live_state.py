@@ -40,7 +40,9 @@ class LiveState:
         come first: main parameters may share their memory. ``scales``: delayed fp8 scales. Random states are copies."""
         tensors: dict[str, ShardedTensor] = {}
         for chunk in self.chunks:
-            tensors |= module_tensors(chunk, prefix="model.", groups=self.groups, rounded=rounded)
+            tensors |= module_tensors(
+                chunk, prefix="model.", groups=self.groups, rounded=rounded, includes=self.cfg.stores
+            )
         if optimizer is not None and self.optimizer is not None:
             tensors |= self.optimizer.sharded_tensors("optimizer.", optimizer)
         if scales:

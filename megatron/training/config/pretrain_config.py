@@ -25,6 +25,7 @@ from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.models.family import ModelFamily
+from megatron.core.models.transforms import ModelTransform
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
@@ -98,7 +99,21 @@ class PretrainConfig:
     def describe(self, vocab_size: int) -> ModelDescription:
         """Return the description of the model; torch-free unless --spec is set. ``vocab_size`` is unpadded, 0 if
         unknown."""
-        return self.family.describe(self, vocab_size)
+        model = self.family.describe(self, vocab_size)
+        for transform in self.transforms:
+            model = transform.describe(model)
+        return model
+
+    @functools.cached_property
+    def transforms(self) -> tuple[ModelTransform, ...]:
+        """Changes of the built model that groups of flags ask for, in order."""
+        functions = [kind.TRANSFORM for kind in self.family.groups if kind.TRANSFORM]
+        transforms = (pkgutil.resolve_name(function)(self) for function in functions)
+        return tuple(transform for transform in transforms if transform is not None)
+
+    def stores(self, name: str) -> bool:
+        """Return whether checkpoints of the run contain the model's tensor with this global name."""
+        return all(transform.stores(name) for transform in self.transforms)
 
     @functools.cached_property
     def companions(self) -> Mapping[str, PretrainConfig]:

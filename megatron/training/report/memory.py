@@ -184,15 +184,21 @@ def _fp8_copies(cfg: PretrainConfig, model: ModelDescription, stage: StageConten
 def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:
     """Return :func:`_chunk_state` without fp8 copies. Experts with another reduction group have separate buffers."""
     parameters = stored_parameters(cfg, stage_pieces(model, stage))
-    if not parameters:
-        return 0, 0, 0, 0
-    if cfg.distributed.use_torch_fsdp2 and _sum_ranks(cfg) > 1:
+    if parameters and cfg.distributed.use_torch_fsdp2 and _sum_ranks(cfg) > 1:
         return _fully_sharded_state(cfg, parameters, layers_held(model, stage))
+    frozen = sum(stored.elements for stored in parameters if stored.param.frozen) * activation_bytes(cfg.model)
+    trained = [stored for stored in parameters if not stored.param.frozen]
+    weights, gradients, optimizer = _trained_state(cfg, model, trained)
+    return frozen + weights, gradients, optimizer, 0
+
+
+def _trained_state(cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored]) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and optimizer state of parameters in gradient buffers."""
     # parameters that are reduced over other ranks (experts) have separate buffers
     ranks = _sum_ranks(cfg), _expert_sum_ranks(cfg)
     if ranks[0] == ranks[1] and cfg.model.expert_model_parallel_size == 1:
         weights, gradients, shards = _buffer_state(cfg, model, parameters, ranks[0])
-        return weights, gradients, max(shards), 0
+        return weights, gradients, max(shards)
     kinds = ([parameter for parameter in parameters if parameter.param.is_expert is expert] for expert in (False, True))
     dense, experts = (_buffer_state(cfg, model, kind, size) for kind, size in zip(kinds, ranks))
     tp, of_experts = cfg.model.tensor_model_parallel_size, expert_tensor_ranks(cfg.model)
@@ -201,7 +207,7 @@ def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageCon
         dense[2][rank // tp % len(dense[2])] + experts[2][rank // of_experts % len(experts[2])]
         for rank in range(tp * ranks[0])
     ]
-    return dense[0] + experts[0], dense[1] + experts[1], max(shards), 0
+    return dense[0] + experts[0], dense[1] + experts[1], max(shards)
 
 
 def _buffer_state(
@@ -259,18 +265,17 @@ def _fully_sharded_state(
     """Working memory: gathered layers, parameters outside of layers and the largest unreduced gradients."""
     shards = _sum_ranks(cfg) // cfg.distributed.num_distributed_optimizer_instances
     sizes = [-(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:]) for parameter in parameters]
-    rows, moments = sum(sizes), sum(
-        size * moment_bytes(cfg, _is_matrix(cfg, parameter)) for size, parameter in zip(sizes, parameters)
-    )  # fmt: skip
+    trained = [(size, parameter) for size, parameter in zip(sizes, parameters) if not parameter.param.frozen]
+    moments = sum(size * moment_bytes(cfg, _is_matrix(cfg, parameter)) for size, parameter in trained)
     units = [sum(parameter.elements for parameter in stored_parameters(cfg, layer)) for layer in layers]
     outside = sum(parameter.elements for parameter in parameters) - sum(units)
     # the next layer is gathered while the current one computes
     together = 2 if cfg.distributed.torch_fsdp2_reshard_after_forward else len(units)
     gathered = outside + sum(sorted(units)[-together:])
-    unsummed = max([outside, *units])
-    full = state_bytes(cfg)
+    full, fraction = state_bytes(cfg), sum(size for size, _ in trained) / sum(sizes)
+    unsummed = int(max([outside, *units]) * fraction)
     working = gathered * activation_bytes(cfg.model) + unsummed * gradient_bytes(cfg)
-    return rows * full, rows * full, moments, working
+    return sum(sizes) * full, sum(size for size, _ in trained) * full, moments, working
 
 
 def _sum_ranks(cfg: PretrainConfig) -> int:

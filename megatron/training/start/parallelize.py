@@ -48,6 +48,8 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
         chunks.append(model.to(device))
     for model in chunks:
         adopt_declarations(model, parallel_state.get_process_groups())
+        for transform in task.cfg.transforms:
+            transform.apply(model, parallel_state.get_process_groups())
         if task.cfg.model.sequence_parallel:
             require_declarations(model)
     return chunks
