@@ -103,6 +103,9 @@ def cost_rows(cfg: PretrainConfig, flops_per_iteration: float, samples: int) -> 
     if rate is None:
         yield "time", "not predicted: speed was measured only with --bf16, for model families of this package"
         return
+    if cfg.model.attention_dropout:
+        yield "time", "not measured with unfused attention (--attention-dropout): only predicted, below"
+        return
     factor = 4 / 3 if cfg.model.recompute_granularity == "full" else 1.0  # includes a second forward pass
     seconds = flops_per_iteration * factor / cfg.world_size / (rate.tflops * 1e12)
     where = f"at {rate.tflops:.0f} TFLOP/s per GPU, measured on {rate.device} ({rate.row})"
