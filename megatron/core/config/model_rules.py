@@ -1,6 +1,7 @@
 """Rules of a model's settings alone: the library applies them in ``TransformerConfig``, the command line with its own.
 
-A rule is a public generator. Messages are in terms of flags; :func:`library_problems` names fields instead.
+A rule is a row of ``requirements.tsv`` or a public generator. Messages are in terms of flags;
+:func:`library_problems` names fields instead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.moe import MoEConfig, expert_tensor_ranks
 from megatron.core.config.problems import Problems, collect_rules, common_divisors, nearest_multiples
+from megatron.core.config.requirements import read_table, unmet
 
 BATCH_INVARIANT_PARTS = 8
 """Parts of every sum that tensor parallelism splits, with --batch-invariant-mode: the largest tensor-parallel size."""
@@ -50,27 +52,9 @@ def query_groups_divide_heads(cfg: ModelSettings) -> Problems:
         yield problem(cfg, "num_query_groups", f"does not divide --num-attention-heads {heads}")
 
 
-def latent_attention_exclusions(cfg: ModelSettings) -> Problems:
-    """With --multi-latent-attention, reject settings of ordinary attention. Require --q-lora-rank with
-    --mla-down-proj-fusion, and an even --qk-pos-emb-head-dim."""
-    if not cfg.multi_latent_attention:
-        return
-    reasons = {
-        "qk_l2_norm": "contradicts --multi-latent-attention, whose norms are --qk-layernorm",
-        "qk_layernorm_across_heads": "contradicts --multi-latent-attention, whose norms are --qk-layernorm",
-        "rotary_base_local": "contradicts --multi-latent-attention, which has one rotary base",
-        "no_rope_freq": "contradicts --multi-latent-attention, which uses rotary positions in every layer",
-        "softmax_scale": "contradicts --multi-latent-attention, which computes its softmax scale",
-        "add_qkv_bias": "contradicts --multi-latent-attention, which has no fused query/key/value projection",
-        "rotary_interleaved": "has no effect with --multi-latent-attention, which always interleaves",
-    }
-    for field, reason in reasons.items():
-        if getattr(cfg, field):
-            yield problem(cfg, field, reason, "remove it")
-    if cfg.mla_down_proj_fusion and cfg.q_lora_rank is None:
-        reason = "fuses the projections of the query and key/value latents, but there is no query latent"
-        yield problem(cfg, "mla_down_proj_fusion", reason, "add --q-lora-rank")
-    if (rotated := cfg.qk_pos_emb_head_dim) % 2:
+def latent_rotary_channels_even(cfg: ModelSettings) -> Problems:
+    rotated = cfg.qk_pos_emb_head_dim
+    if cfg.multi_latent_attention and rotated % 2:
         reason = f"rotates {rotated} of {rotated} channels; the number must be even and not 0"
         yield problem(cfg, "qk_pos_emb_head_dim", reason)
 
@@ -121,12 +105,9 @@ def fp8_other_sizes(cfg: ModelSettings) -> Problems:
 
 
 def fp8_first_last_layers(cfg: ModelSettings) -> Problems:
-    """Reject --first-last-layers-bf16 with delayed scaling, as Megatron-LM does, and with more layers than exist."""
+    """Reject --first-last-layers-bf16 with more layers than exist."""
     if cfg.fp8 is None or not cfg.first_last_layers_bf16:
         return
-    if cfg.fp8_recipe == "delayed":
-        fix = "--fp8-recipe tensorwise or blockwise"
-        yield problem(cfg, "first_last_layers_bf16", "is not supported with --fp8-recipe delayed", fix)
     in_bf16 = cfg.num_layers_at_start_in_bf16 + cfg.num_layers_at_end_in_bf16
     if cfg.num_layers is not None and in_bf16 > cfg.num_layers:
         reason = f"with --num-layers-at-end-in-bf16 {cfg.num_layers_at_end_in_bf16} exceeds the {cfg.num_layers} layers"
@@ -144,20 +125,10 @@ def fp8_recomputed_outputs(cfg: ModelSettings) -> Problems:
 
 
 def activation_offload(cfg: ModelSettings) -> Problems:
-    """Reject flags of offloading without it, modules that are missing or saved twice, and Transformer Engine."""
+    """Reject modules to offload that the model does not have, or that are recomputed as well."""
     modules = cfg.offload_modules or ()
     if not cfg.fine_grained_activation_offloading:
-        if modules:
-            yield problem(cfg, "offload_modules", "requires --fine-grained-activation-offloading", "add it")
         return
-    if not modules:
-        yield problem(cfg, "fine_grained_activation_offloading", "requires --offload-modules")
-    if cfg.transformer_impl == "transformer_engine":
-        reason = "is not supported with --transformer-impl transformer_engine"
-        yield problem(cfg, "fine_grained_activation_offloading", reason, "use --transformer-impl local")
-    if cfg.recompute_granularity == "full":
-        reason = "contradicts --recompute-granularity full, which saves no tensors of these modules"
-        yield problem(cfg, "offload_modules", reason, "choose one")
     recomputed = recomputed_modules(cfg)
     for name in modules:
         reason = fix = ""
@@ -196,11 +167,6 @@ _NOT_SAVED = {
 """Recomputed modules that save less, or other tensors, where a module to offload saves them."""
 
 
-def repeated_mtp_layer_needs_mtp(cfg: ModelSettings) -> Problems:
-    if cfg.mtp_use_repeated_layer and cfg.mtp_num_layers is None:
-        yield problem(cfg, "mtp_use_repeated_layer", "requires --mtp-num-layers", "add --mtp-num-layers N")
-
-
 def tensor_parallel_heads(cfg: ModelSettings) -> Problems:
     """Require --num-attention-heads and --ffn-hidden-size to be multiples of the tensor-parallel size."""
     tp, heads, width = cfg.tensor_model_parallel_size, cfg.num_attention_heads, cfg.ffn_hidden_size
@@ -225,24 +191,14 @@ def tensor_parallel_key_value_heads(cfg: ModelSettings) -> Problems:
 
 
 def qk_norm_across_heads(cfg: ModelSettings) -> Problems:
-    """For --qk-layernorm-across-heads without latent attention, require --qk-layernorm, RMSNorm, and query groups that
-    are a multiple of the tensor-parallel size."""
-    if not cfg.qk_layernorm_across_heads or cfg.multi_latent_attention:
-        return
-    field, tp, groups = "qk_layernorm_across_heads", cfg.tensor_model_parallel_size, cfg.num_query_groups
-    if not cfg.qk_layernorm:
-        yield problem(cfg, field, "requires --qk-layernorm", "add that flag")
-    if cfg.normalization != "RMSNorm":
-        reason = f"is not supported with --normalization {cfg.normalization}"
-        yield problem(cfg, field, reason, "--normalization RMSNorm")
-    if groups and groups % tp:
+    tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
+    if cfg.qk_layernorm_across_heads and not cfg.multi_latent_attention and groups and groups % tp:
         reason = f"requires that --tensor-model-parallel-size {tp} divides the {groups} key/value heads"
-        yield problem(cfg, field, reason, "use fewer tensor-parallel ranks")
+        yield problem(cfg, "qk_layernorm_across_heads", reason, "use fewer tensor-parallel ranks")
 
 
 def batch_invariant_mode(cfg: ModelSettings) -> Problems:
-    """With --batch-invariant-mode, reject what computes in another order of sums or has no fixed one, and sizes that do
-    not split into the fixed parts."""
+    """With --batch-invariant-mode, reject sizes that do not split into the fixed parts."""
     if not cfg.batch_invariant_mode:
         return
     parts = BATCH_INVARIANT_PARTS
@@ -261,99 +217,25 @@ def batch_invariant_mode(cfg: ModelSettings) -> Problems:
             what = f"gives {width} channels, which" if name == "num_attention_heads" else ""
             reason = f"{what} --batch-invariant-mode adds in {parts} parts".strip()
             yield problem(cfg, name, reason, f"use a multiple of {parts}")
-    excluded = {
-        "fp8": "scales depend on the batch",
-        "tp_comm_overlap": "halves of a micro-batch exchange rounded sums",
-        "overlap_moe_expert_parallel_comm": "halves of a micro-batch exchange rounded sums",
-        "cross_entropy_chunk_tokens": "chunked losses use another order of sums",
-        "qk_layernorm_across_heads": "sums over heads depend on --tensor-model-parallel-size",
-    }
-    for name, reason in excluded.items():
-        if getattr(cfg, name) not in (None, False, 0.0):
-            yield problem(cfg, name, f"is not supported with --batch-invariant-mode: {reason}", "remove it")
-    if cfg.num_moe_experts is None:
-        return
-    if cfg.expert_model_parallel_size > 1 and cfg.moe_token_dispatcher_type == "allgather":
-        reason = "adds rounded sums of ranks, which --batch-invariant-mode does not support"
-        yield problem(cfg, "moe_token_dispatcher_type", reason, "--moe-token-dispatcher-type alltoall")
-    if expert_tensor_ranks(cfg) > 1:
+    if cfg.num_moe_experts is not None and expert_tensor_ranks(cfg) > 1:
         reason = "splits experts, whose sums --batch-invariant-mode does not order"
         yield problem(cfg, "expert_tensor_parallel_size", reason, "--expert-tensor-parallel-size 1")
 
 
 def window_settings(cfg: ModelSettings) -> Problems:
     pattern = cfg.window_attn_skip_freq
-    if pattern is not None and cfg.window_size is None:
-        yield problem(cfg, "window_attn_skip_freq", "requires --window-size", "add --window-size LEFT,0")
     if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
         yield problem(cfg, "window_attn_skip_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
 
 
 def activation_settings(cfg: ModelSettings) -> Problems:
-    """Reject several of --swiglu, --squared-relu, --relu, --quick-geglu and --geglu; the exact-GELU flag with an
-    activation other than GELU or --geglu; and the clamp value and linear offset of gated units without a gated
-    activation."""
+    """Reject several of --swiglu, --squared-relu, --relu, --quick-geglu and --geglu, and the exact-GELU flag with an
+    activation other than GELU or --geglu."""
     chosen = [field for field in ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu") if getattr(cfg, field)]
     if len(chosen) > 1:
         yield problem(cfg, chosen[1], f"contradicts --{chosen[0].replace('_', '-')}", "give one activation")
     if cfg.exact_gelu and chosen not in ([], ["geglu"]):
         yield problem(cfg, "exact_gelu", f"contradicts --{chosen[0].replace('_', '-')}", "use it with GELU or --geglu")
-    for field in ("activation_func_clamp_value", "glu_linear_offset"):
-        if getattr(cfg, field) and not cfg.gated_linear_unit:
-            yield problem(cfg, field, "needs a gated activation", "--swiglu, --quick-geglu or --geglu")
-
-
-def residual_settings(cfg: ModelSettings) -> Problems:
-    contradictions = {
-        "use_parallel_residual": cfg.use_parallel_residual,
-        "norm_placement": cfg.norm_placement == "post",
-    }
-    for field, is_given in contradictions.items():
-        if is_given and cfg.apply_residual_connection_post_layernorm:
-            yield problem(cfg, field, "contradicts --apply-residual-connection-post-layernorm", "choose one of the two")
-
-
-def shared_norm_settings(cfg: ModelSettings) -> Problems:
-    """Reject --share-parallel-norm where branches have separate norms or the norm is recomputed."""
-    if not cfg.share_parallel_norm:
-        return
-    if not cfg.use_parallel_residual:
-        yield problem(cfg, "share_parallel_norm", "requires --use-parallel-residual", "add that flag")
-    if cfg.norm_placement != "pre":
-        yield problem(cfg, "share_parallel_norm", f"contradicts --norm-placement {cfg.norm_placement}", "remove one")
-    if "layernorm" in (cfg.recompute_modules or ()):
-        yield problem(cfg, "share_parallel_norm", "contradicts layernorm in --recompute-modules", "leave it out there")
-    if cfg.transformer_impl == "transformer_engine":
-        yield problem(cfg, "share_parallel_norm", "contradicts --transformer-impl transformer_engine", "remove one")
-
-
-def output_bias_settings(cfg: ModelSettings) -> Problems:
-    if cfg.output_layer_bias and cfg.logits_scaling != 1.0:
-        yield problem(cfg, "output_layer_bias", "contradicts --logits-scaling", "remove one")
-
-
-def embedding_norm_settings(cfg: ModelSettings) -> Problems:
-    """Reject --embed-layernorm with --norm-placement post, --use-parallel-residual or the post-norm residual."""
-    if not cfg.embed_layernorm:
-        return
-    fix = "choose one of the two"
-    if cfg.norm_placement == "post":
-        reason = "contradicts --norm-placement post, which has no norm before the first layer"
-        yield problem(cfg, "embed_layernorm", reason, fix)
-    for field in ("use_parallel_residual", "apply_residual_connection_post_layernorm"):
-        if getattr(cfg, field):
-            yield problem(cfg, field, "contradicts --embed-layernorm", fix)
-
-
-def one_precision(cfg: ModelSettings) -> Problems:
-    if cfg.fp16 and cfg.bf16:
-        yield problem(cfg, "fp16", "contradicts --bf16", "choose one of the two")
-
-
-def expert_parallelism_needs_experts(cfg: ModelSettings) -> Problems:
-    """Check nothing else of dense models: programs pass other expert settings to them too, which have no effect."""
-    if cfg.num_moe_experts is None and cfg.expert_model_parallel_size > 1:
-        yield problem(cfg, "expert_model_parallel_size", "needs experts", "--num-experts N")
 
 
 def moe_layer_pattern(cfg: ModelSettings) -> Problems:
@@ -396,24 +278,13 @@ def router_settings(cfg: ModelSettings) -> Problems:
     ):
         reason = "gives the router no gradient: the softmax over one selected expert is always 1"
         yield problem(cfg, "moe_router_topk", reason, "add --moe-router-pre-softmax")
-    if cfg.moe_router_enable_expert_bias and scores == "softmax":
-        reason = "requires scores that are independent per expert"
-        yield problem(cfg, "moe_router_enable_expert_bias", reason, "--moe-router-score-function sigmoid")
-    other_choice = cfg.moe_router_enable_expert_bias or cfg.moe_router_num_groups or scores != "softmax"
-    if "sinkhorn" in cfg.moe_router_load_balancing_type and other_choice:
-        reason = "sinkhorn does not support expert groups, an expert bias or other score functions"
-        yield problem(cfg, "moe_router_load_balancing_type", reason)
 
 
 def expert_groups(cfg: ModelSettings) -> Problems:
     """Require groups that divide --num-experts, and selected groups that hold top-k experts (a multiple of them unless
     --moe-router-group-score-topk is set)."""
     experts, groups, chosen = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_topk
-    if experts is None or (groups is None and chosen is None):
-        return
-    if groups is None or chosen is None:
-        field, other = ("moe_router_num_groups", "moe_router_group_topk")[:: 1 if chosen is None else -1]
-        yield problem(cfg, field, f"needs --{other.replace('_', '-')}", "give both or none")
+    if experts is None or groups is None or chosen is None:
         return
     if experts % groups:
         reason = f"does not divide --num-experts {experts}"
@@ -427,13 +298,8 @@ def expert_groups(cfg: ModelSettings) -> Problems:
 
 
 def expert_group_scores(cfg: ModelSettings) -> Problems:
-    """Reject --moe-router-group-score-topk without groups or above the number of experts per group."""
     experts, groups, scored = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_score_topk
-    if experts is None or scored is None:
-        return
-    if groups is None:
-        yield problem(cfg, "moe_router_group_score_topk", "requires --moe-router-num-groups", "remove it")
-    elif scored > experts // groups:
+    if experts is not None and groups is not None and scored is not None and scored > experts // groups:
         reason = f"must be at most {experts // groups}, the number of experts per group"
         yield problem(cfg, "moe_router_group_score_topk", reason)
 
@@ -457,33 +323,6 @@ def auxiliary_loss_coefficients(cfg: ModelSettings) -> Problems:
         yield problem(cfg, "moe_router_load_balancing_type", reason)
 
 
-def expert_capacity_settings(cfg: ModelSettings) -> Problems:
-    """Reject padding to capacity without --moe-expert-capacity-factor, and a capacity factor with sinkhorn."""
-    if cfg.num_moe_experts is None:
-        return
-    if cfg.moe_pad_expert_input_to_capacity and cfg.moe_expert_capacity_factor is None:
-        reason = "needs --moe-expert-capacity-factor: without it no token is dropped or padded"
-        yield problem(cfg, "moe_pad_expert_input_to_capacity", reason, "give it, for example 1.0")
-    if cfg.moe_expert_capacity_factor is not None and "sinkhorn" in cfg.moe_router_load_balancing_type:
-        yield problem(cfg, "moe_expert_capacity_factor", "contradicts sinkhorn, which has no capacity")
-
-
-def static_rows_need_allgather(cfg: ModelSettings) -> Problems:
-    if cfg.moe_static_rows and cfg.moe_token_dispatcher_type != "allgather":
-        reason = "requires the allgather dispatcher: others need token counts on the host"
-        yield problem(cfg, "moe_static_rows", reason, "--moe-token-dispatcher-type allgather")
-
-
-def shared_expert_settings(cfg: ModelSettings) -> Problems:
-    """Require --moe-shared-expert-intermediate-size for the flags of shared experts."""
-    if cfg.moe_shared_expert_intermediate_size is not None:
-        return
-    for field in ("moe_shared_expert_overlap", "moe_shared_expert_gate"):
-        if getattr(cfg, field) and cfg.num_moe_experts is not None:
-            reason = "needs a shared expert"
-            yield problem(cfg, field, reason, "--moe-shared-expert-intermediate-size N, or remove it")
-
-
 _RULES = collect_rules(sys.modules[__name__])
 
 
@@ -492,6 +331,8 @@ def model_problems(cfg: ModelSettings, explicit: Collection[str]) -> Problems:
     yield from _heads_divide_hidden_size(cfg, explicit)
     for rule in _RULES:
         yield from rule(cfg)
+    for item in unmet(read_table(__package__), cfg, explicit, _flags()):
+        yield problem(cfg, item.field, item.reason, item.fix)
 
 
 def library_problems(cfg: ModelSettings, explicit: Collection[str]) -> list[Problem]:

@@ -35,7 +35,8 @@ EXAMPLES = {
 """Example values of required flags."""
 
 
-def _flags(cfg: Settings) -> dict[str, FlagSpec]:
+def flags(cfg: Settings) -> dict[str, FlagSpec]:
+    """Return the flags of a run by field."""
     return {spec.field: spec for spec in flags_of(type(cfg.flat))}
 
 
@@ -47,12 +48,12 @@ def as_given(cfg: Settings, field: str) -> str:
 
 def problem(cfg: Settings, field: str, reason: str, fix: str = "") -> Problem:
     """Return a problem of a field, with its flag and value."""
-    return _flags(cfg)[as_given(cfg, field)].problem(getattr(cfg.flat, field), reason, fix)
+    return flags(cfg)[as_given(cfg, field)].problem(getattr(cfg.flat, field), reason, fix)
 
 
 def missing(cfg: Settings, field: str, reason: str = "is required", fix: str = "") -> Problem:
     """Return a problem of a field that has no value."""
-    name = _flags(cfg)[field].names[0]
+    name = flags(cfg)[field].names[0]
     if not fix and field in EXAMPLES:
         fix = f"for example {name} {EXAMPLES[field]}"
     return Problem(name, reason, fix=fix)
@@ -60,8 +61,8 @@ def missing(cfg: Settings, field: str, reason: str = "is required", fix: str = "
 
 def flag_names(cfg: Settings, *fields: str) -> str:
     """Return the flags of these fields, joined by commas."""
-    flags = _flags(cfg)
-    return ", ".join(flags[field].names[0] for field in fields)
+    specs = flags(cfg)
+    return ", ".join(specs[field].names[0] for field in fields)
 
 
 def collect_rules(*files: ModuleType) -> tuple[Rule, ...]:

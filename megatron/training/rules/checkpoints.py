@@ -97,11 +97,9 @@ def save_folder_writable(cfg: PretrainConfig) -> Problems:
 
 
 def non_persistent_folder(cfg: PretrainConfig) -> Problems:
-    """Require the folder of local non-persistent checkpoints, and reject one equal to --save: non-persistent
-    checkpoints replace one another and would delete persistent ones."""
+    """Reject --save as folder of non-persistent checkpoints, which replace one another and would delete persistent
+    ones."""
     checkpoint = cfg.checkpoint
-    if checkpoint.non_persistent_ckpt_type == "local" and checkpoint.non_persistent_local_ckpt_dir is None:
-        yield problem(cfg, "non_persistent_ckpt_type", "needs --non-persistent-local-ckpt-dir DIRECTORY")
     for field in ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
         folder = getattr(cfg.flat, field)
         if folder is not None and checkpoint.save and os.path.abspath(folder) == os.path.abspath(checkpoint.save):
@@ -110,27 +108,10 @@ def non_persistent_folder(cfg: PretrainConfig) -> Problems:
 
 def start_over_without_load(cfg: PretrainConfig) -> Problems:
     checkpoint = cfg.checkpoint
-    if checkpoint.start_over and not checkpoint.save:
-        yield problem(cfg, "start_over", "needs --save DIRECTORY")
     if checkpoint.start_over and checkpoint.save and checkpoint.load == checkpoint.save and not checkpoint.finetune:
         yield problem(
             cfg, "start_over", f"contradicts --load {checkpoint.load}, which continues from there", "remove one"
         )
-
-
-def one_source_of_weights(cfg: PretrainConfig) -> Problems:
-    """Reject --load-hf with other sources of weights, except --load."""
-    if cfg.checkpoint.load_hf is None:
-        return
-    if cfg.checkpoint.pretrained_checkpoint:
-        yield problem(cfg, "load_hf", "contradicts --pretrained-checkpoint", "remove one")
-    if cfg.checkpoint.use_checkpoint_args:
-        yield problem(cfg, "load_hf", "contradicts --use-checkpoint-args", "settings come from its config.json")
-    if cfg.custom_layers.spec:
-        yield problem(cfg, "load_hf", "contradicts --spec", "the layers are defined by its config.json")
-    if cfg.upcycling.moe_use_upcycling:
-        fix = "tools/checkpoint/convert.py --saver native, then --pretrained-checkpoint"
-        yield problem(cfg, "load_hf", "contradicts --moe-use-upcycling, which starts from a checkpoint", fix)
 
 
 def hf_export_interval(cfg: PretrainConfig) -> Problems:

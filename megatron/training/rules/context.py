@@ -46,7 +46,7 @@ def all_to_all_heads(cfg: PretrainConfig) -> Problems:
 
 
 def hierarchical_context_parallel_sizes(cfg: PretrainConfig) -> Problems:
-    """Require two positive sizes with product CP for --cp-comm-type a2a+p2p; reject them for other types."""
+    """Require two positive sizes with product CP for --cp-comm-type a2a+p2p."""
     cp, levels = cfg.model.context_parallel_size, cfg.model.hierarchical_context_parallel_sizes
     field, required = "hierarchical_context_parallel_sizes", "a2a+p2p" in cfg.model.cp_comm_type
     pairs = ", ".join(f"{size} {cp // size}" for size in range(2, cp) if cp % size == 0) or f"{cp} 1"
@@ -54,8 +54,6 @@ def hierarchical_context_parallel_sizes(cfg: PretrainConfig) -> Problems:
         yield missing(cfg, field, "is required by --cp-comm-type a2a+p2p", f"ranks inside and outside: {pairs}")
     if levels is None:
         return
-    if not required:
-        yield problem(cfg, field, "requires --cp-comm-type a2a+p2p", "add that, or remove it")
     if len(levels) != 2 or min(levels) < 1 or math.prod(levels) != cp:
         reason = f"must be two sizes whose product is --context-parallel-size {cp}"
         yield problem(cfg, field, reason, f"for example: {pairs}")

@@ -78,16 +78,6 @@ def sample_counts(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, reason)
 
 
-def validation_data_path(cfg: PretrainConfig) -> Problems:
-    if (
-        cfg.data.train_data_path
-        and not cfg.data.valid_data_path
-        and cfg.validation.eval_interval
-        and cfg.validation.eval_iters
-    ):
-        yield missing(cfg, "valid_data_path", "is required for evaluation", "or --eval-iters 0 turns evaluation off")
-
-
 def tokenizer_files_given(cfg: PretrainConfig) -> Problems:
     """Require --tokenizer-type, also with --mock-data, and the flags that the type needs (``TOKENIZER_FILES``)."""
     if cfg.tokenizer.tokenizer_type is None:
@@ -131,8 +121,3 @@ def tokenizer_supports_sentinels(cfg: PretrainConfig) -> Problems:
     if cfg.tokenizer.vocab_extra_ids and cfg.tokenizer.tokenizer_type in WITHOUT_SENTINELS:
         reason = f"--tokenizer-type {cfg.tokenizer.tokenizer_type} does not support sentinels"
         yield problem(cfg, "vocab_extra_ids", reason, "remove it")
-
-
-def mock_data_loader(cfg: PretrainConfig) -> Problems:
-    if cfg.data.mock_data and cfg.data.dataloader_type == "external":
-        yield problem(cfg, "mock_data", "contradicts --dataloader-type external", "remove one")

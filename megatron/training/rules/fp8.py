@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.config.fp8 import ALIGNED, BLOCK
 from megatron.core.config.problems import Problems, problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.backends import ENGINE, gpu_present
+from megatron.training.config.resolve import gpu_present
 from megatron.training.rules.common import sequence_lengths
 
 OLDEST = (8, 9)
@@ -32,9 +32,6 @@ def fp8_tokens(cfg: PretrainConfig) -> Problems:
                 reason = f"gives {tokens} {what}; --fp8-recipe {model.fp8_recipe} requires multiples of {unit}"
                 yield problem(cfg, field, reason, "change it or --micro-batch-size")
                 break
-    if cfg.flat.use_packed_sequence:
-        reason = "packs rows of varying lengths; the weight gradients of --fp8-format sum over multiples of 16 tokens"
-        yield problem(cfg, "use_packed_sequence", reason, "remove it, or add --no-fp8-wgrad")
 
 
 def fp8_devices(cfg: PretrainConfig) -> Problems:
@@ -52,30 +49,11 @@ def fp8_devices(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "fp8_recipe", reason, "--fp8-recipe tensorwise")
 
 
-def fp8_backend(cfg: PretrainConfig) -> Problems:
-    """With Transformer Engine's layers, reject delayed scaling (no checkpoint has its state) and weight gradients in 16
-    or 32 bits."""
-    model, reason = cfg.model, f"is not supported with --transformer-impl {ENGINE}"
-    if model.fp8 is None or model.transformer_impl != ENGINE:
-        return
-    if model.fp8_recipe == "delayed":
-        yield problem(cfg, "fp8_recipe", f"{reason}: checkpoints would not hold its scales", "tensorwise")
-    if not model.fp8_wgrad:
-        yield problem(cfg, "fp8_wgrad", reason, "remove it, or --transformer-impl local")
-
-
 def fp8_param_gather(cfg: PretrainConfig) -> Problems:
-    """Reject --fp8-param-gather without fp8, without sharded optimizer state, or with fewer key and value heads than
-    tensor-parallel ranks, whose shared weights have separate scales."""
-    model, field = cfg.model, "fp8_param_gather"
-    if not model.fp8_param_gather:
-        return
-    if model.fp8 is None:
-        yield problem(cfg, field, "gathers weights of fp8 layers, but there are none", "add --fp8-format hybrid")
-    if not (cfg.distributed.use_torch_fsdp2 or cfg.distributed.use_distributed_optimizer):
-        fix = "add --use-distributed-optimizer or --use-torch-fsdp2"
-        yield problem(cfg, field, "requires sharded optimizer state", fix)
+    """Reject --fp8-param-gather with fewer key and value heads than tensor-parallel ranks, whose shared weights have
+    separate scales."""
+    model = cfg.model
     groups, tp = model.num_query_groups, model.tensor_model_parallel_size
-    if groups and groups < tp and not model.multi_latent_attention:
+    if model.fp8_param_gather and groups and groups < tp and not model.multi_latent_attention:
         reason = f"is not supported with fewer key and value heads ({groups}) than tensor-parallel ranks ({tp})"
-        yield problem(cfg, field, reason, "remove it")
+        yield problem(cfg, "fp8_param_gather", reason, "remove it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megatron.core.config.cli import Problem
-from megatron.core.config.problems import Problems, missing, nearest_multiples, problem
+from megatron.core.config.problems import Problems, nearest_multiples, problem
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import smallest_world_size
@@ -46,41 +46,7 @@ def sequence_parallel_length(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, reason, nearest_multiples(length, tp * cp))
 
 
-def tp_comm_overlap_needs_sequence_parallel(cfg: PretrainConfig) -> Problems:
-    if cfg.model.tp_comm_overlap and not cfg.model.sequence_parallel:
-        yield problem(cfg, "tp_comm_overlap", "needs --sequence-parallel", "add it")
-
-
 def nccl_config_file_exists(cfg: PretrainConfig) -> Problems:
     path = cfg.distributed.nccl_communicator_config_path
     if path is not None and not cfg.program.dry_run and not os.path.isfile(path):
         yield problem(cfg, "nccl_communicator_config_path", "is not a file")
-
-
-def full_recomputation_settings(cfg: PretrainConfig) -> Problems:
-    """Require method and number of layers for --recompute-granularity full, and reject --recompute-activations."""
-    granularity = cfg.model.recompute_granularity
-    for field in ("recompute_method", "recompute_num_layers"):
-        if granularity == "full" and getattr(cfg.flat, field) is None:
-            yield missing(cfg, field, "is required by --recompute-granularity full")
-    if cfg.training.recompute_activations and granularity == "full":
-        yield problem(cfg, "recompute_activations", "contradicts --recompute-granularity full", "choose one")
-
-
-def recompute_modules_are_selective(cfg: PretrainConfig) -> Problems:
-    """Reject --recompute-modules without --recompute-granularity selective."""
-    if cfg.model.recompute_modules is not None and cfg.model.recompute_granularity != "selective":
-        reason = "requires --recompute-granularity selective"
-        yield problem(cfg, "recompute_modules", reason, "add it, or remove both")
-
-
-def distributed_saved_activations(cfg: PretrainConfig) -> Problems:
-    """Reject --distribute-saved-activations without full recomputation, or with sequence parallelism, which splits the
-    saved activations already."""
-    if not cfg.model.distribute_saved_activations:
-        return
-    if cfg.model.recompute_granularity != "full":
-        yield problem(cfg, "distribute_saved_activations", "requires --recompute-granularity full")
-    if cfg.model.sequence_parallel:
-        reason = "contradicts --sequence-parallel, which already stores a part of the positions per rank"
-        yield problem(cfg, "distribute_saved_activations", reason, "remove it")

@@ -8,14 +8,9 @@ from megatron.core.config.problems import Problems, problem
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
-def muon_options_are_available(cfg: PretrainConfig) -> Problems:
+def blockwise_orthogonalization(cfg: PretrainConfig) -> Problems:
     if cfg.optimizer.optimizer not in MUON_OPTIMIZERS:
         return
-    if cfg.optimizer.muon_fp32_matmul_prec == "low":
-        reason = "has no meaning in torch: no precision is below bf16"
-        yield problem(cfg, "muon_fp32_matmul_prec", reason, "use medium, which is bf16")
-    if cfg.optimizer.muon_use_syrk and cfg.optimizer.muon_fp32_matmul_prec != "medium":
-        yield problem(cfg, "muon_use_syrk", "requires --muon-fp32-matmul-prec medium", "remove it, or use medium")
     shards = max(cfg.model.tensor_model_parallel_size, expert_tensor_ranks(cfg.model))
     if cfg.optimizer.muon_tp_mode == "blockwise" and shards > 1:
         reason = f"orthogonalizes each of {shards} shards separately, so that results depend on the layout"
@@ -32,12 +27,10 @@ def cubic_coefficients_have_five_steps(cfg: PretrainConfig) -> Problems:
 
 
 def fused_qkv_is_one_parameter(cfg: PretrainConfig) -> Problems:
-    """Reject --muon-no-split-qkv with heads split, or with fewer query groups than tensor-parallel ranks, which store
-    queries apart from keys and values."""
+    """Reject --muon-no-split-qkv with fewer query groups than tensor-parallel ranks, which store queries apart from
+    keys and values."""
     if cfg.optimizer.optimizer not in MUON_OPTIMIZERS or cfg.optimizer.muon_split_qkv:
         return
-    if cfg.optimizer.muon_split_qkv_per_head:
-        yield problem(cfg, "muon_split_qkv_per_head", "contradicts --muon-no-split-qkv", "remove one of the two")
     groups, ranks = cfg.model.num_query_groups, cfg.model.tensor_model_parallel_size
     if not cfg.model.multi_latent_attention and groups and groups < ranks:
         reason = f"is not supported with {groups} query groups on {ranks} tensor-parallel ranks, which store them apart"

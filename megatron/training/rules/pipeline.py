@@ -18,13 +18,6 @@ from megatron.core.pipeline_parallel.stages import (
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
 
-_SIZES = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "microbatch_group_size_per_virtual_pipeline_stage",
-)
 _FAMILIES = (
     ("pipeline_model_parallel_layout",),
     ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
@@ -43,18 +36,6 @@ def one_pipeline_split(cfg: PretrainConfig) -> Problems:
         names = [name for name in used if name is not None]
         if len(names) > 1:
             yield problem(cfg, names[1], f"contradicts {flag_names(cfg, names[0])}", "choose one of them")
-
-
-def pipeline_settings_need_pipeline(cfg: PretrainConfig) -> Problems:
-    """Reject flags about stages and schedules with one pipeline rank."""
-    if cfg.model.pipeline_model_parallel_size != 1:
-        return
-    whole_layers = "whole_layers_in_pipeline_split"
-    fields = (*_SIZES, *_FAMILIES[0], *_FAMILIES[2], whole_layers, "pipeline_schedule")
-    for field in fields:
-        if getattr(cfg.flat, field):
-            fix = "remove it, or give more ranks than one"
-            yield problem(cfg, field, "requires --pipeline-model-parallel-size > 1", fix)
 
 
 def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
@@ -123,8 +104,8 @@ def layers_fill_stages(cfg: PretrainConfig) -> Problems:
 
 
 def schedule_fits_stages(cfg: PretrainConfig) -> Problems:
-    """Reject schedules that do not fit the chunks per rank, --delay-wgrad-compute without zero-bubble, and a wrong
-    micro-batch group size. Checks nothing with one pipeline rank or an invalid layout."""
+    """Reject schedules that do not fit the chunks per rank, and a wrong micro-batch group size. Checks nothing with one
+    pipeline rank or an invalid layout."""
     model = cfg.model
     if model.pipeline_model_parallel_size < 2 or not model.num_layers:
         return
@@ -138,8 +119,6 @@ def schedule_fits_stages(cfg: PretrainConfig) -> Problems:
     if model.pipeline_schedule == "interleaved" and chunks == 1:
         fix = "--num-virtual-stages-per-pipeline-rank 2"
         yield problem(cfg, "pipeline_schedule", "requires several model chunks per rank", fix)
-    if model.delay_wgrad_compute and model.pipeline_schedule not in (None, "zero-bubble", "zero-bubble-h2"):
-        yield problem(cfg, "delay_wgrad_compute", f"contradicts --pipeline-schedule {model.pipeline_schedule}")
     yield from _group_size_fits(cfg, chunks)
 
 

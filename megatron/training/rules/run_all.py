@@ -1,7 +1,7 @@
 """Every rule about settings that contradict, exclude or need one another; all are run, and all problems reported.
 
-A rule is a small named generator over a resolved configuration: every public generator function of this package's
-files is one.
+A rule is a row of ``requirements.tsv``, or a small named generator over a resolved configuration: every public
+generator function of this package's files is one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from megatron.core.config.cli import Problem
 from megatron.core.config.errors import UserError
-from megatron.core.config.problems import Problems, collect_rules
+from megatron.core.config.problems import Problems, collect_rules, flags, missing, problem
+from megatron.core.config.requirements import read_table, unmet
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules import (
     backends,
@@ -49,10 +50,16 @@ RULES = collect_rules(
 )
 
 
+def unmet_requirements(cfg: PretrainConfig) -> Problems:
+    """Yield the problems of the table of requirements."""
+    for item in unmet(read_table(__package__), cfg.flat, cfg.explicit, flags(cfg)):
+        yield (missing if item.is_missing else problem)(cfg, item.field, item.reason, item.fix)
+
+
 def check(cfg: PretrainConfig) -> list[Problem]:
     """Return all problems of a resolved configuration; an empty list means that it can run."""
     rules = [*RULES, *collect_rules(data)] if cfg.needs_data else RULES
-    problems = [problem for rule in rules for problem in rule(cfg)]
+    problems = [problem for rule in (*rules, unmet_requirements) for problem in rule(cfg)]
     problems = problems or list(sites_exist(cfg)) or list(_companion_problems(cfg))  # these need valid sizes
     return list({str(problem): problem for problem in problems}.values())
 

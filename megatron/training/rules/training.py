@@ -41,30 +41,6 @@ def global_batch_size_divides(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, reason, _near(size, unit))
 
 
-def eval_tasks(cfg: PretrainConfig) -> Problems:
-    """Require --eval-tasks and its interval together, and a layout in which the model can generate."""
-    values, field = cfg.validation, "eval_tasks"
-    if values.eval_tasks is None:
-        for other in ("eval_tasks_interval", "eval_tasks_limit", "eval_tasks_path"):
-            if getattr(values, other) is not None:
-                yield problem(cfg, other, "requires --eval-tasks", "add --eval-tasks NAME")
-        return
-    if values.eval_tasks_interval is None:
-        yield problem(cfg, field, "requires --eval-tasks-interval", "add --eval-tasks-interval N")
-    for reason in _cannot_generate(cfg):
-        yield problem(cfg, field, reason, "use tools/evaluate.py on checkpoints")
-
-
-def samples(cfg: PretrainConfig) -> Problems:
-    """Require --sample-prompts for --sample-interval, and a layout in which the model can generate."""
-    if cfg.validation.sample_prompts is None:
-        if cfg.validation.sample_interval is not None:
-            yield problem(cfg, "sample_interval", "requires --sample-prompts", "add --sample-prompts TEXT")
-        return
-    for reason in _cannot_generate(cfg):
-        yield problem(cfg, "sample_prompts", reason, "use tools/generate.py on checkpoints")
-
-
 def _cannot_generate(cfg: PretrainConfig) -> list[str]:
     """Return why the model under training cannot generate text in this layout."""
     model = cfg.model
@@ -99,13 +75,9 @@ def _near(size: int, unit: int) -> str:
     return f"nearest valid sizes: {low} and {low + unit}" if low else f"smallest valid size: {unit}"
 
 
-def training_length_given_once(cfg: PretrainConfig) -> Problems:
-    """Require --train-samples (at least one global batch) or --train-iters, not both, unless --skip-train is set."""
+def training_length(cfg: PretrainConfig) -> Problems:
+    """Require at least one global batch, unless --skip-train is set."""
     training = cfg.training
-    if training.train_iters is not None and training.train_samples is not None and "train_iters" in cfg.explicit:
-        yield problem(cfg, "train_samples", "contradicts --train-iters", "give one of the two")
-    if training.train_iters is None and training.train_samples is None and not cfg.validation.skip_train:
-        yield missing(cfg, "train_iters", "this or --train-samples is required", "--skip-train only evaluates")
     if training.train_samples is not None and training.train_iters == 0 and not cfg.validation.skip_train:
         yield problem(cfg, "train_samples", f"is less than one global batch of {training.global_batch_size}")
     if "train_iters" in cfg.explicit and not cfg.validation.skip_train and training.train_iters < 1:
@@ -127,33 +99,23 @@ def schedule_units_match(cfg: PretrainConfig) -> Problems:
 
 
 def learning_rate_settings(cfg: PretrainConfig) -> Problems:
-    """Require --lr unless --skip-train is set, and minimum and initial rates that do not exceed it."""
+    """Require minimum and initial rates that do not exceed the maximum."""
     schedule = cfg.schedule
     if schedule.lr is None:
-        if not cfg.validation.skip_train:
-            yield missing(cfg, "lr")
         return
     if schedule.min_lr > schedule.lr:
         yield problem(cfg, "min_lr", f"must be between 0 and --lr {schedule.lr}")
     if schedule.lr_warmup_init > schedule.lr:
         yield problem(cfg, "lr_warmup_init", f"must be between 0 and --lr {schedule.lr}")
-    if cfg.optimizer.decoupled_min_lr is None:
-        return
-    if cfg.optimizer.decoupled_lr is None:
-        yield problem(cfg, "decoupled_min_lr", "requires --decoupled-lr")
-    elif cfg.optimizer.decoupled_min_lr > cfg.optimizer.decoupled_lr:
-        yield problem(cfg, "decoupled_min_lr", f"must be between 0 and --decoupled-lr {cfg.optimizer.decoupled_lr}")
+    least, most = cfg.optimizer.decoupled_min_lr, cfg.optimizer.decoupled_lr
+    if least is not None and most is not None and least > most:
+        yield problem(cfg, "decoupled_min_lr", f"must be between 0 and --decoupled-lr {most}")
 
 
 def warmup_shorter_than_decay(cfg: PretrainConfig) -> Problems:
-    """Require a warmup shorter than the decay, given once: as a fraction or as a length."""
     unit = "samples" if cfg.training.train_samples is not None else "iters"
     warmup, decay = getattr(cfg.flat, f"lr_warmup_{unit}"), getattr(cfg.flat, f"lr_decay_{unit}")
-    if cfg.schedule.lr_warmup_fraction is not None:
-        for field in ("lr_warmup_iters", "lr_warmup_samples"):
-            if getattr(cfg.flat, field):
-                yield problem(cfg, field, "contradicts --lr-warmup-fraction", "give one of the two")
-    elif decay and warmup >= decay:
+    if cfg.schedule.lr_warmup_fraction is None and decay and warmup >= decay:
         reason = f"must be less than the decay length of {decay} {unit}"
         yield problem(cfg, f"lr_warmup_{unit}", reason, f"or give a larger --lr-decay-{unit}")
 
@@ -170,116 +132,20 @@ def wsd_decay_length(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, f"lr_wsd_decay_{unit}", f"must be between 1 and the decay length of {decay} {unit}")
 
 
-def weight_decay_schedule(cfg: PretrainConfig) -> Problems:
-    """Require 0 <= start <= end for a weight decay that changes, and no other start or end of a constant one."""
-    schedule = cfg.schedule
-    start, end = schedule.start_weight_decay, schedule.end_weight_decay
-    explicit = {"start_weight_decay", "end_weight_decay"} & cfg.explicit
-    if schedule.weight_decay_incr_style == "constant":
-        for field in sorted(explicit):
-            if getattr(cfg.flat, field) != cfg.optimizer.weight_decay:
-                fix = "--weight-decay-incr-style linear or cosine"
-                yield problem(cfg, field, f"contradicts a constant --weight-decay {cfg.optimizer.weight_decay}", fix)
-        return
-    for field in ("start_weight_decay", "end_weight_decay"):
-        if getattr(cfg.flat, field) is None:
-            yield missing(cfg, field, f"is required by --weight-decay-incr-style {schedule.weight_decay_incr_style}")
-    if start is not None and end is not None and not 0 <= start <= end:
-        yield problem(cfg, "start_weight_decay", f"must be between 0 and --end-weight-decay {end}")
-
-
-def stored_schedule_settings(cfg: PretrainConfig) -> Problems:
-    if cfg.schedule.override_opt_param_scheduler and cfg.schedule.use_checkpoint_opt_param_scheduler:
-        reason = "contradicts --use-checkpoint-opt_param-scheduler"
-        yield problem(cfg, "override_opt_param_scheduler", reason, "choose one of the two")
-
-
-def param_gather_overlap(cfg: PretrainConfig) -> Problems:
-    if cfg.distributed.overlap_param_gather and not (
-        cfg.distributed.use_distributed_optimizer and cfg.distributed.overlap_grad_reduce
-    ):
-        yield problem(cfg, "overlap_param_gather", "needs --use-distributed-optimizer and --overlap-grad-reduce")
-
-
-def precision_aware_optimizer(cfg: PretrainConfig) -> Problems:
-    """Without --use-precision-aware-optimizer, reject non-fp32 state. With it, require Adam, and reject fp16 or fp8
-    moments, bf16 moments with 1 - beta < 2**-7, fp16 masters, and bf16 main gradients without --grad-reduce-in-bf16."""
-    if not cfg.optimizer.use_precision_aware_optimizer:
-        for field in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            if getattr(cfg.flat, field) != "fp32":
-                yield problem(cfg, field, "requires --use-precision-aware-optimizer", "add that flag")
-        return
-    if cfg.optimizer.optimizer != "adam":
-        yield problem(cfg, "use_precision_aware_optimizer", f"requires --optimizer adam, not {cfg.optimizer.optimizer}")
-    for field, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
-        kind, decay = getattr(cfg.flat, field), 1.0 - getattr(cfg.flat, beta)
-        if kind in ("fp16", "fp8"):
-            reason = "is not available: it would need scales, because moments are below its smallest number"
-            yield problem(cfg, field, reason, "bf16")
-        elif kind == "bf16" and decay < 2**-7:
-            flag = "--" + beta.replace("_", "-")
-            reason = f"has 8 significant bits, too few for {flag} {getattr(cfg.flat, beta)}: moments would never decay"
-            yield problem(cfg, field, reason, f"{flag} 0.99 or less, or fp32")
-    if cfg.optimizer.main_params_dtype == "fp16":
-        reason = "is not available; with --bf16, fp32 needs no more memory: 16 bits in addition to each weight"
-        yield problem(cfg, "main_params_dtype", reason, "remove it")
-    if cfg.optimizer.main_grads_dtype == "bf16" and not cfg.optimizer.grad_reduce_in_bf16:
-        reason = "must equal the dtype in which gradients are accumulated, fp32"
-        yield problem(cfg, "main_grads_dtype", reason, "add --grad-reduce-in-bf16")
-
-
-def optimizer_offload(cfg: PretrainConfig) -> Problems:
-    """Without --optimizer-cpu-offload, reject flags that only change it."""
-    if not cfg.optimizer.optimizer_cpu_offload:
-        for field in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
-            if field in cfg.explicit and getattr(cfg.flat, field):
-                yield problem(cfg, field, "requires --optimizer-cpu-offload", "add it, or remove this flag")
-
-
 def save_settings(cfg: PretrainConfig) -> Problems:
-    """Reject --log-progress without --save, and a --save-retain-interval that is no multiple of --save-interval."""
-    if cfg.logging.log_progress and not cfg.checkpoint.save:
-        yield problem(cfg, "log_progress", "needs --save DIRECTORY")
     keep, every = cfg.checkpoint.save_retain_interval, cfg.checkpoint.save_interval
     if keep and every and every > 0 and keep % every:
         fix = f"nearest multiple: {max(keep // every, 1) * every}"
         yield problem(cfg, "save_retain_interval", f"is not a multiple of --save-interval {every}", fix)
 
 
-def load_settings(cfg: PretrainConfig) -> Problems:
-    """Reject flags of loading without a checkpoint to load."""
-    if cfg.checkpoint.load:
-        return
-    for field in ("ckpt_step", "exit_on_missing_checkpoint"):
-        if getattr(cfg.flat, field) not in (None, False):
-            yield problem(cfg, field, "needs --load DIRECTORY")
-    for field in ("finetune", "use_checkpoint_args"):
-        if getattr(cfg.flat, field) and not cfg.checkpoint.pretrained_checkpoint:
-            yield problem(cfg, field, "needs --load DIRECTORY or --pretrained-checkpoint DIRECTORY")
-
-
 def validation_sets(cfg: PretrainConfig) -> Problems:
-    """Reject --multiple-validation-sets without --full-validation, and names that do not match the sets."""
     validation = cfg.validation
-    if validation.multiple_validation_sets and not validation.full_validation:
-        yield problem(cfg, "multiple_validation_sets", "needs --full-validation", "add it")
-    if validation.validation_set_names and not validation.multiple_validation_sets:
-        yield problem(cfg, "validation_set_names", "requires --multiple-validation-sets", "add that flag")
     paths = cfg.data.valid_data_path
     if validation.validation_set_names and paths and len(validation.validation_set_names) != len(paths):
         yield problem(
             cfg, "validation_set_names", f"has {len(validation.validation_set_names)} names for {len(paths)} sets"
         )
-
-
-def log_sinks(cfg: PretrainConfig) -> Problems:
-    """Require a name, the wandb package (not in a dry run) and a folder for --wandb-project."""
-    if cfg.logging.wandb_project and not cfg.logging.wandb_exp_name:
-        yield missing(cfg, "wandb_exp_name", "is required with --wandb-project")
-    if cfg.logging.wandb_project and not cfg.program.dry_run and not is_installed("wandb"):
-        yield problem(cfg, "wandb_project", "needs the package wandb", "pip install wandb, or remove the flag")
-    if cfg.logging.wandb_project and not (cfg.logging.wandb_save_dir or cfg.checkpoint.save):
-        yield missing(cfg, "wandb_save_dir", "this or --save is required with --wandb-project")
 
 
 def profile_range(cfg: PretrainConfig) -> Problems:
@@ -289,3 +155,40 @@ def profile_range(cfg: PretrainConfig) -> Problems:
         )
     if cfg.profiling.profile and max(cfg.profiling.profile_ranks) >= cfg.world_size:
         yield problem(cfg, "profile_ranks", f"must be below the number of ranks, {cfg.world_size}")
+
+
+def generates(cfg: PretrainConfig) -> Problems:
+    """Reject --eval-tasks and --sample-prompts if the model under training cannot generate text in this layout."""
+    tools = {"eval_tasks": "tools/evaluate.py", "sample_prompts": "tools/generate.py"}
+    for field, tool in tools.items():
+        if getattr(cfg.validation, field) is not None:
+            for reason in _cannot_generate(cfg):
+                yield problem(cfg, field, reason, f"use {tool} on checkpoints")
+
+
+def weight_decay_schedule(cfg: PretrainConfig) -> Problems:
+    """Require 0 <= start <= end for a weight decay that changes, and no other start or end of a constant one."""
+    schedule, decay = cfg.schedule, cfg.optimizer.weight_decay
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    if schedule.weight_decay_incr_style == "constant":
+        for field in sorted({"start_weight_decay", "end_weight_decay"} & cfg.explicit):
+            if getattr(schedule, field) != decay:
+                fix = "--weight-decay-incr-style linear or cosine"
+                yield problem(cfg, field, f"contradicts a constant --weight-decay {decay}", fix)
+    elif start is not None and end is not None and not 0 <= start <= end:
+        yield problem(cfg, "start_weight_decay", f"must be between 0 and --end-weight-decay {end}")
+
+
+def moments_in_bf16(cfg: PretrainConfig) -> Problems:
+    """Reject bf16 moments with 1 - beta < 2**-7."""
+    for field, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
+        decay = getattr(cfg.optimizer, beta)
+        if cfg.optimizer.use_precision_aware_optimizer and getattr(cfg.flat, field) == "bf16" and 1 - decay < 2**-7:
+            flag = "--" + beta.replace("_", "-")
+            reason = f"has 8 significant bits, too few for {flag} {decay}: moments would never decay"
+            yield problem(cfg, field, reason, f"{flag} 0.99 or less, or fp32")
+
+
+def wandb_installed(cfg: PretrainConfig) -> Problems:
+    if cfg.logging.wandb_project and not cfg.program.dry_run and not is_installed("wandb"):
+        yield problem(cfg, "wandb_project", "needs the package wandb", "pip install wandb, or remove the flag")

@@ -95,7 +95,7 @@ def test_impossible_latents_are_named_at_once():
             qk_pos_emb_head_dim=3, mla_down_proj_fusion=True, q_lora_rank=None,
         )  # fmt: skip
     assert [problem.flag for problem in caught.value.problems] == [
-        "qk_l2_norm", "add_qkv_bias", "rotary_interleaved", "mla_down_proj_fusion", "qk_pos_emb_head_dim",
+        "qk_pos_emb_head_dim", "qk_l2_norm", "add_qkv_bias", "rotary_interleaved", "mla_down_proj_fusion",
         "num_query_groups",
     ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from megatron.training.checkpoint.history import check_save_folder, fast_folder,
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.settings import apply_checkpoint_args
 from megatron.training.rules.checkpoints import non_persistent_folder
+from megatron.training.rules.run_all import unmet_requirements
 from tests.test_utils.checkpointed_run import Run, settings
 
 
@@ -168,7 +169,7 @@ def test_local_folders_are_for_one_host(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(CheckpointError, match="several hosts.*--non-persistent-ckpt-type global"):
         Run(both(tmp_path, **local))
-    [problem] = non_persistent_folder(both(tmp_path, non_persistent_ckpt_type="local"))
+    [problem] = unmet_requirements(both(tmp_path, non_persistent_ckpt_type="local"))
     assert "needs --non-persistent-local-ckpt-dir" in str(problem)
     [problem] = non_persistent_folder(both(tmp_path, non_persistent_global_ckpt_dir=f"{tmp_path}/slow/"))
     assert "is the folder of --save" in str(problem)

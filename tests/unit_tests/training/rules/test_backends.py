@@ -7,7 +7,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.resolve import needs_built_in_layers, resolve
 from megatron.training.notices import notices
 from megatron.training.rules import backends as rules_backends
-from megatron.training.rules.run_all import check
+from megatron.training.rules.run_all import check, unmet_requirements
 from tests.test_utils import fake_apex
 
 TINY = (
@@ -198,7 +198,7 @@ def test_all_contradictions_of_apex_are_named_at_once(everything_installed):
     found = problems("--apex-parts wgrad adam --optimizer sgd --no-gradient-accumulation-fusion")
     assert [each.split(": ")[0] for each in found] == ["--apex-parts wgrad adam"] * 2
     settings = resolve(parse_args((TINY + "--apex-parts adam").split()), 1).with_settings(fp64=True)
-    (found,) = rules_backends.apex_parts(settings)
+    (found,) = unmet_requirements(settings)
     assert "does not support float64" in str(found)
 
 
