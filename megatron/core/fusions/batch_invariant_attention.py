@@ -114,7 +114,7 @@ def _row_block(
         hidden = distance < 0
         if scores.left is not None:
             hidden |= distance > scores.left
-        logits = logits.masked_fill(hidden, -torch.inf)
+        logits = logits.masked_fill(hidden.to(logits.device), -torch.inf)
         maximum = torch.maximum(largest, logits.amax(1))
         shift = maximum.clamp(min=torch.finfo(maximum.dtype).min)  # no key yet: -inf - -inf would be NaN
         weights, shrink = (logits - shift.unsqueeze(1)).exp(), (largest - shift).exp()

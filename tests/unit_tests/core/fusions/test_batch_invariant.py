@@ -159,6 +159,13 @@ def test_attention_has_the_same_bits_for_every_chunking(scores, dtype, width):
         check_chunkings(attention.attention_triton, scores, seed, normal(seed, 1500, width, dtype, "cuda"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scores", CHUNKED.values(), ids=CHUNKED)
+def test_plain_attention_in_float64_has_the_same_bits_for_every_chunking_on_a_gpu(scores):
+    for seed in range(5):
+        check_chunkings(attention.attention_plain, scores, seed, normal(seed, 300, 16, torch.float64, "cuda"))
+
+
 def check_chunkings(attend, scores, seed, inputs):
     """Compare outputs and log-sum-exps of random chunks at random offsets, of single tokens, and of all chunks as one
     batch in random order, with those of the full sequence."""
