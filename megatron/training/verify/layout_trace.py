@@ -46,7 +46,7 @@ class SyntheticSamples(RandomSamples):
     def __getitem__(self, index: int) -> dict[str, object]:
         for seed in range(self.first + index, self.first + index + MAX_DRAWS * self.length, self.length):
             sample = self.task.random_sample(np.random.default_rng(seed))
-            if np.any(sample["loss_mask"]):
+            if np.any(np.asarray(sample["loss_mask"])):
                 break
         if index % 3 == 1 and self.task.cfg.training.global_batch_size > 1:
             sample["loss_mask"] = np.zeros_like(sample["loss_mask"])
