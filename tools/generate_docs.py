@@ -51,7 +51,9 @@ any tensor that is missing, left over or of another shape ends in an error.
 
 - Rotary scaling: `linear` by a whole number; `llama3` with `low_freq_factor` 1, `high_freq_factor` 4 and
   `original_max_position_embeddings` 8192; `yarn` without `attention_factor`, with `mscale` and `mscale_all_dim` both or
-  neither. `dynamic` and `longrope` are rejected everywhere.
+  neither; `dynamic` and `longrope`, whose frequencies depend on the length of a row, as `--rope-parameters`. Rows have
+  those of `transformers` for `--seq-length` tokens. Texts are generated and scored up to the original maximum only,
+  where the frequencies are constant: `transformers` changes all of them when a text grows beyond it.
 - An absent key has the default of `transformers`, and so has `null` unless `transformers` gives it another meaning.
 - Quantized weights (fp8, MXFP4, GPTQ ...) are rejected.
 """

@@ -33,6 +33,7 @@ from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.optimizer import MixedPrecisionConfig
+from megatron.core.config.rope_parameters import parse_rope_parameters
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.models.registry import find_program
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
@@ -134,8 +135,20 @@ def _small_network(cfg: PretrainConfig) -> dict[str, object]:
         "make_vocab_size_divisible_by": 8,
         "vocab_size": VOCAB_SIZE,
         "yarn_original_max_position_embeddings": model.yarn_original_max_position_embeddings and length,
+        "rope_parameters": model.rope_parameters
+        and _small_rope_parameters(model.rope_parameters, cfg, length, channels),
         "recompute_num_layers": model.recompute_num_layers and min(model.recompute_num_layers, 2),
     }
+
+
+def _small_rope_parameters(text: str, cfg: PretrainConfig, length: int, channels: int) -> str:
+    """Factors of the first channel pairs; rows of ``length`` tokens are on the same side of the original length."""
+    parameters, pairs = parse_rope_parameters(text), int(channels * cfg.embeddings.rotary_percent) // 2
+    is_longer = cfg.data.seq_length > parameters.original_max_position_embeddings
+    original = length // 2 if is_longer else length
+    short, long = ((factors * pairs)[:pairs] for factors in (parameters.short_factor, parameters.long_factor))
+    small = parameters._replace(original_max_position_embeddings=original, short_factor=short, long_factor=long)
+    return small.to_text()
 
 
 def _unit(cfg: PretrainConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.rope_parameters import parse_rope_parameters
 from megatron.core.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
@@ -30,6 +32,8 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import initialize_megatron, training_device
 from megatron.training.stored_settings import stored_family
 from megatron.training.tasks.language_model import task_class
+
+logger = logging.getLogger(__name__)
 
 ASKED = ("--skip-train", "--micro-batch-size", "1", "--eval-iters", "0")
 """Flags of a run that does not train."""
@@ -103,6 +107,13 @@ def load_trained_model(
     cfg, groups = _start(replace(parsed, **{name: getattr(settings, name) for name in names}), layout)
     built = _build(cfg, groups, built_tokenizer)
     Checkpointer(cfg, [built.model], None, None, groups=groups, tokenizer=built.tokenizer).load()
+    if (text := cfg.model.rope_parameters) is not None:
+        length, original = cfg.data.seq_length or 0, parse_rope_parameters(text).original_max_position_embeddings
+        if length > original:
+            logger.warning(
+                f"--rope-parameters: all texts use the rotary frequencies of the trained rows of {length} tokens; "
+                f"transformers uses others for texts of up to {original} tokens"
+            )
     return built
 
 
@@ -128,8 +139,8 @@ def _start(cfg: FlatConfig, layout: Sequence[str]) -> tuple[PretrainConfig, Proc
 
 def _load_hugging_face(folder: str, tool: str, layout: Sequence[str]) -> TrainedModel:
     """Return the model of a Hugging Face folder on this process's device, in evaluation mode, with settings from its
-    config.json. Sequence lengths are the model's maximum positions. Raises UserError for a family of another tool, or
-    without a tokenizer."""
+    config.json. Sequence lengths are the model's maximum positions; with dynamic or longrope scaling, the length up to
+    which rotary frequencies are constant. Raises UserError for a family of another tool, or without a tokenizer."""
     family = _checked_family(load_hf_settings(folder), folder, tool)
     cfg = apply_hf_settings(
         parse_args(["--load-hf", folder, *ASKED, *layout], needs_data=False, model_family=family.name)
@@ -137,6 +148,8 @@ def _load_hugging_face(folder: str, tool: str, layout: Sequence[str]) -> Trained
     if cfg.tokenizer_type is None:
         raise UserError(f"--load {folder}: contains no tokenizer; add its tokenizer.json or vocab.txt")
     longest = cfg.max_position_embeddings or cfg.seq_length
+    if cfg.rope_parameters is not None and longest:  # transformers changes the frequencies of longer texts
+        longest = min(longest, parse_rope_parameters(cfg.rope_parameters).original_max_position_embeddings)
     lengths: dict[str, Any] = {"seq_length": longest, "max_position_embeddings": longest}
     lengths |= {field: getattr(cfg, field) or longest for field in family.lengths[1:]}
     resolved, groups = _start(replace(cfg, **lengths), layout)

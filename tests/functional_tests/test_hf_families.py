@@ -5,13 +5,14 @@ A tiny random model is saved by ``transformers``, read by ``load_hf``, built thr
 Then it is written by ``save_hf`` and loaded by ``transformers`` again: the same bytes, the same logits.
 """
 
+import dataclasses
 import json
 import re
 
 import pytest
 import torch
 
-from tests.test_utils.foreign_comparison import compare_gradients, compare_losses, random_text
+from tests.test_utils.foreign_comparison import assert_close, compare_gradients, compare_losses, random_text
 from tests.test_utils.foreign_models import LAYERS, LENGTH, MIXTURES, MODELS, VOCAB, build, flags_of
 from tests.test_utils.foreign_variants import VARIANTS
 from tests.test_utils.hf_folders import LLAMA, as_on_the_hub, random_model, weights_in
@@ -126,6 +127,43 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
     free = ("_name_or_path", "num_nextn_predict_layers", "no_rope_layer_interval")
     different = {key: pair for key, pair in pairs.items() if pair[0] not in (None, pair[1]) and key not in free}
     assert not different
+    tokens = random_text()[0]
+    assert torch.equal(again(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
+
+
+def rotating(name, **settings):
+    """A row of the table with other settings."""
+    return dataclasses.replace(EVERY[name], settings={**EVERY[name].settings, **settings})
+
+
+@pytest.mark.parametrize("length", [2, 15, 16, 17, 40])
+@pytest.mark.parametrize(
+    "model",
+    [rotating("llama-dynamic", max_position_embeddings=16), EVERY["llama-longrope"], EVERY["glm-longrope"],
+     rotating("phi3-longrope", original_max_position_embeddings=16)],
+    ids=["dynamic", "longrope", "longrope-partial", "phi3"],
+)  # fmt: skip
+def test_rows_below_and_above_the_original_length_rotate_as_in_transformers(model, length, tmp_path):
+    foreign = build(model)
+    foreign.save_pretrained(tmp_path)
+    folder = load_hf(tmp_path)
+    ours = our_model({**folder.settings, "max_position_embeddings": 64})
+    fill(ours, folder)
+    tokens = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
+    positions = torch.arange(length).expand(2, -1)
+    for _ in range(2):  # the second time with cached tables
+        assert_close("logits", ours(tokens, positions)[..., :VOCAB], foreign(input_ids=tokens, use_cache=False).logits)
+        other = torch.zeros(1, 56 - length, dtype=torch.int64)
+        ours(other, torch.arange(56 - length)[None])
+
+
+def test_exported_dynamic_scaling_begins_where_that_of_a_longer_training_did(tmp_path):
+    """Training with longer rows raises --max-position-embeddings; transformers scales from its own maximum on."""
+    foreign = build(rotating("llama-dynamic", max_position_embeddings=16))
+    foreign.save_pretrained(tmp_path / "theirs")
+    model = load_hf(tmp_path / "theirs")
+    save_hf(dataclasses.replace(model, settings={**model.settings, "max_position_embeddings": 64}), tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
     tokens = random_text()[0]
     assert torch.equal(again(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
 

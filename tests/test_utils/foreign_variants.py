@@ -60,7 +60,22 @@ OPT_SIZES = {"ffn_dim": 48, "dropout": 0.0, "attention_dropout": 0.0}
 PHI_SIZES = {"intermediate_size": 48, "layer_norm_eps": 1e-3, **rope(partial_rotary_factor=0.5)}
 COHERE_SIZES = {"intermediate_size": 48, "layer_norm_eps": 1e-3, **rope(), "num_key_value_heads": 2}
 
+FACTORS = {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.0, 2.5, 4.0, 8.0]}
+"""LongRoPE divisors of 4 channel pairs."""
+LONGROPE = {"kind": "longrope", "original_max_position_embeddings": 16, **FACTORS}
+
 VARIANTS = {
+    "llama-dynamic": variant("Llama", GATED, **rope(500.0, kind="dynamic", factor=4.0)),
+    "llama-longrope": variant("Llama", GATED, **rope(500.0, **LONGROPE, factor=4.0)),
+    "phi3-longrope": variant(
+        "Phi3", GATED, original_max_position_embeddings=32,
+        **rope(kind="longrope", partial_rotary_factor=0.5, factor=2.0, attention_factor=1.25,
+               short_factor=[1.1, 1.3], long_factor=[2.0, 4.0]),
+    ),
+    "glm-longrope": variant(
+        "Glm", GLM_SETTINGS | {"head_dim": 16},
+        **rope(partial_rotary_factor=0.5, **LONGROPE, factor=4.0, attention_factor=0.75),
+    ),
     "opt-gelu-without-biases-untied": variant(
         "OPT", OPT_SIZES, enable_bias=False, activation_function="gelu", tie_word_embeddings=False
     ),

@@ -13,8 +13,8 @@ SETTINGS = (
     "multi_latent_attention", "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels",
     "add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_layernorm_across_heads", "qk_l2_norm", "softmax_scale",
     "attn_logit_softcapping", "position_embedding_type", "rotary_base", "rotary_base_local", "rotary_percent",
-    "rotary_interleaved", "no_rope_freq", "use_rope_scaling", "rope_scaling_factor", "window_size",
-    "window_attn_skip_freq", "apply_query_key_layer_scaling", "softmax_type",
+    "rotary_interleaved", "no_rope_freq", "use_rope_scaling", "rope_scaling_factor", "rope_parameters",
+    "window_size", "window_attn_skip_freq", "apply_query_key_layer_scaling", "softmax_type",
 )  # fmt: skip
 """Configuration fields that determine the layer's weights and the meaning of their values."""
 

@@ -3,8 +3,10 @@
     angle(position m, pair i) = m * base^(-2i/r)       (Su et al. 2021; r rotated channels)
 
 Context extension lowers the frequencies: linear interpolation divides all positions (Chen et al. 2023), Llama 3 scales
-only low-frequency pairs, YaRN (Peng et al. 2023) blends both by frequency and lowers the attention temperature. The
-scalings are dataclasses; ``RotaryEmbedding`` computes the tables.
+only low-frequency pairs, YaRN (Peng et al. 2023) blends both by frequency and lowers the attention temperature. Two
+scalings depend on the length of a row: dynamic NTK raises the base beyond the original context, LongRoPE (Ding et al.
+2024) divides each pair by its short or long factor. The scalings are dataclasses; ``RotaryEmbedding`` computes the
+tables.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron.core.attention.token_layout import ONE_RANK, TokenLayout
 from megatron.core.config.errors import UserError
+from megatron.core.config.rope_parameters import RopeParameters
 from megatron.core.config.transformer_config import TransformerConfig
 
 
@@ -38,10 +41,9 @@ class Llama3Scaling:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
-    def scaled(self, frequencies: Tensor, base: float, width: int) -> Tensor:
+    def scaled(self, frequencies: Tensor, base: float, width: int, length: int) -> Tensor:
         """Return a scaled copy of ``frequencies`` [r / 2] in radians per position: divided by ``factor`` for long
-        wavelengths, unchanged for short ones, linear in original / wavelength between. ``base`` and ``width`` are not
-        used."""
+        wavelengths, unchanged for short ones, linear in original / wavelength between. Only ``frequencies`` is used."""
         wavelengths = 2 * math.pi / frequencies
         low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
         kept = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
@@ -74,10 +76,10 @@ class YarnScaling:
         """Return the fractional index of the pair that makes ``turns`` rotations within the original context."""
         return width * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    def scaled(self, frequencies: Tensor, base: float, width: int) -> Tensor:
+    def scaled(self, frequencies: Tensor, base: float, width: int, length: int) -> Tensor:
         """Return a scaled copy of ``frequencies`` [r / 2], which are base^(-2i / width) radians per position with r =
         ``width`` rotated channels: fast pairs unchanged, slow ones divided by ``factor``, linear in the pair index
-        between."""
+        between. ``length`` is not used."""
         low = self._pair_with_turns(self.beta_fast, base, width)
         high = self._pair_with_turns(self.beta_slow, base, width)
         if self.round_to_int:
@@ -94,7 +96,35 @@ class YarnScaling:
         return sharpening(self.factor, self.mscale) / sharpening(self.factor, self.mscale_all_dim)
 
 
-Scaling = Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class LengthScaling:
+    """Scaling by the length of a row, as in ``transformers``: dynamic NTK or LongRoPE."""
+
+    parameters: RopeParameters
+
+    def regime(self, length: int) -> int:
+        """Return a number that is equal for lengths with equal frequencies: for dynamic NTK the length that sets the
+        base, for LongRoPE whether ``length`` exceeds the original context."""
+        original = self.parameters.original_max_position_embeddings
+        return max(length, original) if self.parameters.rope_type == "dynamic" else int(length > original)
+
+    def scaled(self, frequencies: Tensor, base: float, width: int, length: int) -> Tensor:
+        """Return a scaled copy of ``frequencies`` [r / 2] with r = ``width`` for rows of ``length`` tokens."""
+        parameters, regime = self.parameters, self.regime(length)
+        if parameters.rope_type == "longrope":
+            return frequencies / frequencies.new_tensor(parameters.long_factor if regime else parameters.short_factor)
+        # base * stretch^(r / (r - 2)): the slowest pair is slowed by the full stretch, the fastest is unchanged
+        stretch = parameters.factor * regime / parameters.original_max_position_embeddings - (parameters.factor - 1)
+        pairs = torch.arange(width // 2, dtype=frequencies.dtype, device=frequencies.device)
+        return frequencies * stretch ** (-2 * pairs / (width - 2))
+
+    @property
+    def concentration(self) -> float:
+        """Factor of cosines and sines, for all lengths."""
+        return self.parameters.attention_factor
+
+
+Scaling = Llama3Scaling | YarnScaling | LengthScaling
 
 
 class RotaryEmbedding(nn.Module):
@@ -124,20 +154,22 @@ class RotaryEmbedding(nn.Module):
         self.base, self.interpolation, self.scaling = float(rotary_base), interpolation or 1.0, scaling
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._tables: RotaryTables | None = None
-        self._share = (1, 0, ONE_RANK.order)
+        self._share = (1, 0, ONE_RANK.order, 0)
 
-    def frequencies(self, device: torch.device | str | None = None) -> Tensor:
+    def frequencies(self, device: torch.device | str | None = None, length: int = 0) -> Tensor:
         """Return the scaled frequency of each pair in radians per position, float64 [r / 2], not yet divided by
-        ``interpolation``."""
+        ``interpolation``. ``length``: tokens of a full row."""
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=device) / self.width
         frequencies = self.base**-exponents
-        return frequencies if self.scaling is None else self.scaling.scaled(frequencies, self.base, self.width)
+        return frequencies if self.scaling is None else self.scaling.scaled(frequencies, self.base, self.width, length)
 
     @torch.inference_mode(False)  # cached tables are saved for backward later, which inference tensors cannot be
-    def tables(self, positions: Tensor) -> RotaryTables:
-        """Return cosines and sines [s, 1, 1, r / 2] at arbitrary ``positions`` [s], times YaRN's concentration, in the
-        tables' dtype; not cached. Angles are computed in fp64: in fp32 their error reaches 1e-2 at position 100k."""
-        angles = torch.outer(positions.double() / self.interpolation, self.frequencies(positions.device))[:, None, None]
+    def tables(self, positions: Tensor, length: int = 0) -> RotaryTables:
+        """Return cosines and sines [s, 1, 1, r / 2] at arbitrary ``positions`` [s] of a row of ``length`` tokens, times
+        the scaling's concentration, in the tables' dtype; not cached. Angles are computed in fp64: in fp32 their error
+        reaches 1e-2 at position 100k."""
+        frequencies = self.frequencies(positions.device, length)
+        angles = torch.outer(positions.double() / self.interpolation, frequencies)[:, None, None]
         concentration = 1.0 if self.scaling is None else self.scaling.concentration
         return RotaryTables(
             (angles.cos() * concentration).to(self.dtype), (angles.sin() * concentration).to(self.dtype)
@@ -154,11 +186,13 @@ class RotaryEmbedding(nn.Module):
         if layout.table_length is not None:
             tables, positions = self(layout.table_length, device), layout.positions(length, device)
             return RotaryTables(tables.cos[positions], tables.sin[positions])
-        share = (ranks, layout.group.rank, layout.order)
+        full_length = layout.full_length(length)
+        regime = self.scaling.regime(full_length) if isinstance(self.scaling, LengthScaling) else 0
+        share = (ranks, layout.group.rank, layout.order, regime)
         cached = self._tables
         stale = cached is None or cached.cos.device != device or self._share != share
         if cached is None or stale or len(cached.cos) < length or ranks > 1 and len(cached.cos) != length:
-            cached, self._share = self.tables(layout.positions(length, device)), share
+            cached, self._share = self.tables(layout.positions(length, device), full_length), share
             self._tables = cached
         return RotaryTables(cached.cos[:length], cached.sin[:length])
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from megatron.core.config.cli import flag
 from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Dim, NonNegativeFloat, PositiveFloat, Probability, Range, RotaryBase
+from megatron.core.config.rope_parameters import parse_rope_parameters
 
 
 def parse_window(text: str) -> tuple[int, int]:
@@ -174,3 +175,7 @@ class AttentionConfig(FlagGroup):
 
     mscale_all_dim: NonNegativeFloat = 0.0
     """YaRN: weight of the attention temperature that applies to all channels (multi-latent attention)."""
+
+    rope_parameters: str | None = flag("--rope-parameters", check=parse_rope_parameters, metavar="JSON")
+    """Rotary scaling of Hugging Face models by the length of a row (rope_type dynamic or longrope), as a JSON object
+    with the keys of transformers' rope_parameters; rows of --seq-length tokens select short or long factors."""

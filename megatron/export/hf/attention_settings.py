@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 from megatron.core.attention.window import layer_window
+from megatron.core.config.rope_parameters import RopeParameters, parse_rope_parameters
 from megatron.export.hf.settings import Computed, Rule, Table, get, limit, refuse
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -103,7 +105,10 @@ ROTARY = (
     "mscale",
     "mscale_all_dim",
     "rope_type",
+    "rope_parameters",
 )
+ORIGINAL = "original_max_position_embeddings"
+KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class Rope(Rule):
@@ -114,6 +119,8 @@ class Rope(Rule):
         share: default rotated fraction; None: the family always rotates the full head dim.
         kinds: scaling types that the family supports.
         latent: multi-latent attention, whose scaling is the separate setting ``rope_type``.
+        original: default of the key ``original_max_position_embeddings`` next to ``rope_scaling`` (Phi-3); None: the
+            family has no such key.
     """
 
     def __init__(
@@ -124,17 +131,20 @@ class Rope(Rule):
         base_key: str = "rope_theta",
         share_key: str = "partial_rotary_factor",
         latent: bool = False,
-        kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn"),
+        kinds: tuple[str, ...] | None = None,
+        original: int | None = None,
     ) -> None:
-        super().__init__(("rope_parameters", "rope_scaling", base_key, share_key), ROTARY)
+        kinds = kinds or (KINDS if latent else (*KINDS, "dynamic", "longrope"))
+        keys = ("rope_parameters", "rope_scaling", base_key, share_key, *([] if original is None else [ORIGINAL]))
+        super().__init__(keys, ROTARY)
         self.base, self.share, self.base_key, self.share_key = base, share, base_key, share_key
-        self.latent, self.kinds = latent, kinds
+        self.latent, self.kinds, self.original = latent, kinds, original
         self.limits = (f"rotary scaling: {', '.join(f'`{kind}`' for kind in kinds)}",)
 
     def load(self, config: Table) -> dict[str, object]:
         """Return the settings of rotary positions from ``rope_parameters`` or ``rope_scaling`` and the older keys:
-        base, share of channels, and linear, llama3 or yarn scaling. Raises UserError for a type that the family lacks,
-        a separate table per layer type, or scaling keys that are left over."""
+        base, share of channels, and scaling. Raises UserError for a type that the family lacks, a separate table per
+        layer type, or scaling keys that are left over."""
         table = get(config, ("rope_parameters", "rope_scaling"), {})
         if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
             raise refuse("rope_parameters", table, "which cannot be represented: layers must rotate equally")
@@ -142,7 +152,10 @@ class Rope(Rule):
         base = scaling.pop("rope_theta", get(config, (self.base_key,), self.base))
         share = scaling.pop("partial_rotary_factor", get(config, (self.share_key,), self.share or 1.0))
         kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"
+        kind = "longrope" if kind == "su" else kind  # the first name of longrope in files of Phi-3
         scaling.pop("type", None)
+        if self.original is not None and kind == "longrope":
+            scaling[ORIGINAL] = get(config, (ORIGINAL,), self.original)
         if share != 1.0 and self.share is None:
             raise refuse(self.share_key, share, "but the family applies rotary positions to all channels")
         if kind not in self.kinds:
@@ -154,7 +167,7 @@ class Rope(Rule):
         settings["rotary_percent"] = float(share)
         if self.latent:
             settings["rope_type"] = "yarn" if kind == "yarn" else "rope"
-        settings |= {"linear": _linear, "llama3": _llama3, "yarn": _yarn}.get(kind, _plain)(scaling, config)
+        settings |= LOAD.get(kind, _plain)(scaling, config)
         if kind == "yarn" and not self.latent:
             settings["position_embedding_type"] = "yarn"
         if scaling:
@@ -182,6 +195,11 @@ class Rope(Rule):
             scaling = {"rope_type": "llama3", "factor": settings["rope_scaling_factor"], **LLAMA3}
         if settings["rope_type"] == "yarn" or settings["rope_type"] is None and self.latent or positions == "yarn":
             scaling = _save_yarn(settings)
+        if settings["rope_parameters"] is not None:
+            parameters = parse_rope_parameters(settings["rope_parameters"])
+            scaling = _save_by_length(parameters, settings["max_position_embeddings"])
+            if self.original is not None:
+                config[ORIGINAL] = parameters.original_max_position_embeddings
         kind = scaling["rope_type"] if scaling else "default"
         if kind not in self.kinds:
             raise refuse("rope_type", kind, f"the family supports {', '.join(self.kinds)}")
@@ -233,6 +251,70 @@ def _yarn(scaling: dict[str, Any], config: Table) -> dict[str, object]:
         "mscale": weights[0] or 1.0,
         "mscale_all_dim": weights[1],
     }
+
+
+def _dynamic(scaling: dict[str, Any], config: Table) -> dict[str, object]:
+    """Scaling begins after ``max_position_embeddings`` in ``transformers``; another original length is an error."""
+    longest = config["max_position_embeddings"]
+    if (original := scaling.pop(ORIGINAL, longest)) != longest:
+        raise refuse(f"rope_scaling {ORIGINAL} of dynamic", original, f"but must be max_position_embeddings, {longest}")
+    return _by_length(RopeParameters("dynamic", longest, factor=_factor(scaling)))
+
+
+def _longrope(scaling: dict[str, Any], config: Table) -> dict[str, object]:
+    """Defaults are those of ``transformers``: the factor is the ratio of both lengths, and defines the attention factor
+    (:func:`_attention_factor`)."""
+    longest = config["max_position_embeddings"]
+    original, short, long = (scaling.pop(name, None) for name in (ORIGINAL, "short_factor", "long_factor"))
+    original = original or longest
+    usual = _attention_factor(scaling.pop("factor", longest / original), original)
+    parameters = RopeParameters(
+        "longrope",
+        original,
+        short_factor=short,
+        long_factor=long,
+        attention_factor=scaling.pop("attention_factor", usual),
+    )
+    return _by_length(parameters)
+
+
+def _by_length(parameters: RopeParameters) -> dict[str, object]:
+    """Return the setting of ``parameters``; raise UserError for invalid values."""
+    text = parameters.to_text()
+    try:
+        parse_rope_parameters(text)
+    except ValueError as error:
+        raise refuse("rope_scaling", text, f"which is invalid: {error}") from None
+    return {"rope_parameters": text}
+
+
+def _save_by_length(parameters: RopeParameters, max_length: int) -> dict[str, object]:
+    """Return the ``rope_scaling`` table of dynamic or longrope scaling, with an attention factor that the factor does
+    not define."""
+    if parameters.rope_type == "dynamic":
+        return {"rope_type": "dynamic", "factor": parameters.factor}
+    original, table = parameters.original_max_position_embeddings, json.loads(parameters.to_text())
+    table["factor"] = max(1.0, max_length / original)
+    if math.isclose(_attention_factor(table["factor"], original), parameters.attention_factor, rel_tol=1e-12):
+        del table["attention_factor"]
+    return table
+
+
+def _attention_factor(factor: float, original: int) -> float:
+    """Return the default of ``transformers`` for context extension by ``factor``."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def with_exported_length(settings: Table) -> Table:
+    """Return ``settings``; with dynamic scaling, ``max_position_embeddings`` is the length after which it begins."""
+    text = settings["rope_parameters"]
+    if text is None or (parameters := parse_rope_parameters(text)).rope_type != "dynamic":
+        return settings
+    return {**settings, "max_position_embeddings": parameters.original_max_position_embeddings}
+
+
+LOAD = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "dynamic": _dynamic, "longrope": _longrope}
+"""Conversion of a scaling type: removes the keys that it reads from the table, returns settings."""
 
 
 def _save_yarn(settings: Table) -> dict[str, object] | None:

@@ -24,6 +24,7 @@ from megatron.core.config.optional import MultiplierConfig
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import weight_shapes
 from megatron.core.models.registry import get_family
+from megatron.export.hf.attention_settings import with_exported_length
 from megatron.export.hf.layouts import TensorLayout
 from megatron.export.hf.settings import Ignored, Rule, Same, Table, refuse
 
@@ -159,6 +160,7 @@ class Family:
         support."""
         if settings["model_family"] != self.model_family:
             raise refuse("model_family", settings["model_family"], f"the family has {self.model_family!r} alone")
+        settings = with_exported_length(settings)
         config: dict[str, object] = {"model_type": self.model_type}
         problems = list(self._save_rules(settings, config)) + list(self._without_rule(settings))
         if problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.core.config.model_rules import model_problems
 from megatron.core.config.problems import Problems, as_given, flag_names, missing, problem
+from megatron.core.config.rope_parameters import parse_rope_parameters
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import sequence_lengths
 
@@ -45,6 +46,19 @@ def rotary_channels_even(cfg: PretrainConfig) -> Problems:
         if channels % 2 or not channels:
             reason = f"rotates {channels} of {model.kv_channels} channels per head; the number must be even and not 0"
             yield problem(cfg, "rotary_percent", reason)
+
+
+def rope_parameters_fit_heads(cfg: PretrainConfig) -> Problems:
+    """Require a factor per rotated channel pair, and two pairs for dynamic scaling."""
+    if cfg.model.rope_parameters is None:
+        return
+    parameters = parse_rope_parameters(cfg.model.rope_parameters)
+    pairs = int((cfg.model.kv_channels or 0) * cfg.embeddings.rotary_percent) // 2
+    if parameters.rope_type == "longrope" and len(parameters.short_factor) != pairs:
+        reason = f"has {len(parameters.short_factor)} factors for {pairs} rotated channel pairs per head"
+        yield problem(cfg, "rope_parameters", reason, f"give {pairs} short and long factors")
+    if parameters.rope_type == "dynamic" and pairs == 1:
+        yield problem(cfg, "rope_parameters", "needs at least 4 rotated channels per head", "remove it")
 
 
 def latent_attention_sizes(cfg: PretrainConfig) -> Problems:

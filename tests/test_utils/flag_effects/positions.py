@@ -1,5 +1,6 @@
 """Positions and attention."""
 
+import json
 import math
 
 from tests.test_utils.flag_effects.network import BF16
@@ -71,6 +72,28 @@ def yarn_tables(mscale=1.0, mscale_all_dim=0.0, factor=4, **others):
     return rotary(width=16, scale=yarn(factor, **others), concentration=concentration)
 
 
+def by_length(effect, **table):
+    """A row of --rope-parameters, with doubled braces and quotes: rows are format strings and shell words."""
+    text = json.dumps(table).replace(" ", "").replace("{", "{{").replace("}", "}}")
+    return row(f"--rope-parameters '{text}'", effect, changes("losses"), base=ROPE)
+
+
+def longrope(original):
+    """Ding et al. 2024: a divisor per pair, for rows of up to ``original`` tokens and for longer ones (8 here)."""
+    factors = {"short_factor": [1, 1.5, 2, 3], "long_factor": [1, 4, 8, 16]}
+    divisors = factors["long_factor" if original < 8 else "short_factor"]
+    effect = rotary(scale=lambda pair, frequency: frequency / divisors[pair], concentration=1.2)
+    return by_length(
+        effect, rope_type="longrope", original_max_position_embeddings=original, attention_factor=1.2, **factors
+    )
+
+
+def dynamic(original, factor=3):
+    """Dynamic NTK: the base grows with the row of 8 tokens beyond ``original``."""
+    effect = rotary(base=10000 * (factor * 8 / original - (factor - 1)) ** (8 / 6))
+    return by_length(effect, rope_type="dynamic", factor=factor, original_max_position_embeddings=original)
+
+
 LATENT = "--multi-latent-attention --kv-lora-rank 6"
 LATENT_YARN = f"{LATENT} --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 4000 --yarn-beta-fast 200"
 
@@ -92,6 +115,7 @@ ROWS = [
     row("--use-rope-scaling", rotary(scale=llama3(8), width=16), changes("gradients"), base=ROPE + " --kv-channels 16"),
     row("--rope-scaling-factor 3200", rotary(scale=llama3(3200), width=16), changes("gradients"),
         base=ROPE + " --kv-channels 16 --use-rope-scaling"),
+    longrope(original=8), longrope(original=7), dynamic(original=5),
     row("--rotary-interleaved", changes("losses"), keeps("initial", "rotary"), base=ROPE),
     row("--no-rope-fusion", gives(lambda run: {"rotary_triton", "split_rotary_triton"} & run.kernels, set()),
         keeps("weights"), base=ROPE, pretend="kernels"),

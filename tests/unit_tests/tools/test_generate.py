@@ -1,6 +1,7 @@
 """tools/generate.py and tools/fill_mask.py: several prompts, what transformers says, clear answers to mistakes."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -55,6 +56,29 @@ def test_the_cache_and_full_forward_passes_write_the_same_text(gloo_pool, tmp_pa
         ids = trained.tokenizer.tokenize(prompt)
         expected = generate(trained.model, ids, **shared, max_sequence_length=32, stop_tokens=trained.tokenizer.end_ids)
         assert text == prompt + trained.tokenizer.detokenize(list(expected))
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1, 2, 3, 4], "long_factor": [4, 8, 16, 32],
+            "original_max_position_embeddings": 24, "attention_factor": 1.5}  # fmt: skip
+
+
+def test_folders_with_longrope_generate_with_short_factors_up_to_the_original_length(tmp_path):
+    from megatron.core import parallel_state
+    from megatron.core.inference.sampling import Sampling, generate
+    from megatron.export.hf import save_hf
+    from megatron.training.trained_model import load_trained_model
+    from tests.test_utils.hf_folders import LLAMA, random_model
+
+    save_hf(random_model([*LLAMA, "--rope-parameters", json.dumps(LONGROPE)], 64), tmp_path, family="llama")
+    numbers = {"tokenizer_type": "NullTokenizer", "vocab_size": "64"}
+    trained = load_trained_model(str(tmp_path), None, "tools/generate.py", tokenizer=numbers)
+    assert trained.cfg.data.seq_length == 24
+    greedy = {"max_new_tokens": 12, "sampling": Sampling(temperature=0)}
+    (text,) = trained.cfg.family.generate(trained, ["1 2 3 4 5 6"], *greedy.values())
+    # rows of at most 24 tokens in full forward passes, which transformers computes with short factors too
+    expected = generate(trained.model, [1, 2, 3, 4, 5, 6], **greedy, max_sequence_length=24, stop_tokens=())
+    assert text == "1 2 3 4 5 6" + trained.tokenizer.detokenize(list(expected))
+    parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.parametrize("flags", [

@@ -1,6 +1,7 @@
 """The tool keeps what a layout cares about, agrees with one rank, and says where it does not."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -108,6 +109,15 @@ def test_fp8_keeps_sizes_that_its_casts_take(recipe, width, length, layers):
     cfg = shrunk(*f"{FP8} --fp8-recipe {recipe} --tensor-model-parallel-size 2".split())
     assert (cfg.model.hidden_size, cfg.data.seq_length, cfg.model.num_layers) == (width, length, layers)
     assert cfg.model.fp8 == "hybrid" and not cfg.model.fp8_param_gather
+
+
+@pytest.mark.parametrize(("original", "expected"), [(8192, 16), (8191, 8)])
+def test_rotary_scaling_by_length_keeps_the_side_of_the_original_length(original, expected):
+    factors = {"short_factor": [*range(1, 65)], "long_factor": [*range(2, 66)], "attention_factor": 1.5}
+    table = {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
+    cfg = shrunk("--rope-parameters", json.dumps(table))
+    small = {"original_max_position_embeddings": expected, "short_factor": [1, 2, 3, 4], "long_factor": [2, 3, 4, 5]}
+    assert json.loads(cfg.model.rope_parameters) == table | small and cfg.data.seq_length == 16
 
 
 @pytest.mark.parametrize("ranks, limit", [(2, 8192), (8, 1024), (8, 3000)])

@@ -251,7 +251,9 @@ class LanguageModule(MegatronModule):
         if position_ids is None:
             rotary, rotary_local = (None if each is None else each(length, device, layout) for each in embeddings)
         else:
-            rotary, rotary_local = (None if each is None else each.tables(position_ids[0]) for each in embeddings)
+            rotary, rotary_local = (
+                None if each is None else each.tables(position_ids[0], full_length) for each in embeddings
+            )
         samples = self.samples(batch, sample_index, device) if self.training else None
         dropout = None if samples is None else self.dropout_coordinates(layout, length, samples, position_ids)
         return ForwardContext(

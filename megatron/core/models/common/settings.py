@@ -8,8 +8,16 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Literal
 
-from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, latent_rotary, yarn_scaling
+from megatron.core.attention.rotary import (
+    LengthScaling,
+    Llama3Scaling,
+    RotaryEmbedding,
+    Scaling,
+    latent_rotary,
+    yarn_scaling,
+)
 from megatron.core.config.errors import UserError
+from megatron.core.config.rope_parameters import parse_rope_parameters
 from megatron.core.config.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.common.description import Vocabulary
@@ -64,7 +72,8 @@ class LanguageModelSettings:
     def rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
         """Return the rotary embedding of ``config`` at ``rotary_base`` (an MLATransformerConfig has its own): with
         latent attention over its rope dims for every kind, else over ``kv_channels`` for "rope" (scaled with
-        ``rope_scaling``) and "yarn"; None for other kinds. Raises UserError for an unknown kind."""
+        ``rope_scaling`` or ``config.rope_parameters``) and "yarn"; None for other kinds. Raises UserError for an
+        unknown kind."""
         kind = self.position_embedding_type
         if kind not in ("learned_absolute", "rope", "yarn", "none"):
             raise UserError(f"position_embedding_type {kind!r}: choose learned_absolute, rope, yarn or none")
@@ -74,14 +83,18 @@ class LanguageModelSettings:
             return latent_rotary(config, self.rotary_base, self.rotary_percent)
         if kind not in ("rope", "yarn"):
             return None
-        scaling = Llama3Scaling(self.rope_scaling_factor) if self.rope_scaling else None
+        scaling: Scaling | None = Llama3Scaling(self.rope_scaling_factor) if self.rope_scaling else None
+        if config.rope_parameters is not None:
+            scaling = LengthScaling(parse_rope_parameters(config.rope_parameters))
+        if kind == "yarn":
+            scaling = yarn_scaling(config, self.max_sequence_length)
         return RotaryEmbedding(
             config.kv_channels,
             self.rotary_percent,
             rotary_base=self.rotary_base,
             dtype=config.params_dtype,
             interpolation=self.seq_len_interpolation_factor,
-            scaling=yarn_scaling(config, self.max_sequence_length) if kind == "yarn" else scaling,
+            scaling=scaling,
         )
 
     def local_rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:

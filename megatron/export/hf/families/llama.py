@@ -3,7 +3,7 @@
 from megatron.export.hf.attention_settings import Rope, Window, groups
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import Halves, QueryKeyValue, Weights
-from megatron.export.hf.settings import Begin, Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, same
+from megatron.export.hf.settings import Begin, Choice, Computed, Fixed, FixedKeys, Rule, Same, same
 
 SIZES = same(
     num_layers="num_hidden_layers",
@@ -96,10 +96,10 @@ PHI3 = Family(
     "phi3", "Phi3ForCausalLM", models="Phi-3, Phi-4",
     config=(
         *SIZES, FFN, HEAD_SIZE, groups(), *rms_norm(1e-5), tied(False),
-        SILU_GATED, NO_BIASES, Window(), Rope(share=1.0, kinds=("default",)),
+        SILU_GATED, NO_BIASES, Window(), Rope(share=1.0, kinds=("default", "longrope"), original=4096),
         Same("attention_dropout", "attention_dropout", default=0.0),
         Same("hidden_dropout", "resid_pdrop", default=0.0), Same("hidden_dropout", "embd_pdrop", default=0.0),
-        NO_PADDING, Ignored(("original_max_position_embeddings",)),
+        NO_PADDING,
     ),
     weights={
         **AROUND, **ATTENTION,

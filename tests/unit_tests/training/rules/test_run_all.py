@@ -21,6 +21,11 @@ BATCH = "--micro-batch-size 2 --lr 1e-3 --train-iters 10"
 SAMPLES = "--micro-batch-size 2 --lr 1e-3 --train-samples 100"
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
 TINY = f"{MODEL} {BATCH} {DATA}"
+DYNAMIC = '{"rope_type":"dynamic","factor":2,"original_max_position_embeddings":16}'
+LONGROPE = (
+    '{"rope_type":"longrope","short_factor":[1],"long_factor":[2],"attention_factor":1,'
+    '"original_max_position_embeddings":16}'
+)
 ONE_NORM = "--use-parallel-residual --share-parallel-norm"
 
 
@@ -48,6 +53,7 @@ FINE = [
     " --exp-avg-sq-dtype bf16 --adam-beta2 0.95",
     "--position-embedding-type yarn --yarn-original-max-position-embeddings 16 --rotary-scaling-factor 2",
     "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32 --rotary-percent 0.5",
+    f"--position-embedding-type rope --rope-parameters {DYNAMIC}",
     "--window-size 7,0 --window-attn-skip-freq 2",
     "--position-embedding-type rope --no-rope-freq 2",
     "--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2",
@@ -132,6 +138,18 @@ def test_consistent_settings_pass(text):
         ("--rotary-base-local 100", "--rotary-base-local 100.0: requires --window-size; add --window-size"),
         ("--no-rope-freq 2", "--no-rope-freq 2: needs rotary positions; add --position-embedding-type rope"),
         ("--no-rope-freq [1] --position-embedding-type rope", "--no-rope-freq 1: has 1 entries for 2 layers"),
+        (f"--rope-parameters {DYNAMIC}",
+         f"--rope-parameters {DYNAMIC}: requires --position-embedding-type rope; add it"),
+        (f"--rope-parameters {DYNAMIC} --position-embedding-type rope --use-rope-scaling",
+         "--use-rope-scaling: is not supported with --rope-parameters; remove one of the two"),
+        (f"--rope-parameters {DYNAMIC} --position-embedding-type rope --rotary-seq-len-interpolation-factor 2",
+         "--rotary-seq-len-interpolation-factor 2: is not supported with --rope-parameters"),
+        (f"--rope-parameters {DYNAMIC} --position-embedding-type rope --use-varlen-dataset",
+         "--use-varlen-dataset: is not supported with --rope-parameters, which depends on the length"),
+        (f"--rope-parameters {DYNAMIC} --position-embedding-type rope --kv-channels 2",
+         f"--rope-parameters {DYNAMIC}: needs at least 4 rotated"),
+        (f"--rope-parameters {LONGROPE} --position-embedding-type rope",
+         f"--rope-parameters {LONGROPE}: has 1 factors for 8 rotated channel pairs per head; give 8"),
         ("--softmax-scale 0", "--softmax-scale 0: must be"),
         ("--fp16 --bf16", "--fp16: contradicts --bf16; choose one of the two"),
         ("--loss-scale 8", "--loss-scale 8.0: requires --fp16"),
