@@ -24,6 +24,7 @@ from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import initialize
 from megatron.training.arguments import changed_settings, log_arguments, validate_args
+from megatron.training.checkpoint.base_weights import load_base
 from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.environment import environment
 from megatron.training.checkpoint.history import check_save_folder
@@ -303,6 +304,9 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     )
     parts = Components(task, groups, model, optimizer, scheduler, TrainState(), checkpointer)
     try:
+        if (base := load_base(model, cfg, groups)) is not None:
+            checkpointer.name_base(base)
+            optimizer.reload_model_params()
         parts.companions = build_companions(task, groups)
         return _load(parts, cfg)
     except BaseException:
@@ -317,7 +321,7 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     no training data."""
     task, groups = parts.task, parts.groups
     state = parts.checkpointer.load()
-    if state is None and cfg.checkpoint.load_hf:
+    if state is None and cfg.checkpoint.load_hf and not cfg.reads_base:
         load_hf_weights(cfg.checkpoint.load_hf, parts.model, parts.optimizer, groups)
     parts.state = state or parts.state
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))

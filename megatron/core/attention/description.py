@@ -45,6 +45,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
         0,
         bias=config.add_bias_linear or config.add_qkv_bias,
         shared=2 * channels,
+        matrices=3,
     )
     proj = linear("linear_proj", (hidden,), heads * channels, 1, bias=config.add_bias_linear)
     inputs = (query + key_value) * item

@@ -63,6 +63,8 @@ class Param:
     """Fraction of elements active per token (experts: top-k / num_experts)."""
     frozen: bool = False
     """Whether it is not trained: no gradient, no optimizer state."""
+    matrices: int = 1
+    """Number of matrices that a dense weight stacks along its rows: query, key and value; gate and up."""
 
     @property
     def is_expert(self) -> bool:
@@ -116,7 +118,9 @@ class Op:
     kind: Kind
     name: str
     flops: float = 0.0
-    """Forward FLOPs of one full sequence over all ranks; backward costs twice the forward."""
+    """Forward FLOPs of one full sequence over all ranks."""
+    backward: float = 2.0
+    """FLOPs of the backward pass per forward FLOP: 1 for GEMMs of frozen weights."""
     gemm: tuple[int, int] | None = None
     """(output, input) sizes of this rank's weight shard."""
     traffic: float = 0.0
@@ -247,12 +251,13 @@ class ModelDescription:
     def flops_per_sample(self) -> float:
         """Model FLOPs of one sequence, forward and backward, without recomputation.
 
-        * A GEMM (m, k) x (k, n) counts 2 m k n; backward counts twice the forward.
+        * A GEMM (m, k) x (k, n) counts 2 m k n; backward counts twice the forward, once for a frozen weight.
         * Causal attention counts half of the full s x s scores, a sliding window only its band: the GEMMs that are
           needed, not those that a kernel may do on top.
         * The output layer counts the true vocabulary; look-ups, norms, activations and softmax count nothing.
         """
-        return 3.0 * (sum(piece.flops for piece in self.pieces) - self.needless_flops)
+        backward = sum(op.flops * op.backward for piece in self.pieces for op in piece.ops)
+        return sum(piece.flops for piece in self.pieces) + backward - 3.0 * self.needless_flops
 
     @property
     def costs(self) -> ModelCosts:

@@ -31,9 +31,11 @@ def stream_elements(config: Config) -> float:
     return config.hidden_size / (config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
-def linear(name: str, out: tuple[int, ...], into: int, dim: int, *, bias: bool, shared: int = 0) -> list[Param]:
+def linear(
+    name: str, out: tuple[int, ...], into: int, dim: int, *, bias: bool, shared: int = 0, matrices: int = 1
+) -> list[Param]:
     """Return a weight ``(*out, into)`` that tensor parallelism splits along ``dim``, and its bias if ``bias``."""
-    params = [Param(f"{name}.weight", (*out, into), {"tp": dim}, shared=shared)]
+    params = [Param(f"{name}.weight", (*out, into), {"tp": dim}, shared=shared, matrices=matrices)]
     if bias:  # with a split input dim, the bias is replicated
         params.append(Param(f"{name}.bias", out, {"tp": dim} if dim < len(out) else {}, shared=shared, ndim=1))
     return params

@@ -36,7 +36,7 @@ from megatron.core.sharding.rectangles import Rectangle
 
 __all__ = [
     "AsBuilt", "Init", "Nested", "Normal", "Ones", "OwnsState", "ParameterSpec", "Partial", "Replicate", "RowParts",
-    "Shard", "SubTensor", "XavierUniform", "Zeros", "adopt_declarations", "counts_on_this_rank",
+    "Shard", "SubTensor", "Uniform", "XavierUniform", "Zeros", "adopt_declarations", "counts_on_this_rank",
     "data_parallel_groups", "declare", "declare_row_parts", "global_name", "initialize_parameters", "local_rectangle",
     "parameter", "require_declarations", "spec_or_replicated",
 ]  # fmt: skip
@@ -73,11 +73,18 @@ class XavierUniform:
 
 
 @dataclass(frozen=True)
+class Uniform:
+    """Initialize from a uniform distribution on +-``bound``."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
 class AsBuilt:
     """Keep the values that the module's constructor set; they do not depend on seed and global name."""
 
 
-Init = Zeros | Ones | Normal | XavierUniform | AsBuilt
+Init = Zeros | Ones | Normal | XavierUniform | Uniform | AsBuilt
 
 
 @dataclass(frozen=True)
@@ -397,9 +404,15 @@ def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, gro
     if isinstance(spec.init, Normal):
         values.mul_(spec.init.std)
     else:
-        bound = math.sqrt(6.0 / (math.prod(spec.shape[spec.init.stacked : -1]) + spec.shape[-1]))
+        bound = _bound(spec, spec.init)
         values.mul_(2 * bound).sub_(bound)
     target.copy_(values.view(rectangle.lengths))
+
+
+def _bound(spec: ParameterSpec, init: XavierUniform | Uniform) -> float:
+    if isinstance(init, Uniform):
+        return init.bound
+    return math.sqrt(6.0 / (math.prod(spec.shape[init.stacked : -1]) + spec.shape[-1]))
 
 
 def _draw_dtype(param: Tensor) -> torch.dtype:

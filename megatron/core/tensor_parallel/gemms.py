@@ -128,10 +128,14 @@ class GemmLayer(nn.Module):
     shared_product: Product
     """Product with the rows that several ranks hold (``ColumnParallelLinear.shared_weight``)."""
 
+    is_wrapped = False
+    """Whether the layer computes more than the product with its weight."""
+
     def wrap(self, name: str, wrapper: nn.Module, product: str = "product") -> None:
         """Compute ``product`` by ``wrapper(inner product, x, weight, bias, traits, store)``, from now on the submodule
         ``name``. Names of the layer's parameters stay; later wrappers are outside of earlier ones."""
         self.add_module(name, wrapper)
+        self.is_wrapped = True
         setattr(self, product, partial(wrapper, getattr(self, product)))
 
     def use_gemms(self, gemms: object) -> None:

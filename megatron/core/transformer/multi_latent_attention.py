@@ -34,6 +34,7 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import declare_row_parts
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.autograd_handle import start_all_gather
+from megatron.core.tensor_parallel.gemms import GemmLayer
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
@@ -242,8 +243,8 @@ class MLASelfAttention(Segmented):
     @property
     def absorbs(self) -> bool:
         """Whether the products of the up projection can be exchanged with those of attention."""
-        traits = getattr(self.linear_kv_up_proj, "traits", None)
-        return traits is None or traits.gemms.reads_weight
+        up = self.linear_kv_up_proj
+        return not isinstance(up, GemmLayer) or (up.traits.gemms.reads_weight and not up.is_wrapped)
 
     def expand(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [t, b, a, d] and values [t, b, a, e] of gathered latents [t, b, r] and rotated rope keys

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,6 +125,10 @@ class Checkpointer:
                 )
             self._locks.append(SaveLock(self.fast, "the folder of --non-persistent-save-interval"))
             self._identity = identity(self.cfg.checkpoint.save, make=True)
+
+    def name_base(self, base: Mapping[str, str]) -> None:
+        """Let checkpoints name ``base``, the folder and identity of the frozen weights that they do not contain."""
+        self.live = dataclasses.replace(self.live, base=base)
 
     @property
     def failed_saves(self) -> int:

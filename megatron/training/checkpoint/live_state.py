@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -31,6 +31,8 @@ class LiveState:
     groups: ProcessGroups
     tokenizer: str | None
     """Fingerprint of the tokenizer."""
+    base: Mapping[str, str] | None = None
+    """Folder and identity of frozen weights that checkpoints do not contain (``base_weights.py``)."""
 
     def tensors(
         self, *, optimizer: dict[str, object] | None, rng: bool, scales: bool = True, rounded: bool = False
@@ -64,6 +66,8 @@ class LiveState:
         }
         if optimizer is not None:
             objects["optimizer"] = {key: optimizer[key] for key in ("step", "grad_scaler")}
+        if self.base is not None:
+            objects["base"] = dict(self.base)
         if self.scheduler is not None:
             objects["scheduler"] = self.scheduler.state_dict()
         return objects

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.reader import Source, load_from, together_reader
 from megatron.core.fp8.recipe import PREFIX, scales_loaded
 from megatron.core.groups.process_groups import Group
+from megatron.training.checkpoint.base_weights import other_base
 from megatron.training.checkpoint.files import Found, find_checkpoint
 from megatron.training.checkpoint.history import continues, fast_folder, find_resumable, same_folder
 from megatron.training.checkpoint.live_state import LiveState
@@ -49,11 +50,12 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
     rank searches, and restores checkpoints whose replacement was interrupted. CheckpointError without a required
     checkpoint, or if --save holds the dense model that --moe-use-upcycling starts from."""
     checkpoint = cfg.checkpoint
+    base = None if cfg.reads_base else checkpoint.pretrained_checkpoint  # base weights are loaded before
 
     def search() -> list | None:
         for find, finetune in (
             (lambda: find_resumable(cfg.checkpoint, repair=True), checkpoint.finetune),
-            (lambda: find_checkpoint(checkpoint.pretrained_checkpoint, repair=True), True),
+            *[(lambda: find_checkpoint(base, repair=True), True)] * (base is not None),
         ):
             match = find()
             if match is not None:
@@ -62,7 +64,7 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
                 return [match.directory, match.iteration, match.release, weights_only or match.release, continued_from]
         if checkpoint.exit_on_missing_checkpoint and checkpoint.load_hf is None:
             raise CheckpointError(f"--exit-on-missing-checkpoint: {checkpoint.load} holds no checkpoint")
-        if (base := checkpoint.pretrained_checkpoint) is not None:
+        if base is not None:
             raise CheckpointError(f"--pretrained-checkpoint {base}: holds no checkpoint to start from")
         if checkpoint.load is not None and checkpoint.load_hf is None:
             logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", checkpoint.load)
@@ -187,6 +189,7 @@ class Loading:
             ):
                 fix = "give its --loss-scale, or add --no-load-optim"
                 problems.append(f"{source.directory} was trained with a constant loss scale: {fix}")
+        problems += other_base(objects.get("base"), self.live.base, source.directory)
         problems += self._other_history()
         if self.wants_rng and not any(name.startswith("rng.") for name in reader.names):
             problems.append(f"{source.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,21 +184,27 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def load_hf_weights(
-    folder: str, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, groups: ProcessGroups
-) -> None:
-    """Fill this rank's shards from a Hugging Face folder, one tensor at a time; reset the optimizer's main
-    parameters. Collective: CheckpointError on all ranks if names or shapes differ from the model; before that
-    UserError on each rank that cannot read the folder. Warns of tensors left out and of optional modules that begin
-    random."""
+    folder: str,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer | None,
+    groups: ProcessGroups,
+    includes: Callable[[str], bool] = bool,
+) -> InterchangeReader:
+    """Fill this rank's shards of the tensors that ``includes`` selects by global name from a Hugging Face folder, one
+    tensor at a time, and return the folder's reader; reset the optimizer's main parameters. Collective: CheckpointError
+    on all ranks if names or shapes differ from the model; before that UserError on each rank that cannot read the
+    folder. Warns of tensors left out and of optional modules that begin random."""
     interchange: Interchange = load_hf(folder)
     logger.info(" loading weights from the Hugging Face folder %s", folder)
     tensors: dict[str, ShardedTensor] = {}
     for chunk in chunks:
-        tensors |= module_tensors(unwrapped(chunk), prefix="model.", groups=groups)
-    load_from(InterchangeReader(interchange, folder), tensors, group=groups.world)
+        tensors |= module_tensors(unwrapped(chunk), prefix="model.", groups=groups, includes=includes)
+    reader = InterchangeReader(interchange, folder)
+    load_from(reader, tensors, group=groups.world)
     if optimizer is not None:
         optimizer.reload_model_params()
     for note in interchange.notes if groups.world.is_first else ():
         logger.warning("--load-hf: %s", note)
     elements = sum(math.prod(tensor.shape) for tensor in interchange.tensors.values())
     logger.info("  successfully loaded %d parameters from %s", elements, folder)
+    return reader

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.cli import derived
+from megatron.core.config.lora import LoraConfig
 from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.muon import MuonConfig
 from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
@@ -59,6 +60,7 @@ class FlatConfig(
     ValidationConfig,
     CheckpointConfig,
     UpcyclingConfig,
+    LoraConfig,
     LoggingConfig,
     SelfCheckConfig,
     ProfilingConfig,

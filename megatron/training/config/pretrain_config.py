@@ -111,6 +111,11 @@ class PretrainConfig:
         transforms = (pkgutil.resolve_name(function)(self) for function in functions)
         return tuple(transform for transform in transforms if transform is not None)
 
+    @property
+    def reads_base(self) -> bool:
+        """Whether checkpoints of the run omit weights that come from --load-hf or --pretrained-checkpoint."""
+        return any(transform.reads_base for transform in self.transforms)
+
     def stores(self, name: str) -> bool:
         """Return whether checkpoints of the run contain the model's tensor with this global name."""
         return all(transform.stores(name) for transform in self.transforms)

@@ -13,15 +13,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron.core.config.errors import UserError
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.exchange import from_first_rank
-from megatron.core.dist_checkpointing.reader import load_from, together_reader
-from megatron.core.fp8.recipe import PREFIX as SCALES
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.paired_stage import PairedStage
-from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.training.checkpoint.files import find_checkpoint
+from megatron.training.checkpoint.base_weights import load_native_weights
 from megatron.training.checkpoint.other_formats import load_hf_weights
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import training_device
@@ -53,26 +48,9 @@ def build_companion(name: str, cfg: PretrainConfig, tokenizer: Tokenizer | None,
     if cfg.checkpoint.load_hf is not None:
         load_hf_weights(cfg.checkpoint.load_hf, model, None, groups)
     else:
-        _load_checkpoint(cfg, model, groups)
+        load_native_weights(cfg.checkpoint.load, cfg.checkpoint.ckpt_step, model, groups)
     logger.info("companion %s: frozen model of %s", name, cfg.checkpoint.load_hf or cfg.checkpoint.load)
     return Companion(name, cfg, model)
-
-
-def _load_checkpoint(cfg: PretrainConfig, model: Sequence[nn.Module], groups: ProcessGroups) -> None:
-    """Fill the weights from the checkpoint that ``load`` and ``ckpt_step`` select, and nothing else. Collective. Raises
-    CheckpointError on all ranks if there is none, it is damaged, or names or shapes differ."""
-
-    def find() -> str:
-        checkpoint = find_checkpoint(cfg.checkpoint.load, cfg.checkpoint.ckpt_step)
-        if checkpoint is None:
-            raise CheckpointError(f"{cfg.checkpoint.load} holds no checkpoint")
-        return checkpoint.directory
-
-    reader = together_reader(from_first_rank(find, groups.world), groups.world)
-    tensors: dict[str, ShardedTensor] = {}
-    for chunk in model:
-        tensors |= module_tensors(chunk, prefix="model.", groups=groups)
-    load_from(reader, tensors, allow_unused=("optimizer.", "rng.", SCALES), group=groups.world)
 
 
 def build_companions(task: Task, groups: ProcessGroups) -> list[Companion]:

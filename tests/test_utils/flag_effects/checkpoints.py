@@ -11,12 +11,16 @@ from tests.test_utils.flag_effects.rows import (
     modules,
     row,
     says,
+    shape,
     stops,
 )
 from tests.test_utils.flag_effects.training import iterations
 
 LOAD = "--load {checkpoint} --train-iters 3"
 SAVE = "--save {out}"
+BASE = "--pretrained-checkpoint {checkpoint}"
+ADAPTERS = f"{BASE} --lora-rank 2"
+QKV = "decoder.layers.0.self_attention.linear_qkv.adapter"
 ARCHITECTURE = "--num-layers --hidden-size --num-attention-heads --max-position-embeddings"
 LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
@@ -192,6 +196,12 @@ CHECKPOINTS = [
     row("--ckpt-step 1", iterations(2, 3), changes("initial"), base=LOAD),
     row("--finetune", iterations(1, 2, 3), fresh_moments, keeps("initial"), base=LOAD),
     row("--pretrained-checkpoint {checkpoint}", iterations(1, 2), changes("initial")),
+    row("--lora-rank 2", gives(shape(f"{QKV}.lora_a"), (3, 2, 32)), gives(shape(f"{QKV}.lora_b"), (4, 24, 2)),
+        base=BASE),
+    row("--lora-alpha 8", changes("weights"), keeps("initial"), base=ADAPTERS),
+    row("--lora-target-modules linear_proj", gives(shape(f"{QKV}.lora_a"), None), base=ADAPTERS),
+    row("--lora-use-rslora", changes("weights"), keeps("initial"), base=ADAPTERS),
+    row("--lora-use-dora", gives(shape(f"{QKV}.lora_magnitude"), (4, 24)), base=ADAPTERS),
     row("--load-hf {hf}", accepts, gives(modules("TransformerLayer"), 2), says("loaded 22688 parameters"),
         without=ARCHITECTURE),
     row("--save-hf-interval 2", says("iter_0000002 in Hugging Face's format"),

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.lora import SETTINGS as LORA_SETTINGS
+from megatron.core.config.lora import LoraConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
@@ -20,6 +22,7 @@ from megatron.core.config.optional import (
     VariableLengthConfig,
 )
 from megatron.core.config.problems import Settings, collect_rules
+from megatron.core.models.adapters import rules as adapter_rules
 from megatron.core.models.family import DataSet, ModelFamily, Options, Program, TrainedModel
 from megatron.core.models.gpt import custom_layers, description, rules
 
@@ -144,8 +147,10 @@ FAMILY = ModelFamily(
         DocumentConfig,
         VariableLengthConfig,
         FillInTheMiddleConfig,
+        LoraConfig,
     ),
-    rules=collect_rules(rules),
+    rules=collect_rules(rules, adapter_rules),
+    weight_settings=LORA_SETTINGS,
     sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),
     tool="tools/generate.py",
     generate=generate,

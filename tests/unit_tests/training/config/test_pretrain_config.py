@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 import pytest
 
 from megatron.core.config.groups import FlagGroup, frozen_group
+from megatron.core.config.lora import LoraConfig
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import families
 from megatron.core.models.t5.config import EncoderDecoderConfig
@@ -39,7 +40,7 @@ def test_copies_have_other_values_in_every_form():
 
 def test_only_groups_without_an_attribute_are_read_by_kind():
     cfg = resolved("--bert-no-binary-head")
-    assert {*cfg.family_groups} == {BertConfig, EncoderDecoderConfig}
+    assert {*cfg.family_groups} == {BertConfig, EncoderDecoderConfig, LoraConfig}
     assert cfg.group(BertConfig).bert_binary_head is False
 
 

@@ -398,7 +398,7 @@ def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):
 @pytest.mark.parametrize(
     ("flag", "answer"),
     [
-        ("--lora-rank", "--lora-rank: is a flag of fine-tuning programs; all weights are trained"),
+        ("--use-lora", "--use-lora: is a flag of fine-tuning programs; --lora-rank"),
         ("--gradient_accumulation_steps", "is a flag of Hugging Face's Trainer; --global-batch-size"),
         ("--nproc-per-node", "is a flag of torchrun; give it before the script"),
     ],

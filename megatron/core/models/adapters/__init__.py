@@ -1,0 +1,1 @@
+"""Low-rank adapters: module, model transform, rules of their flags."""

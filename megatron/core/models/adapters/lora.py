@@ -1,0 +1,216 @@
+"""Low-rank adapters of linear layers (LoRA, Hu et al. 2021; rsLoRA, Kalajdzievski 2023; DoRA, Liu et al. 2024).
+
+  Y = X W^T + c (X A^T) B^T                               c = alpha / r, or alpha / sqrt(r)
+  Y = (m / |W + c B A|) (X W^T + c (X A^T) B^T)           DoRA: norms of rows, constants in backward
+
+W [o, i] is frozen, A [r, i] and B [o, r] are trained. A weight that stacks n matrices (query, key and value; gate and
+up) has one adapter per matrix: A is [n r, i], and a row of B [o, r] belongs to the adapter of its matrix. One GEMM
+computes all of them with B as a block matrix [o, n r].
+
+B is split like the rows of W, A like its columns. A column-parallel layer communicates X A^T, of width n r, in place of
+X. A row-parallel layer adds its partial sums of the adapter before the layer's reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import (
+    AsBuilt,
+    ParameterSpec,
+    Shard,
+    SubTensor,
+    Uniform,
+    Zeros,
+    declare,
+    fill_parameter,
+    global_name,
+    parameter,
+    stored_rectangle,
+)
+from megatron.core.sharding.rectangles import Rectangle
+from megatron.core.tensor_parallel import operators
+from megatron.core.tensor_parallel.gemms import GemmLayer, Product
+from megatron.core.tensor_parallel.linear import LinearTraits
+
+NAMES = {"weight": ("adapter", "product"), "shared_weight": ("shared_adapter", "shared_product")}
+"""Weight of a layer -> (submodule of its adapter, product that the adapter wraps)."""
+
+
+class LoraSettings(NamedTuple):
+    """Settings of all adapters of a model."""
+
+    rank: int
+    scale: float
+    """Factor of X A^T B^T."""
+    trains_norms: bool = False
+    """DoRA."""
+    seed: int = 1234
+
+
+class LowRankAdapter(nn.Module):
+    """Adapters of the matrices in one ``weight`` of ``linear``, with parameters ``lora_a``, ``lora_b`` and, for DoRA,
+    ``lora_magnitude``, declared from the weight's own declaration."""
+
+    def __init__(self, linear: GemmLayer, weight: nn.Parameter, settings: LoraSettings, groups: ProcessGroups) -> None:
+        super().__init__()
+        self.scale, self.group, spec = settings.scale, groups.tp, weight.spec  # type: ignore[attr-defined]
+        lead, width = spec.shape[:-1], spec.shape[-1]
+        splits_input = spec.mesh.get("tp") == Shard(len(lead))
+        self.splits_rows = splits_input
+        # without a reduction of dX over the group, which A shares, dA is a sum over this rank's rows or positions
+        is_partial = linear.traits.gather_input or spec.part is not None or "tp" in spec.grad
+        numbers = matrix_numbers(spec)
+        in_part = numbers if spec.part is None else _rows(spec.part.rectangle).of(numbers)
+        first, count = int(in_part.min()), int(in_part.max() - in_part.min()) + 1
+        a_shape: Any = (int(numbers.max()) + 1, settings.rank, width)
+        if count < a_shape[0]:
+            rectangle = Rectangle((first, 0, 0), (count, settings.rank, width))
+            a_shape = SubTensor(a_shape, "lora_a", rectangle)
+        common: dict[str, Any] = {"groups": groups, "dtype": weight.dtype}
+        with torch.device(weight.device):
+            self.lora_a = parameter(
+                a_shape, init=Uniform(width**-0.5), mesh={"tp": Shard(2)} if splits_input else {},
+                partial=("tp",) if is_partial and not splits_input else (), ndim=2, **common,
+            )  # fmt: skip
+            common |= {"mesh": {} if splits_input else spec.mesh, "partial": ("tp",) if splits_input else (*spec.grad,)}
+            self.lora_b = parameter(_row_shape(spec, "lora_b", settings.rank), init=Zeros(), ndim=2, **common)
+            self.lora_magnitude: nn.Parameter | None = None
+            if settings.trains_norms:
+                self.lora_magnitude = parameter(_row_shape(spec, "lora_magnitude"), init=AsBuilt(), ndim=1, **common)
+        local = _rows(stored_rectangle(spec, groups)).of(numbers).flatten().to(weight.device) - first
+        self.register_buffer("blocks", F.one_hot(local, count).to(weight.dtype), persistent=False)
+
+    def forward(
+        self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, traits: LinearTraits, store: Any = None
+    ) -> Tensor:
+        """Return the ``product`` plus the adapters' output [..., o]. Communicates X A^T as ``traits`` say of X: by an
+        all-gather along the sequence, or an all-reduce of its gradient."""
+        low = F.linear(x, self.lora_a)
+        if traits.gather_input:
+            low = operators.gather_from_sequence(low, traits.group)
+        elif traits.reduce_input_gradient:
+            low = operators.copy_to_region(low, traits.group)
+        added = F.linear(low, self.block_matrix()) * self.scale
+        if self.lora_magnitude is None:
+            return product(x, weight, bias, traits, store) + added
+        ratio = self.lora_magnitude / self.row_norms(weight).to(added.dtype)
+        output = (product(x, weight, None, traits, store) + added) * ratio
+        return output if bias is None else output + bias
+
+    def block_matrix(self) -> Tensor:
+        """Return B as a block matrix [o, n r]."""
+        blocks: Tensor = self.blocks  # type: ignore[assignment]
+        return self.lora_b if blocks.shape[1] == 1 else (blocks.unsqueeze(-1) * self.lora_b.unsqueeze(1)).flatten(1)
+
+    @torch.no_grad()
+    def row_norms(self, weight: Tensor) -> Tensor:
+        """Return the norms of the full rows of ``W + c B A`` [o] in at least fp32. All-reduced over ``tp`` if ranks
+        split the rows."""
+        squares = self._adapted(weight).square_().sum(-1)
+        if self.splits_rows and self.group.size > 1:
+            dist.all_reduce(squares, group=self.group.handle)
+        return squares.sqrt_()
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the weight with the adapters [o, i], computed in at least fp32 and rounded once. Collective for DoRA
+        if ranks split rows."""
+        total = self._adapted(weight)
+        if self.lora_magnitude is not None:
+            total *= (self.lora_magnitude.to(total.dtype) / self.row_norms(weight)).unsqueeze(-1)
+        return total.to(weight.dtype)
+
+    def _adapted(self, weight: Tensor) -> Tensor:
+        """Return ``W + c B A`` in a new tensor of at least fp32."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return torch.addmm(
+            weight.to(dtype), self.block_matrix().to(dtype), self.lora_a.to(dtype), alpha=self.scale
+        )  # fmt: skip
+
+
+def matrix_numbers(spec: ParameterSpec) -> Tensor:
+    """Return the index of the matrix that each row of a weight belongs to, int64 of the shape of its row dims."""
+    lead = spec.shape[:-1]
+    rows = torch.arange(math.prod(lead))
+    if spec.row_parts is not None:
+        ends = torch.tensor(spec.row_parts.matrices).cumsum(0)
+        return torch.bucketize(rows % ends[-1], ends, right=True).view(lead)
+    return (rows // lead[-1]).view(lead)
+
+
+def _row_shape(spec: ParameterSpec, leaf: str, *columns: int) -> tuple[int, ...] | SubTensor:
+    """Return the shape of a tensor with the rows of a weight and other ``columns``: a part if the weight is one."""
+    shape = (*spec.shape[:-1], *columns)
+    if spec.part is None:
+        return shape
+    offsets, lengths = _rows(spec.part.rectangle)
+    return SubTensor(shape, leaf, Rectangle((*offsets, *(0 for _ in columns)), (*lengths, *columns)))
+
+
+def _rows(rectangle: Rectangle) -> Rectangle:
+    return Rectangle(rectangle.offsets[:-1], rectangle.lengths[:-1])
+
+
+def add_adapters(model: nn.Module, matches: Any, settings: LoraSettings, groups: ProcessGroups) -> None:
+    """Freeze ``model`` and add adapters to every linear layer whose name ``matches``. Initial values are functions of
+    the seed and global names: A uniform on +-1 / sqrt(i), as in PEFT, and B zeros."""
+    model.requires_grad_(False)
+    for name, linear in list(model.named_modules()):
+        if not (isinstance(linear, GemmLayer) and hasattr(linear, "product") and matches(name)):
+            continue
+        for leaf, (submodule, product) in NAMES.items():
+            if (weight := getattr(linear, leaf, None)) is None:
+                continue
+            adapter = LowRankAdapter(linear, weight, settings, groups)
+            linear.wrap(submodule, adapter, product)
+            for key, value in adapter.named_parameters():
+                if submodule != NAMES["weight"][0]:
+                    declare(value, registered_as=(f"{submodule}.{key}", f"{NAMES['weight'][0]}.{key}"))
+                full_name = global_name(f"{name}.{submodule}.{key}", value.spec)  # type: ignore[attr-defined]
+                fill_parameter(value, value.spec, full_name, settings.seed, groups)  # type: ignore[attr-defined]
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[GemmLayer, str, LowRankAdapter]]:
+    """Yield (layer, name of its weight, adapter of that weight)."""
+    for linear in list(model.modules()):
+        for leaf, (submodule, _) in NAMES.items():
+            adapter = getattr(linear, submodule, None)
+            if isinstance(linear, GemmLayer) and isinstance(adapter, LowRankAdapter):
+                yield linear, leaf, adapter
+
+
+@torch.no_grad()
+def set_magnitudes(model: nn.Module) -> None:
+    """Set the trained norms of DoRA to the norms of the base weights, because B is zero. Collective over ``tp``."""
+    for linear, leaf, adapter in adapted_layers(model):
+        if adapter.lora_magnitude is not None:
+            # FSDP cuts both tensors at the same rows
+            weight, norms = (_local(tensor) for tensor in (getattr(linear, leaf), adapter.lora_magnitude))
+            if adapter.splits_rows and adapter.group.size > 1:  # full rows: sums of partial sums round differently
+                weight = operators.all_gather_along_last_dim(weight, adapter.group)
+            norms.copy_(weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(-1).sqrt_())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Add the adapters to the weights and remove them: generation then computes with plain layers. Collective."""
+    for linear, leaf, adapter in adapted_layers(model):
+        weight, (submodule, product) = getattr(linear, leaf), NAMES[leaf]
+        weight.copy_(adapter.merged(weight))
+        delattr(linear, submodule)
+        delattr(linear, product)
+        linear.is_wrapped = False

@@ -1,0 +1,61 @@
+"""Rules of the flags of low-rank adapters. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.lora import LoraConfig
+from megatron.core.config.optional import used_fields
+from megatron.core.config.problems import Problems, Settings, problem
+from megatron.core.models.adapters.transform import is_target, linear_weights
+
+
+def adapter_flags_need_a_rank(cfg: Settings) -> Problems:
+    """Reject settings of adapters without --lora-rank."""
+    lora = cfg.group(LoraConfig)
+    if lora.lora_rank is None:
+        for field in used_fields(LoraConfig, lora):
+            yield problem(cfg, field, "has no effect without --lora-rank", "add --lora-rank")
+
+
+def adapters_need_base_weights(cfg: Settings) -> Problems:
+    """Require the weights that adapters change."""
+    lora, checkpoint = cfg.group(LoraConfig), cfg.checkpoint
+    if lora.lora_rank is not None and checkpoint.load_hf is None and checkpoint.pretrained_checkpoint is None:
+        fix = "add --load-hf FOLDER or --pretrained-checkpoint FOLDER"
+        yield problem(cfg, "lora_rank", "trains adapters of a trained model, and none is given", fix)
+
+
+def _unsupported(cfg: Settings) -> Iterator[tuple[bool, str]]:
+    """Yield (whether the setting is on, its flag) for settings that read or change frozen weights."""
+    model = cfg.model
+    yield model.transformer_impl != "local", f"--transformer-impl {model.transformer_impl}"
+    yield model.batch_invariant_mode, "--batch-invariant-mode"
+    yield model.fp8 is not None and model.fp8_recipe == "delayed", "--fp8-recipe delayed"
+    yield model.fp8_param_gather, "--fp8-param-gather"
+    yield model.qk_clip, "--qk-clip"
+    yield cfg.upcycling.moe_use_upcycling, "--moe-use-upcycling"
+    balances = model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate
+    yield bool(balances), "--moe-router-enable-expert-bias (unless --moe-router-bias-update-rate is 0)"
+
+
+def adapters_keep_the_base(cfg: Settings) -> Problems:
+    """Reject settings that change frozen weights or compute without the adapters."""
+    if cfg.group(LoraConfig).lora_rank is not None:
+        for is_on, flag in _unsupported(cfg):
+            if is_on:
+                yield problem(cfg, "lora_rank", f"is not supported with {flag}", "remove one of them")
+
+
+def adapter_targets_exist(cfg: Settings) -> Problems:
+    """Reject targets without a linear layer that adapters support."""
+    lora = cfg.group(LoraConfig)
+    if lora.lora_rank is None or lora.lora_target_modules is None:
+        return
+    model = cfg.family.describe(cfg, 0)
+    names = [param.name.removesuffix(".weight") for param in linear_weights(model)]
+    for target in () if model.unknown else lora.lora_target_modules:
+        if not any(is_target(name, [target]) for name in names):
+            layers = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            reason = f"{target} matches no linear layer that can have an adapter"
+            yield problem(cfg, "lora_target_modules", reason, f"choose from {layers}, or patterns of full names")

@@ -1,0 +1,128 @@
+"""Low-rank adapters as a model transform. Torch-free: ``lora.py`` has the modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from megatron.core.config.lora import SETTINGS, LoraConfig
+from megatron.core.config.problems import Settings
+from megatron.core.description.model import ModelDescription, Op, Param, Piece, Saved
+from megatron.core.description.parts import activation_bytes
+from megatron.core.models.transforms import ModelTransform
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron.core.groups.process_groups import ProcessGroups
+
+PARAMETERS = ("lora_a", "lora_b", "lora_magnitude")
+"""Last parts of the names of adapters' parameters."""
+
+
+def is_target(module: str, targets: Sequence[str] | None) -> bool:
+    """Return whether the linear layer with the full name ``module`` gets an adapter. ``targets``: last parts of names,
+    or patterns of full names; None: all linear layers of attention and feed-forward networks."""
+    last = module.rpartition(".")[2]
+    if targets is None:
+        return last.startswith("linear_")
+    return any(last == target or fnmatchcase(module, target) for target in targets)
+
+
+def linear_weights(model: ModelDescription) -> list[Param]:
+    """Return the weights of linear layers that adapters support: dense ones of attention and feed-forward networks."""
+    return [param for param in model.params() if _module(param).rpartition(".")[2].startswith("linear_")]
+
+
+def _module(param: Param) -> str:
+    """Return the full name of the linear layer that owns a dense weight, else an empty string."""
+    module, _, leaf = param.name.rpartition(".")
+    return module if leaf == "weight" and not param.is_expert else ""
+
+
+class LoraTransform(ModelTransform):
+    """Freezes the model and trains low-rank adapters."""
+
+    reads_base = True
+
+    def __init__(self, cfg: Settings) -> None:
+        self.model, self.lora = cfg.model, cfg.group(LoraConfig)
+        assert self.lora.lora_rank is not None
+        self.rank = self.lora.lora_rank
+        divisor = math.sqrt(self.rank) if self.lora.lora_use_rslora else self.rank
+        self.scale = (self.lora.lora_alpha or self.rank) / divisor
+
+    def matches(self, module: str) -> bool:
+        return is_target(module, self.lora.lora_target_modules)
+
+    def apply(self, model: nn.Module, groups: ProcessGroups) -> None:
+        """Freeze the chunk and add adapters, whose initial values do not depend on the layout."""
+        from megatron.core.models.adapters.lora import LoraSettings, add_adapters
+
+        settings = LoraSettings(self.rank, self.scale, self.lora.lora_use_dora, self.model.seed)
+        add_adapters(model, self.matches, settings, groups)
+
+    def stores(self, name: str) -> bool:
+        return name.rpartition(".")[2] in PARAMETERS
+
+    def base_loaded(self, model: nn.Module, groups: ProcessGroups) -> None:
+        from megatron.core.models.adapters.lora import set_magnitudes
+
+        set_magnitudes(model)
+
+    def describe(self, model: ModelDescription) -> ModelDescription:
+        """Freeze all parameters, halve the backward pass of their GEMMs, and add the adapters."""
+        change = self._changed
+        embedding = change(model.embedding)
+        return replace(
+            model,
+            embedding=replace(embedding, settings=(*embedding.settings, *SETTINGS)),
+            layers=tuple(tuple(map(change, branches)) for branches in model.layers),
+            head=change(model.head),
+            predictions=tuple(map(change, model.predictions)),
+        )
+
+    def _changed(self, piece: Piece) -> Piece:
+        params: list[Param] = []
+        weights: dict[str, Param] = {}
+        for param in piece.params:
+            params.append(replace(param, frozen=True))
+            module = _module(param)
+            if module.rpartition(".")[2].startswith("linear_") and self.matches(module):
+                weights[module.rpartition(".")[2]] = param
+                params += self._adapter(module, param)
+        ops: list[Op] = []
+        for op in piece.ops:
+            ops.append(replace(op, backward=1.0) if op.kind == "gemm" else op)
+            if op.kind == "gemm" and op.name in weights:
+                ops.append(self._operation(op, weights[op.name]))
+        return replace(piece, params=tuple(params), ops=tuple(ops))
+
+    def _adapter(self, module: str, weight: Param) -> list[Param]:
+        """Return the parameters of the adapters of one weight."""
+        lead, last = weight.shape[:-1], len(weight.shape) - 1
+        rows = {axis: dim for axis, dim in weight.mesh.items() if dim != last}
+        columns = {axis: 2 for axis, dim in weight.mesh.items() if dim == last}
+        name, shared = f"{module}.adapter", weight.shared
+        params = [
+            Param(f"{name}.lora_a", (weight.matrices, self.rank, weight.shape[-1]), columns),
+            Param(f"{name}.lora_b", (*lead, self.rank), rows, shared=shared),
+        ]
+        if self.lora.lora_use_dora:
+            params.append(Param(f"{name}.lora_magnitude", lead, rows, shared=shared, ndim=1))
+        return params
+
+    def _operation(self, gemm: Op, weight: Param) -> Op:
+        """Return the operation of the adapters next to ``gemm``; it saves X A^T. The GEMM's input is saved already."""
+        low = weight.matrices * self.rank
+        elements = low * weight.shape[-1] + self.rank * math.prod(weight.shape[:-1])
+        saved = Saved("low-rank product", low * activation_bytes(self.model))
+        return Op("other", "adapter", gemm.flops * elements / math.prod(weight.shape), saved=(saved,))
+
+
+def lora_transform(cfg: Settings) -> LoraTransform | None:
+    """Return the transform of --lora-rank; None without it."""
+    return None if cfg.group(LoraConfig).lora_rank is None else LoraTransform(cfg)
