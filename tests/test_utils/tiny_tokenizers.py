@@ -17,6 +17,8 @@ def flags(tokenizer_type, **values):
     """Flags that ``build_tokenizer`` reads."""
     defaults = {
         "tokenizer_model": None,
+        "chat_template": None,
+        "sft_tokenizer_prompt_format": "nemotron-h-aligned",
         "vocab_file": None,
         "merge_file": None,
         "vocab_size": None,

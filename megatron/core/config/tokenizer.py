@@ -20,6 +20,7 @@ TokenizerType = Literal[
     "TikTokenizer",
     "NullTokenizer",
     "ByteLevelTokenizer",
+    "SFTTokenizer",
 ]
 
 TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
@@ -64,6 +65,14 @@ class TokenizerConfig(FlagGroup):
 
     tokenizer_model: str | None = None
     """File or folder of the tokenizer: tokenizer.json, SentencePiece .model, or tiktoken ranks."""
+
+    chat_template: str | None = None
+    """File with a Jinja chat template, in place of the tokenizer's."""
+
+    sft_tokenizer_prompt_format: Literal["nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"] = (
+        "nemotron-h-aligned"
+    )
+    """SFTTokenizer (a HuggingFaceTokenizer for --sft): name of its chat template; default: the tokenizer's own."""
 
     vocab_file: str | None = None
     """Vocabulary: vocab.json of GPT-2, or vocab.txt of BERT."""

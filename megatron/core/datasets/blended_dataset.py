@@ -57,13 +57,20 @@ class BlendedDataset:
 
     def sample_lengths(self, samples: np.ndarray) -> np.ndarray:
         """Return the lengths of ``samples``, int64, of sources with samples of different lengths."""
+        return self._of_sources("sample_lengths", samples)
+
+    def attention_costs(self, samples: np.ndarray) -> np.ndarray:
+        """Return the sums of squared sequence lengths of rows, int64, of sources of packed rows."""
+        return self._of_sources("attention_costs", samples)
+
+    def _of_sources(self, method: str, samples: np.ndarray) -> np.ndarray:
         samples = np.asarray(samples)
         sources, numbers = self.dataset_index[samples], self.dataset_sample_index[samples]
-        lengths = np.empty(len(samples), dtype=np.int64)
+        values = np.empty(len(samples), dtype=np.int64)
         for source in np.unique(sources):
             chosen = sources == source
-            lengths[chosen] = self.datasets[source].sample_lengths(numbers[chosen])  # type: ignore[attr-defined]
-        return lengths
+            values[chosen] = getattr(self.datasets[source], method)(numbers[chosen])
+        return values
 
     def _build_or_load(self) -> tuple[np.ndarray, np.ndarray]:
         """With ``size`` None every sample of each source occurs once; else sources are chosen by weight."""

@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.config.errors import UserError
 from megatron.data.blend import (
@@ -25,6 +25,9 @@ MANY_SOURCES = 16
 class BlendedMegatronDatasetConfig:
     """The data sources, how they are cut and blended, and where indices are cached. Give ``blend`` (all splits from the
     same sources) or ``blend_per_split``, or neither for mock data."""
+
+    reads_text: ClassVar[bool] = False
+    """Whether sources are text, not token files: the data set tokenizes them."""
 
     random_seed: int
     """Seed of the sample order."""

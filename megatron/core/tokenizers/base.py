@@ -147,6 +147,11 @@ class Tokenizer(ABC):
         """Return the ids of ``text``, a rendered conversation, without tokens that the tokenizer adds around a text."""
         return self.tokenize_sentences([text], False)[0].tolist()
 
+    def token_offsets(self, text: str) -> np.ndarray:
+        """Return the first and last + 1 character of each token of :meth:`tokenize_chat`, int64 [tokens, 2]. Raises
+        UserError if the tokenizer cannot tell."""
+        raise UserError(f"{self.tokenizer_type}: joins characters over the border of an answer; use another tokenizer")
+
     @property
     def end_ids(self) -> list[int]:
         """Ids that end a generated text: eod, eos and ``model_end_ids``."""

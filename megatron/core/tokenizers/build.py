@@ -13,10 +13,11 @@ from megatron.core.safe_files import open_regular
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import build_bert_wordpiece, build_gpt2_bpe, build_huggingface
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatron.core.tokenizers.sft import PROMPT_FORMATS, read_template, use_template
 from megatron.core.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
 from megatron.core.tokenizers.tik_token import TikTokenizer
 
-NOT_YET = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
+NOT_YET = ("MultimodalTokenizer", "NullMultimodalTokenizer")
 DEFINITION = "tokenizer/tokenizer.json"
 TOKENIZER_TYPES = get_args(TokenizerType)
 
@@ -27,6 +28,8 @@ def build_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     and the fix."""
     tokenizer = _build(cfg)
     tokenizer.model_end_ids = [*tokenizer.model_end_ids, *(cfg.end_token_ids or ())]
+    if cfg.chat_template is not None:
+        use_template(tokenizer, read_template(cfg.chat_template))
     return tokenizer
 
 
@@ -43,9 +46,12 @@ def _build(cfg: TokenizerConfig) -> Tokenizer:
         return SentencePieceTokenizer(
             kind, cfg.tokenizer_model, legacy=legacy, extra_ids=extra_ids, special_tokens=cfg.tokenizer_special_tokens
         )
-    if kind == "HuggingFaceTokenizer":
+    if kind in ("HuggingFaceTokenizer", "SFTTokenizer"):
         include = not cfg.tokenizer_hf_no_include_special_tokens
-        return build_huggingface(cfg.tokenizer_model, cfg.tokenizer_special_tokens, include, extra_ids)
+        tokenizer = build_huggingface(cfg.tokenizer_model, cfg.tokenizer_special_tokens, include, extra_ids)
+        if kind == "SFTTokenizer" and cfg.sft_tokenizer_prompt_format in PROMPT_FORMATS:
+            use_template(tokenizer, PROMPT_FORMATS[cfg.sft_tokenizer_prompt_format])
+        return tokenizer
     if extra_ids:
         raise UserError(
             f"--vocab-extra-ids {extra_ids}: --tokenizer-type {kind} does not support sentinels; remove it, or use "

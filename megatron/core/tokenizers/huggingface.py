@@ -141,6 +141,11 @@ class BackendTokenizer(Tokenizer):
             text = text.replace(old, new)
         return text
 
+    def token_offsets(self, text: str) -> np.ndarray:
+        with _library_errors():
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        return np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
     def _read_token_bytes(self, token: int) -> bytes:
         text = super()._read_token_bytes(token)
         piece = self._backend.id_to_token(token) or ""

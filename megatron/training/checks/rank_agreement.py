@@ -273,7 +273,8 @@ def data_digests(prefixes: Sequence[str]) -> dict[tuple[int, str], str]:
     """Return a digest of each data file, by (position of its prefix, suffix). A file that cannot be read has the reason
     in place of a digest."""
     blocks = min(max(TOTAL_BLOCKS // max(len(prefixes), 1), FEWEST_BLOCKS), BLOCKS_PER_FILE)
-    keys = [(index, suffix) for index in range(len(prefixes)) for suffix in (".idx", ".bin")]
+    suffixes = [("",) if os.path.isfile(prefix) else (".idx", ".bin") for prefix in prefixes]  # text with --sft
+    keys = [(index, suffix) for index in range(len(prefixes)) for suffix in suffixes[index]]
 
     def read(key: tuple[int, str]) -> str:
         index, suffix = key

@@ -110,7 +110,7 @@ def check_data_tokenizer(config: BlendedMegatronDatasetConfig, tokenizer: Any) -
 
 def sources_without_record(config: BlendedMegatronDatasetConfig, tokenizer: Tokenizer) -> list[str]:
     """Return prefixes of data without a tokenizer record. Raises ``ValueError`` for data of another tokenizer."""
-    blends = [config.blend, *(config.blend_per_split or [])]
+    blends = [] if config.reads_text else [config.blend, *(config.blend_per_split or [])]
     prefixes = call_all(partial(resolve_prefix, prefix) for blend in blends if blend is not None for prefix in blend[0])
     sidecars = call_all(partial(check_sidecar, prefix, tokenizer) for prefix in prefixes)
     return [prefix for prefix, sidecar in zip(prefixes, sidecars) if sidecar is None]

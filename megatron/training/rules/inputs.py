@@ -99,7 +99,9 @@ def check_inputs(
             read_sample_prompts(cfg.validation.sample_prompts, built[0], cfg.data.seq_length or 0)
 
     def check_files() -> None:
-        kind, config = select_data_set(cfg, None)
+        kind, config = select_data_set(cfg, built[0] if built else None)
+        if config.reads_text and not built:
+            return
         calls: list[Callable[[], object]] = [
             BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).check
         ]

@@ -8,12 +8,14 @@ from functools import partial
 import numpy as np
 from torch import Tensor, nn
 
+from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.training.data.batches import Batches
 from megatron.training.data.datasets import select_data_set
+from megatron.training.data.packed_rows import PackedRows
 from megatron.training.data.planned_rows import PlannedRows
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask
@@ -45,9 +47,11 @@ class GPTTask(LanguageModelTask):
         return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
     def make_batches(self) -> Batches:
-        """Rows of one length, or planned rows with --use-varlen-dataset."""
+        """Rows of one length, planned rows with --use-varlen-dataset, or packed conversations with --sft."""
         if self.cfg.variable_lengths.use_varlen_dataset:
             return PlannedRows(self.cfg, self.description())
+        if self.cfg.group(FineTuningConfig).sft and not self.cfg.data.mock_data:
+            return PackedRows(self.cfg, self.sequence_keys, self.whole_keys)
         return super().make_batches()
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:

@@ -4,7 +4,7 @@ import json
 import shlex
 import shutil
 
-from tests.test_utils.flag_effects import tokenizers
+from tests.test_utils.flag_effects import sft, tokenizers
 from tests.test_utils.flag_effects.observe import MODEL
 from tests.test_utils.flag_effects.rows import Row
 from tests.test_utils.gpt_runs import VOCAB_SIZE, write_dataset
@@ -25,8 +25,9 @@ def write(folder):
         (folder / name).write_text(text)
         places[name.partition(".")[0]] = folder / name
     places["hf"] = tiny_llama(folder / "hf", VOCAB_SIZE)
-    (folder / "tokenizers").mkdir()
-    return places | tokenizers.write(folder / "tokenizers")
+    for name in ("tokenizers", "sft"):
+        (folder / name).mkdir()
+    return places | tokenizers.write(folder / "tokenizers") | sft.write(folder / "sft")
 
 
 def write_checkpoints(runs):

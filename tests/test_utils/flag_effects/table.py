@@ -10,13 +10,14 @@ from tests.test_utils.flag_effects import (
     network,
     optimizer,
     positions,
+    sft,
     tokenizers,
     training,
 )
 
 TABLE = [
     *network.ROWS, *positions.ROWS, *optimizer.ROWS, *training.ROWS, *data.ROWS, *checkpoints.ROWS, *layouts.ROWS,
-    *tokenizers.ROWS, *experts.ROWS, *masked.ROWS, *fp8.ROWS,
+    *tokenizers.ROWS, *experts.ROWS, *masked.ROWS, *fp8.ROWS, *sft.ROWS,
 ]  # fmt: skip
 
 EXEMPT: dict[str, str] = {}

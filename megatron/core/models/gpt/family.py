@@ -22,9 +22,13 @@ from megatron.core.config.optional import (
     VariableLengthConfig,
 )
 from megatron.core.config.problems import Settings, collect_rules
+<<<<<<< HEAD
 from megatron.core.models.adapters import rules as adapter_rules
+=======
+from megatron.core.config.sft import FineTuningConfig
+>>>>>>> 486d5823 (Fine-tune on packed conversations: --sft with chat templates, masks and balanced rows)
 from megatron.core.models.family import DataSet, ModelFamily, Options, Program, TrainedModel
-from megatron.core.models.gpt import custom_layers, description, rules
+from megatron.core.models.gpt import custom_layers, description, rules, sft_rules
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,10 +38,15 @@ if TYPE_CHECKING:
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
     """Return (class, configuration) of the data set: GPTDataset, GPTFIMDataset with --fim-data, VarlenDataset with
-    --use-varlen-dataset, or their mock forms with --mock-data, with the document flags and the tokenizer's vocabulary
-    size (None without tokenizer). ``options`` are the common options. Reads no data."""
+    --use-varlen-dataset, SFTDataset with --sft, or their mock forms with --mock-data, with the document flags and the
+    tokenizer's vocabulary size (None without tokenizer). ``options`` are the common options. Reads no data."""
     from megatron.core.datasets import gpt_dataset, varlen_dataset  # imports numpy
 
+    tuning = cfg.group(FineTuningConfig)
+    if tuning.sft and not cfg.data.mock_data:
+        from megatron.core.datasets import sft_dataset
+
+        return sft_dataset.SFTDataset, sft_dataset.SFTDatasetConfig(**options, packing=tuning.sft_packing)
     tokenizer, varies = options["tokenizer"], cfg.variable_lengths
     options = {
         **options, **asdict(cfg.documents), "vocab_size": None if tokenizer is None else tokenizer.vocab_size
@@ -147,10 +156,17 @@ FAMILY = ModelFamily(
         DocumentConfig,
         VariableLengthConfig,
         FillInTheMiddleConfig,
+<<<<<<< HEAD
         LoraConfig,
     ),
     rules=collect_rules(rules, adapter_rules),
     weight_settings=LORA_SETTINGS,
+=======
+        FineTuningConfig,
+    ),
+    rules=collect_rules(rules, sft_rules),
+    derive=sft_rules.derived,
+>>>>>>> 486d5823 (Fine-tune on packed conversations: --sft with chat templates, masks and balanced rows)
     sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),
     tool="tools/generate.py",
     generate=generate,

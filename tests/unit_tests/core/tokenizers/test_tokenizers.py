@@ -342,7 +342,7 @@ BROKEN = {
         "--vocab-extra-ids 3: --tokenizer-type TikTokenizer does not support sentinels",
     ),
     "null size": (lambda t: flags("NullTokenizer"), "needs --vocab-size"),
-    "not yet": (lambda t: flags("SFTTokenizer"), "not available yet"),
+    "not yet": (lambda t: flags("MultimodalTokenizer"), "not available yet"),
     "unknown": (lambda t: flags("YTTMTokenizer"), "unknown; choose one of"),
     "none": (lambda t: flags(None), "not set"),
 }

@@ -307,7 +307,7 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
     [
         "--fp8-dot-product-attention", "--transformer-impl inference_optimized",
         "--ckpt-convert-format torch", "--optimizer soap",
-        "--position-embedding-type mrope", "--tokenizer-type SFTTokenizer",
+        "--position-embedding-type mrope", "--tokenizer-type MultimodalTokenizer",
         "--rerun-mode report_stats",
     ],
 )  # fmt: skip

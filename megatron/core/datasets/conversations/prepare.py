@@ -1,0 +1,267 @@
+"""Tokenize a JSON lines file of conversations once; the result is stored next to it and shared by all processes.
+
+The key of the stored arrays has the file, the tokenizer and its chat templates. Sequence length, packing and layout are
+no part of it. Every line has an effect or an error, or is counted in the report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+
+from megatron.core.config.errors import UserError, counted
+from megatron.core.datasets.conversations.formats import Conversation, Item, check_conversation, recognize
+from megatron.core.datasets.conversations.masks import (
+    Tokens,
+    answer_spans,
+    changed_message,
+    tokenize_answers,
+    tokenize_text,
+)
+from megatron.core.safe_files import open_regular
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.data.index_cache import Arrays, IndexCache, Layout, file_stamp
+
+logger = logging.getLogger(__name__)
+
+Entry = TypeVar("Entry")
+NumberedLine: TypeAlias = tuple[int, bytes]
+VERSION = 1
+MAX_LINE_BYTES = 8 << 20
+LINES_PER_TASK = 256
+PARALLEL_BYTES = 4 << 20
+"""A smaller file is tokenized in this process."""
+MAX_WORKERS = 16
+PROGRESS_SECONDS = 10.0
+REPORTED = ("blank", "without_answer", "rendered_separately", "changed")
+"""Counts of the report, each with the first line that it counts."""
+
+
+@dataclass
+class Report:
+    """Counts of a file's lines and conversations."""
+
+    lines: int = 0
+    conversations: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """By the names of ``REPORTED``, and ``key NAME`` for keys of lines that no format has."""
+    first: dict[str, int] = field(default_factory=dict)
+    """First line of each count."""
+    formats: dict[str, int] = field(default_factory=dict)
+    """First line of each format."""
+
+    def count(self, name: str, line: int) -> None:
+        """Count ``line`` (from 1) under ``name``."""
+        self.counts[name] += 1
+        self.first[name] = min(line, self.first.get(name, line))
+
+    def add(self, other: Report) -> None:
+        """Add the report of later lines."""
+        self.lines += other.lines
+        self.conversations += other.conversations
+        self.counts += other.counts
+        self.first = {**other.first, **self.first}
+        self.formats = {**other.formats, **self.formats}
+
+    def text(self) -> Iterator[str]:
+        """Yield sentences for the log."""
+        kinds = ", ".join(self.formats) or "nothing"
+        yield f"{counted(self.lines, 'line')} ({kinds}), {counted(self.conversations, 'conversation')}"
+        sentences = {
+            "blank": "blank lines or empty conversations",
+            "without_answer": "conversations without an answer to train on, left out",
+            "rendered_separately": "conversations of which the chat template renders earlier answers in another way "
+            "once messages follow; these answers are sequences of their own",
+            "changed": "conversations of which the chat template leaves out or changes a message",
+        }
+        for name, number in self.counts.items():
+            sentence = sentences.get(name, f"lines with the {name}, which is not read")
+            yield f"{number} {sentence} (first: line {self.first[name]})"
+
+
+class Part(NamedTuple):
+    """Tokenized lines."""
+
+    tokens: np.ndarray
+    """int32 [tokens]: the id, or -1 - id without a loss."""
+    lengths: np.ndarray
+    """int64 [sequences]"""
+    lines: np.ndarray
+    """Line of each sequence from 1, int64 [sequences]."""
+    report: Report
+
+
+def template_hash(tokenizer: Tokenizer) -> str:
+    """Return a hash of the tokenizer's chat templates and their special tokens, "" without one."""
+    chat = tokenizer.chat
+    content = [] if chat is None else [dict(chat.templates), dict(chat.special_tokens)]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() if content else ""
+
+
+def prepared(path: str, tokenizer: Tokenizer, folder: str | None) -> tuple[Arrays, Report, str]:
+    """Return the arrays ``tokens``, ``lengths`` and ``lines`` of :class:`Part` for the file ``path``, its report, and
+    the key of the stored arrays. Tokenizes the file in one process, others wait for it. Raises UserError, with file and
+    line, for a line that cannot be read."""
+    try:
+        stamp = file_stamp(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give a JSON lines file of conversations") from None
+    identity = {
+        "version": VERSION,
+        "path": os.path.abspath(path),
+        "size_and_mtime": stamp,
+        "tokenizer": tokenizer.fingerprint,
+        "chat_template": template_hash(tokenizer),
+    }
+    dtypes = {"tokens": "int32", "lengths": "int64", "lines": "int64", "report": "uint8"}
+    layout: Layout = {name: ((None,), dtype) for name, dtype in dtypes.items()}
+    cache = IndexCache(folder or f"{path}.cache", "conversations", identity, layout)
+    arrays = dict(cache.get(partial(_build, path, tokenizer)))
+    stored = json.loads(bytes(arrays.pop("report")))
+    return arrays, Report(**{**stored, "counts": Counter(stored["counts"])}), cache.key
+
+
+def _build(path: str, tokenizer: Tokenizer) -> Arrays:
+    parts, report = [], Report()
+    for part in _tokenize_file(path, tokenizer):
+        parts.append(part)
+        report.add(part.report)
+        if len(report.formats) > 1:
+            (first, start), (second, line), *_ = sorted(report.formats.items(), key=lambda entry: entry[1])
+            reason = f"has the format {second}, line {start} has {first}"
+            raise UserError(f"{path}, line {line}: {reason}; put each format in a separate file")
+    arrays = {
+        name: np.concatenate([getattr(part, name) for part in parts]) if parts else np.empty(0, dtype)
+        for name, dtype in (("tokens", "int32"), ("lengths", "int64"), ("lines", "int64"))
+    }
+    return {**arrays, "report": np.frombuffer(json.dumps(vars(report)).encode(), dtype=np.uint8)}
+
+
+def read_lines(path: str) -> Iterator[NumberedLine]:
+    """Yield (number from 1, content) of each line of a text file. Raises UserError if it cannot be read, or for a line
+    of more than ``MAX_LINE_BYTES``."""
+    try:
+        with open_regular(path) as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise UserError(
+                        f"{path}, line {number}: is longer than {MAX_LINE_BYTES >> 20} MiB; is this a JSON lines file, "
+                        "with one conversation per line? Shorten or split it"
+                    )
+                yield number, line
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give a JSON lines file of conversations") from None
+
+
+def _tokenize_file(path: str, tokenizer: Tokenizer) -> Iterator[Part]:
+    tasks = _batches(read_lines(path), LINES_PER_TASK)
+    if os.path.getsize(path) < PARALLEL_BYTES:
+        yield from map(partial(tokenize_lines, path, tokenizer), tasks)
+        return
+    workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    context = multiprocessing.get_context("fork")
+    start = last = time.monotonic()
+    with ProcessPoolExecutor(workers, context, _start_worker, (path, tokenizer)) as pool:
+        try:
+            for group in _batches(tasks, 4 * workers):  # bounds the lines that wait
+                yield from pool.map(_run_task, group)
+                if time.monotonic() - last >= PROGRESS_SECONDS:
+                    last = time.monotonic()
+                    logger.info("%s: tokenized %d lines in %.0f s", path, group[-1][-1][0], last - start)
+        except BrokenProcessPool as error:
+            raise UserError(f"{path}: a process that tokenizes it died (out of memory, or killed)") from error
+
+
+def _batches(items: Iterator[Entry], size: int) -> Iterator[list[Entry]]:
+    while batch := list(islice(items, size)):
+        yield batch
+
+
+_PROCESS: dict[str, Callable[[Sequence[NumberedLine]], Part]] = {}  # the function of this process
+
+
+def _start_worker(path: str, tokenizer: Tokenizer) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _PROCESS["tokenize"] = partial(tokenize_lines, path, tokenizer)
+
+
+def _run_task(lines: Sequence[NumberedLine]) -> Part:
+    return _PROCESS["tokenize"](lines)
+
+
+def tokenize_lines(path: str, tokenizer: Tokenizer, lines: Iterable[NumberedLine]) -> Part:
+    """Return the sequences of numbered ``lines``. Raises UserError with ``path`` and line."""
+    report = Report()
+    sequences: list[Tokens] = []
+    places: list[int] = []
+    for number, line in lines:
+        report.lines += 1
+        if not line.strip():
+            report.count("blank", number)
+            continue
+        try:
+            for item in _parse(line, report, number):
+                report.conversations += 1
+                tokens = _sequences(tokenizer, item, report, number)
+                sequences += tokens
+                places += [number] * len(tokens)
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+    ids = [np.where(trained, ids, -1 - ids).astype(np.int32) for ids, trained in sequences]
+    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+    return Part(np.concatenate([np.empty(0, np.int32), *ids]), lengths, np.array(places, dtype=np.int64), report)
+
+
+def _parse(line: bytes, report: Report, number: int) -> Iterator[Item]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"is no JSON: {error}; give one JSON object per line") from None
+    if not isinstance(value, dict):
+        raise UserError(f"is no JSON object but a {type(value).__name__}; give one object per line")
+    form = recognize(value)
+    report.formats.setdefault(form.name, number)
+    for key in sorted(value.keys() - {*form.required, *form.optional}):
+        report.count(f"key {key}", number)
+    return form.read(value)
+
+
+def _sequences(tokenizer: Tokenizer, item: Item, report: Report, number: int) -> list[Tokens]:
+    """Return the sequences of one conversation or text; count in ``report`` the reason for none or several."""
+    if not isinstance(item, Conversation):
+        if not item.completion.strip():
+            report.count("blank", number)
+            return []
+        return [tokenize_text(tokenizer, item)]
+    if not any(message.get("content") or message.get("tool_calls") for message in item.messages):
+        report.count("blank", number)
+        return []
+    check_conversation(item)
+    if tokenizer.chat is None:
+        raise UserError(f"the {tokenizer.tokenizer_type} has no chat template; give one by --chat-template FILE")
+    rendered = list(answer_spans(tokenizer, item))
+    sequences = [tokenize_answers(tokenizer, text, spans) for text, spans in rendered]
+    if not any(tokens.trained.any() for tokens in sequences):
+        report.count("without_answer", number)
+        return []
+    if len(sequences) > 1:
+        report.count("rendered_separately", number)
+    if changed_message(rendered[-1][0], item) is not None:
+        report.count("changed", number)
+    return sequences

@@ -1,0 +1,144 @@
+"""Supervised fine-tuning with the whole program: layouts, packing, resume, flags of Megatron-LM."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.test_utils.chats import sums, tokenizer_folder, write_lines
+from tests.test_utils.gpt_runs import read_records, train, train_with_errors
+
+SFT = [
+    "--sft", "--micro-batch-size", "1", "--seq-length", "96", "--max-position-embeddings", "96", "--log-interval", "1",
+    "--train-iters", "4", "--eval-iters", "0", "--position-embedding-type", "rope",
+]  # fmt: skip
+DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+EXACT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+EXPERTS = [
+    "--num-experts", "4", "--moe-ffn-hidden-size", "24", "--moe-router-topk", "2",
+    "--moe-router-load-balancing-type", "none",
+]  # fmt: skip
+TP2, CP2, PP2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "context", "pipeline-model"))
+LAYOUTS = {
+    "tp2+sp": (2, f"{TP2} --sequence-parallel"),
+    "cp2": (2, CP2),
+    "cp2 all-to-all": (2, f"{CP2} --cp-comm-type a2a"),
+    "pp2": (2, PP2),
+    "dp2 zero": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "dp2 fsdp2": (2, "--use-torch-fsdp2"),
+    "tp2+sp cp2": (4, f"{TP2} --sequence-parallel {CP2}"),
+    "cp2 dp2 zero": (4, f"{CP2} --use-distributed-optimizer"),
+    "pp2 dp2": (4, PP2),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Flags of the conversations and their tokenizer."""
+    folder = tmp_path_factory.mktemp("chats")
+    path = write_lines(folder / "chats.jsonl", sums(60))
+    model = tokenizer_folder(folder / "tokenizer")
+    files = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--vocab-size", "1024"]
+    return [*SFT, *files, "--train-data-path", path]
+
+
+def records(pool, folder, ranks, flags):
+    assert set(pool.run(train, ranks, [*flags, "--save", str(folder)])) == {0}
+    return [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def one_rank(gloo_pool, data, tmp_path_factory):
+    """Function from further flags to the records of one rank, run once."""
+    runs = {}
+
+    def run(*flags):
+        if flags not in runs:
+            runs[flags] = records(gloo_pool, tmp_path_factory.mktemp("one"), 1, [*data, *flags])
+        return runs[flags]
+
+    return run
+
+
+def assert_same(one, many):
+    assert len(one) == len(many) > 0
+    for first, second in zip(one, many):
+        assert first["num_tokens"] == second["num_tokens"]
+        for name in ("lm loss", "grad_norm"):
+            np.testing.assert_allclose(second[name], first[name], rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_rank(gloo_pool, data, one_rank, tmp_path, name):
+    ranks, layout = LAYOUTS[name]
+    flags = [*DROPOUT, *(["--untie-embeddings-and-output-weights"] if "fsdp2" in name else [])]
+    many = records(gloo_pool, tmp_path, ranks, [*data, *flags, *layout.split()])
+    assert_same(one_rank(*flags), many)
+
+
+def test_expert_parallel_ranks_equal_one(gloo_pool, data, one_rank, tmp_path):
+    flags = [*DROPOUT, *EXPERTS]
+    assert_same(one_rank(*flags), records(gloo_pool, tmp_path, 2, [*data, *flags, "--expert-model-parallel-size", "2"]))
+
+
+@pytest.mark.parametrize("layout", ["", f"{TP2} --sequence-parallel", CP2, PP2], ids=lambda layout: layout or "one")
+def test_packed_rows_train_as_separate_rows(gloo_pool, data, tmp_path, layout):
+    """Every conversation of the file in one global batch, packed or each in a row: the same losses and gradients."""
+    runs = []
+    for name, flags in (("packed", []), ("separate", ["--no-sft-packing"])):
+        size = {"packed": rows(data), "separate": 60}[name]
+        flags = [*data, *EXACT, *flags, *layout.split(), "--global-batch-size", str(size), "--train-iters", "3"]
+        flags += ["--lr-warmup-iters", "0"]
+        runs.append(records(gloo_pool, tmp_path / name, 2 if layout else 1, flags))
+    packed, separate = runs
+    assert packed[0]["num_tokens"] == separate[0]["num_tokens"] > 60
+    for first, second in zip(packed, separate):
+        for name in ("lm loss", "grad_norm"):
+            np.testing.assert_allclose(first[name], second[name], rtol=3e-6, err_msg=name)
+
+
+def rows(data):
+    """Rows of an epoch."""
+    from megatron.core.datasets.conversations.packing import best_fit_decreasing
+    from megatron.core.datasets.conversations.prepare import prepared
+    from megatron.core.tokenizers.huggingface import build_huggingface
+
+    arrays, *_ = prepared(data[-1], build_huggingface(data[data.index("--tokenizer-model") + 1]), None)
+    lengths = np.minimum(arrays["lengths"] - 1, 96)
+    return len(best_fit_decreasing(np.sort(lengths)[::-1].tolist(), 96))
+
+
+def test_a_resume_writes_the_same_bytes(gloo_pool, data, tmp_path):
+    """Across an epoch: 60 conversations take fewer than 8 x 8 rows."""
+    flags = [*data, *DROPOUT, "--train-iters", "8"]
+    complete = records(gloo_pool, tmp_path / "complete", 2, flags)
+    records(gloo_pool, tmp_path / "parts", 2, [*flags, "--exit-interval", "3"])
+    parts = records(gloo_pool, tmp_path / "parts", 2, [*flags, "--load", str(tmp_path / "parts")])
+    assert len(complete) == 8 and json.dumps(complete) == json.dumps(parts)
+
+
+def test_command_line_of_megatron_lm(gloo_pool, tmp_path, capsys):
+    """Several conversations in a line, SFTTokenizer with a prompt format, --data-path with --split."""
+    lines = [
+        {"messages": [{"role": "system", "content": "Add."}, *a["messages"], {"role": "system", "content": "Add."},
+                      *b["messages"]]}
+        for a, b in zip(sums(30), sums(30, seed=1))
+    ]  # fmt: skip
+    path = write_lines(tmp_path / "chats.jsonl", lines)
+    model = tokenizer_folder(tmp_path / "tokenizer", None)
+    flags = [*SFT, "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", model, "--vocab-size", "1024",
+             "--sft-tokenizer-prompt-format", "nemotron-nano-v2", "--data-path", path, "--split", "80,20,0",
+             "--eval-iters", "1", "--eval-interval", "2"]  # fmt: skip
+    (record, *_) = records(gloo_pool, tmp_path / "out", 1, flags)
+    assert record["num_tokens"] > 100
+    text = capsys.readouterr().out
+    assert "30 lines (messages), 60 conversations" in text and "first sample" in text and "<SPECIAL_12>⟧" in text
+
+
+def test_bad_line_ends_the_run_with_one_message(gloo_pool, data, tmp_path):
+    path = write_lines(tmp_path / "bad.jsonl", [*sums(3), {"question": "a", "answer": "b"}])
+    flags = [*data[:-1], path, "--save", str(tmp_path / "out")]
+    results = gloo_pool.run(train_with_errors, 2, flags)
+    assert {code for code, _ in results} == {2}
+    texts = [text for _, text in results if "bad.jsonl" in text]
+    assert len(texts) == 1 and texts[0].count("line 4: has no known keys") == 1
