@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,10 +11,17 @@ from torch import Tensor
 
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.training.data.batches import EqualRows
-from megatron.training.data.loader import BatchShard, Shard, build_loader
+from megatron.training.data.loader import BatchShard, DataSource, EvalSampler, Shard, TrainSampler, build_loader
 
 Key = tuple[int, int]
 """Stream position and data set index of a row."""
+
+
+class PackedSource(DataSource, Protocol):
+    """Data set of packed rows."""
+
+    def attention_costs(self, rows: np.ndarray, /) -> np.ndarray:
+        """Return the attention work of ``rows``, int64."""
 
 
 class FullBatch(Shard):
@@ -49,7 +56,8 @@ def balance(costs: Sequence[int], size: int, ranks: int) -> list[list[list[int]]
 class BalancedSampler:
     """Batch sampler: this rank's micro-batches of each global batch that ``batches`` yields."""
 
-    def __init__(self, batches: Any, dataset: Any) -> None:
+    def __init__(self, batches: TrainSampler | EvalSampler, dataset: PackedSource) -> None:
+        assert isinstance(batches.shard, FullBatch)
         self.batches, self.dataset, self.shard = batches, dataset, batches.shard
 
     def __iter__(self) -> Iterator[list[Key]]:
@@ -70,7 +78,9 @@ class PackedRows(EqualRows):
         """Every rank distributes all rows of a global batch."""
         return FullBatch(micro_batch_size, groups.dp.rank, groups.dp.size)
 
-    def loader(self, dataset: Any, sampler: Iterable[list[Key]], groups: ProcessGroups) -> Iterable[dict[str, Tensor]]:
+    def loader(  # type: ignore[override]  # its own sampler and data set
+        self, dataset: PackedSource, sampler: TrainSampler | EvalSampler, groups: ProcessGroups
+    ) -> Iterable[dict[str, Tensor]]:
         """Return a loader of this rank's micro-batches."""
-        sampler = BalancedSampler(sampler, dataset)
-        return build_loader(dataset, sampler, self.cfg.data.num_workers, torch.cuda.is_available())
+        batches = BalancedSampler(sampler, dataset)
+        return build_loader(dataset, batches, self.cfg.data.num_workers, torch.cuda.is_available())

@@ -10,14 +10,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from megatron.core.config.errors import UserError, listed
 
-Message = dict[str, Any]
-Line: TypeAlias = "Mapping[str, Any]"
+Message: TypeAlias = dict[str, Any]
+Line: TypeAlias = Message
 """A JSON object."""
 
 

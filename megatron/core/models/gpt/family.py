@@ -22,11 +22,8 @@ from megatron.core.config.optional import (
     VariableLengthConfig,
 )
 from megatron.core.config.problems import Settings, collect_rules
-<<<<<<< HEAD
-from megatron.core.models.adapters import rules as adapter_rules
-=======
 from megatron.core.config.sft import FineTuningConfig
->>>>>>> 486d5823 (Fine-tune on packed conversations: --sft with chat templates, masks and balanced rows)
+from megatron.core.models.adapters import rules as adapter_rules
 from megatron.core.models.family import DataSet, ModelFamily, Options, Program, TrainedModel
 from megatron.core.models.gpt import custom_layers, description, rules, sft_rules
 
@@ -156,17 +153,12 @@ FAMILY = ModelFamily(
         DocumentConfig,
         VariableLengthConfig,
         FillInTheMiddleConfig,
-<<<<<<< HEAD
         LoraConfig,
-    ),
-    rules=collect_rules(rules, adapter_rules),
-    weight_settings=LORA_SETTINGS,
-=======
         FineTuningConfig,
     ),
-    rules=collect_rules(rules, sft_rules),
+    rules=collect_rules(rules, adapter_rules, sft_rules),
     derive=sft_rules.derived,
->>>>>>> 486d5823 (Fine-tune on packed conversations: --sft with chat templates, masks and balanced rows)
+    weight_settings=LORA_SETTINGS,
     sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),
     tool="tools/generate.py",
     generate=generate,
