@@ -89,6 +89,7 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
         "num_workers": 0,
         "eval_iters": 0,
         "train_samples": None,
+        "num_epochs": None,
         "lr": 1e-2,
         "adam_eps": 1e-5,
         "dry_run": False,

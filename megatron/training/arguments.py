@@ -22,7 +22,9 @@ from typing import NoReturn
 from megatron import serve_other_names
 from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
+from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
+from megatron.core.config.problems import problem
 from megatron.core.models.registry import default_family
 from megatron.core.safe_files import read_text
 from megatron.training.config.flat import FlatConfig, flat_class
@@ -34,7 +36,7 @@ from megatron.training.config.resolve import resolve, smallest_world_size
 from megatron.training.exits.endings import notify_launcher
 from megatron.training.notices import notices
 from megatron.training.rules.common import impossible_values
-from megatron.training.rules.inputs import input_problems
+from megatron.training.rules.inputs import input_problems, reads_data_files, samples_of_epochs
 from megatron.training.rules.run_all import check
 from megatron.version import version_text
 
@@ -141,13 +143,27 @@ def validate_args(cfg: FlatConfig, world_size: int, *, announce: bool = True) ->
         world_size = cfg.dry_run_world_size or max(world_size, smallest_world_size(cfg))
     if problems := impossible_values(cfg):
         raise ConfigError(problems)
-    resolved = resolve(cfg, world_size)
+    resolved = resolve(_with_samples_of_epochs(cfg, world_size), world_size)
     if problems := check(resolved):
         raise ConfigError(problems + input_problems(resolved, problems))
     if announce:
         for sentence in notices(cfg, resolved):
             notice(logger, "%s", sentence)
     return resolved
+
+
+def _with_samples_of_epochs(cfg: FlatConfig, world_size: int) -> FlatConfig:
+    """Set ``train_samples`` from --num-epochs and the size of the training data. Rules report other lengths next to it
+    and data without a size."""
+    resolved = resolve(cfg, world_size)
+    lengths = {"train_iters", "train_samples"} & cfg.explicit
+    unknown = cfg.skip_train or lengths or not resolved.data.seq_length or not reads_data_files(resolved)
+    if cfg.num_epochs is None or unknown:
+        return cfg
+    try:
+        return dataclasses.replace(cfg, train_samples=samples_of_epochs(resolved))
+    except UserError as error:
+        raise ConfigError([problem(resolved, "num_epochs", str(error))]) from error
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.test_utils.chats import sums, tokenizer_folder, write_lines
-from tests.test_utils.gpt_runs import read_records, train, train_with_errors
+from tests.test_utils.gpt_runs import MODEL_FLAGS, read_records, train, train_with_errors
 
 SFT = [
     "--sft", "--micro-batch-size", "1", "--seq-length", "96", "--max-position-embeddings", "96", "--log-interval", "1",
@@ -115,6 +115,18 @@ def rows(data):
     arrays, *_ = prepared(data[-1], build_huggingface(data[data.index("--tokenizer-model") + 1]), None)
     lengths = np.minimum(arrays["lengths"] - 1, 96)
     return len(best_fit_decreasing(np.sort(lengths)[::-1].tolist(), 96))
+
+
+def test_two_epochs_read_all_rows_twice(data):
+    from megatron.training.arguments import parse_args, validate_args
+
+    pairs = [*MODEL_FLAGS, *data]
+    for flag in ("--train-iters", "--lr-warmup-iters"):
+        while flag in pairs:
+            del pairs[pairs.index(flag) : pairs.index(flag) + 2]
+    cfg = validate_args(parse_args([*pairs, "--num-epochs", "2"]), 1, announce=False)
+    assert cfg.training.train_samples == cfg.schedule.lr_decay_samples == 2 * rows(data)
+    assert cfg.training.train_iters == 2 * rows(data) // 8
 
 
 def test_a_resume_writes_the_same_bytes(gloo_pool, data, tmp_path):

@@ -98,7 +98,7 @@ class BlendedMegatronDatasetBuilder:
 
         def check(prefix: str) -> None:
             try:
-                self._build_source(prefix, split, bounds, size, self.cls.check_source)
+                self._build_source(prefix, split, bounds, size, self.cls.unbuilt)
             except EmptySplitError as error:
                 empty.append(error)
 
@@ -108,6 +108,17 @@ class BlendedMegatronDatasetBuilder:
         by_size = blend[1] is None and not (self.config.multiple_validation_sets and split is Split.valid)
         if empty and not spared and (len(empty) == len(blend[0]) or not by_size):
             raise EmptySplitError("\n".join(map(str, empty)))
+
+    def samples_of_epochs(self, num_epochs: int) -> int:
+        """Return the training samples of ``num_epochs`` passes. Raises UserError unless there is one training source,
+        and EmptySplitError if it gives no sample."""
+        blend, bounds = self._blend(Split.train), self._bounds(Split.train)
+        if blend is None or bounds is None or len(blend[0]) != 1:
+            raise UserError(
+                "needs one training data set, whose size is one epoch; join them by megatron merge-datasets"
+            )
+        count = partial(self.cls.samples_of_epochs, num_epochs)
+        return self._build_source(blend[0][0], Split.train, bounds, None, count)  # type: ignore[return-value]
 
     def _bounds(self, split: Split) -> tuple[float, float] | None:
         return FULL_RANGE if self.config.split_matrix is None else self.config.split_matrix[split.value]

@@ -206,6 +206,16 @@ class GPTDataset(MegatronDataset):
         chosen = lengths[first : first + count] if self.documents_are_a_range else lengths[self.indices]
         return int(chosen.sum(dtype=np.int64))
 
+    size_needs_tokenizer = False
+
+    @classmethod
+    def samples_of_epochs(cls, num_epochs: int, *source: object) -> int:
+        """A sample may begin in one pass and end in the next. Builds no index."""
+        unbuilt = cls.unbuilt(*source)
+        return count_samples(
+            num_epochs * unbuilt.tokens_per_epoch, unbuilt.config.sequence_length, True, unbuilt.extra_token
+        )
+
     def check_documents(self) -> None:
         """Counts tokens and the epochs that they are needed for."""
         self.extra_token = int(self.config.add_extra_token_to_sequence)

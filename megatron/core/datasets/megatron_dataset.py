@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ class EmptySplitError(UserError):
     """A split that samples are asked of holds no whole sample."""
 
 
+T = TypeVar("T", bound="MegatronDataset")
 Sample = dict[str, Any]
 """Arrays and numbers of a sample by name."""
 
@@ -40,6 +41,9 @@ class MegatronDataset(ABC):
     num_epochs = 1
     """Passes over the documents that ``len(self)`` samples take."""
 
+    size_needs_tokenizer: ClassVar[bool] = True
+    """Whether :meth:`samples_of_epochs` needs the tokenizer in its configuration."""
+
     def __init__(
         self,
         dataset: Any,
@@ -57,11 +61,19 @@ class MegatronDataset(ABC):
         self.config = config
 
     @classmethod
-    def check_source(cls, *source: Any) -> None:
-        """Raise EmptySplitError where the constructor, called with these arguments, would; builds no index."""
+    def unbuilt(cls: type[T], *source: Any) -> T:
+        """Return the data set without indices. Raises EmptySplitError where the constructor, called with these
+        arguments, would."""
         unbuilt = cls.__new__(cls)
         MegatronDataset.__init__(unbuilt, *source)
         unbuilt.check_documents()
+        return unbuilt
+
+    @classmethod
+    def samples_of_epochs(cls, num_epochs: int, *source: Any) -> int:
+        """Return the number of samples of ``num_epochs`` passes over the documents of ``source``, the constructor's
+        arguments. Raises EmptySplitError if there are none."""
+        return num_epochs * len(cls(*source))
 
     def check_documents(self) -> None:
         """Raise EmptySplitError if the documents give no sample; uses only what this class's constructor sets."""

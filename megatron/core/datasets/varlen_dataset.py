@@ -109,6 +109,13 @@ class VarlenDataset(GPTDataset):
 
     config: VarlenDatasetConfig
 
+    size_needs_tokenizer = False
+
+    @classmethod
+    def samples_of_epochs(cls, num_epochs: int, *source: object) -> int:
+        """Builds no index."""
+        return num_epochs * cls.unbuilt(*source).samples_per_epoch
+
     def check_documents(self) -> None:
         """Count samples and the epochs that ``num_samples`` take. Raises EmptySplitError if there are none."""
         self.extra_token = 1

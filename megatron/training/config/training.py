@@ -48,6 +48,9 @@ class TrainingConfig(FlagGroup):
     train_samples: Samples | None = None
     """Sequences to train for. Either this or --train-iters."""
 
+    num_epochs: PositiveInt | None = None
+    """Passes over the training data, which must be one data set, to train for: sets --train-samples from its size."""
+
     exit_interval: PositiveInt | None = None
     """Save and stop, with exit code 0, at the first iteration that is a multiple of this number."""
 

@@ -68,6 +68,28 @@ def input_problems(cfg: PretrainConfig, problems: Sequence[Problem]) -> list[Pro
     return [line for line in matches if line.flag not in flags]
 
 
+def reads_data_files(cfg: PretrainConfig) -> bool:
+    """Whether the training data are files that flags name."""
+    is_named = cfg.needs_data and not cfg.data.mock_data and cfg.data.dataloader_type != "external"
+    return is_named and cfg.family.data_set is not None
+
+
+def samples_of_epochs(cfg: PretrainConfig) -> int:
+    """Return the training samples of --num-epochs passes. Raises UserError for several data sets, files that cannot be
+    read, and data without a sample."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.tokenizers import build_tokenizer
+    from megatron.training.data.datasets import select_data_set
+
+    kind, config = select_data_set(cfg, None)
+    if getattr(kind, "size_needs_tokenizer", True):
+        kind, config = select_data_set(cfg, build_tokenizer(cfg.tokenizer))
+    assert cfg.training.num_epochs is not None
+    return BlendedMegatronDatasetBuilder(kind, (1, 0, 0), lambda: True, config).samples_of_epochs(
+        cfg.training.num_epochs
+    )
+
+
 def check_inputs(
     cfg: PretrainConfig, num_samples: Sequence[int | None], *, tokenizer: bool = True, files: bool = True
 ) -> Tokenizer | None:
@@ -80,8 +102,7 @@ def check_inputs(
     from megatron.training.data.datasets import select_data_set, sources_without_record
 
     built: list[Tokenizer] = []
-    reads_files = cfg.needs_data and not cfg.data.mock_data and cfg.data.dataloader_type != "external"
-    reads_files = reads_files and cfg.family.data_set is not None
+    reads_files = reads_data_files(cfg)
 
     def build() -> None:
         built.append(build_tokenizer(cfg.tokenizer))

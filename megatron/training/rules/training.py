@@ -79,7 +79,8 @@ def training_length(cfg: PretrainConfig) -> Problems:
     """Require at least one global batch, unless --skip-train is set."""
     training = cfg.training
     if training.train_samples is not None and training.train_iters == 0 and not cfg.validation.skip_train:
-        yield problem(cfg, "train_samples", f"is less than one global batch of {training.global_batch_size}")
+        field = "train_samples" if training.num_epochs is None else "num_epochs"
+        yield problem(cfg, field, f"is less than one global batch of {training.global_batch_size}")
     if "train_iters" in cfg.explicit and not cfg.validation.skip_train and training.train_iters < 1:
         yield problem(cfg, "train_iters", "must be at least 1", "--skip-train only evaluates")
 
@@ -94,6 +95,7 @@ def schedule_units_match(cfg: PretrainConfig) -> Problems:
     for field in iters if by_samples else samples:
         if field in cfg.explicit and getattr(cfg.flat, field):
             duration, other = ("--train-samples", "-samples") if by_samples else ("--train-iters", "-iters")
+            duration = duration if cfg.training.num_epochs is None else "--num-epochs"
             right = flag_names(cfg, field).removesuffix("-iters").removesuffix("-samples") + other
             yield problem(cfg, field, f"does not go with {duration}", f"use {right}")
 

@@ -124,6 +124,8 @@ ROWS = [
     row("--decrease-batch-size-if-needed", accepts, sizes(4, 4), base="--global-batch-size 5"),
     row("--train-iters 3", iterations(1, 2, 3)),
     row("--train-samples 12", iterations(1, 2, 3), drop="--train-iters"),
+    # documents of 80 and 56 tokens: (2 * 136 - 1) // 16 = 16 samples
+    row("--num-epochs 2", iterations(1, 2, 3, 4), drop="--train-iters", base="--data-path {tinier} --split 1,0,0"),
     row("--exit-interval 1", iterations(1)),
     row("--exit-duration-in-mins 1", iterations(1, 2), base="--train-iters 5", pretend="clock_of_half_minutes"),
     row("--exit-signal-handler", iterations(1), pretend="sigterm"),
