@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.environment import environment
 from megatron.core.fp8.experts import ExpertGemms, ExpertProducts
-from megatron.core.fp8.gemms import Clock
+from megatron.core.fp8.storage import Epoch
 from megatron.core.fusions.fp8_cast import E5M2
 from megatron.core.tensor_parallel.gemms import accumulate_product
 from megatron.core.tensor_parallel.grouped_linear import GROUPED, GroupedProducts
@@ -56,7 +56,7 @@ class Layer:
         self.total = torch.zeros(self.weight.shape, device="cuda")
         if products == "fp8":
             self.casts = ExpertGemms(
-                [weight], Clock(), E5M2, accumulate_product, groups=(), weight_groups=(), num_experts=experts
+                [weight], Epoch(), E5M2, accumulate_product, groups=(), weight_groups=(), num_experts=experts
             )
             self.products: GroupedProducts = ExpertProducts(GROUPED, self.casts)
 
@@ -80,7 +80,7 @@ class Layer:
     def cast_weights(self) -> float:
         """Return the milliseconds of the casts of all weights."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.casts.clock.step += 1
+        self.casts.epoch.advance()
         start.record()
         self.casts.weight_copies(self.weight[0], columns=False)
         end.record()

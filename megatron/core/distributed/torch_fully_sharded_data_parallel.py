@@ -162,7 +162,7 @@ class TorchFullyShardedDataParallel(DataParallel):
     def start_param_sync(self) -> None:
         """Let the next forward pass compute the scales of fp8 weights again. No collective; call it on all ranks."""
         if self._scales is not None:
-            self._scales.are_old = True
+            self._scales.epoch.advance()
 
 
 def _main_grad_getter(parameter: nn.Parameter) -> Any:

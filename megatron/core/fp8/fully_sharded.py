@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
-from megatron.core.fp8.storage import GatheredCopy, exchange_scales, fp8_copy
+from megatron.core.fp8.storage import Epoch, GatheredCopy, WeightCopy, exchange_scales, fp8_copy
 from megatron.core.groups.process_groups import Group
 from megatron.core.sharding.flat_pieces import flat_range
 
@@ -124,15 +124,16 @@ class ScalesOfShards:
 
     def __init__(self, weights: Sequence[tuple[GatheredCopy, nn.Parameter]], dtype: torch.dtype, group: Group) -> None:
         self._weights, self._dtype, self._group = list(weights), dtype, group
-        self.are_old = True
-        """Whether weights may have changed. Set on all ranks, because the next :meth:`refresh` is collective then."""
+        self.epoch, self._scaled = Epoch(), WeightCopy()
+        """The epoch advances on all ranks, because the next :meth:`refresh` is collective then."""
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Exchange largest magnitudes and set the scales, if they are old."""
-        if not self.are_old:
+        """Exchange largest magnitudes and set the scales, if weights may have changed."""
+        if self._scaled.valid_for(self.epoch):
             return
-        self.are_old, parts = False, []
+        self._scaled.made_for(self.epoch)
+        parts = []
         for copy, parameter in self._weights:
             local, start, _ = flat_range(parameter)
             parts.append(copy.amax(local.to(self._dtype).view(-1), start))

@@ -11,7 +11,6 @@ after the last update. X and W are cast to e4m3, dY to e4m3 or e5m2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from megatron.core.fp8.gather import begin_gather
 from megatron.core.fp8.products import add_product, multiply, transposed
 from megatron.core.fp8.scales import ScaleHistory, current_amax
-from megatron.core.fp8.storage import fp8_copy
+from megatron.core.fp8.storage import Epoch, WeightCopy, fp8_copy
 from megatron.core.fusions.fp8_cast import (
     E4M3,
     LARGEST,
@@ -38,13 +37,6 @@ from megatron.core.tensor_parallel.gemms import Gemms, Operand, Operands
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 
-@dataclass
-class Clock:
-    """Counter of the steps of a model chunk: weights change between steps."""
-
-    step: int = 0
-
-
 class Fp8Gemms(Gemms):
     """GEMMs of one layer in fp8; subclasses define the casts. Copies of ``weights`` are made together.
     ``gradient_format``: dtype of dY. ``accumulate``: as of :class:`Gemms`, for weight gradients in higher precision;
@@ -55,18 +47,18 @@ class Fp8Gemms(Gemms):
     """Whether sums of Y may stay in the tensor cores' registers (14 bits)."""
 
     def __init__(
-        self, weights: Sequence[Tensor], clock: Clock, gradient_format: torch.dtype,
+        self, weights: Sequence[Tensor], epoch: Epoch, gradient_format: torch.dtype,
         accumulate: Callable[[Tensor, Tensor, Tensor], None], *, weight_gradients: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(accumulate)
-        self.weights, self.clock, self.gradient_format = weights, clock, gradient_format
+        self.weights, self.epoch, self.gradient_format = weights, epoch, gradient_format
         self.dtype = weights[0].dtype
         """Dtype of Y, dX and, without ``main_grad``, dW."""
         self.weight_gradients = weight_gradients
         self.keeps_weights = True
         """Whether copies of weights live until the next step; False if the weights themselves do not (FSDP)."""
         self._copies: dict[int, Copies] = {}
-        self._copied_at: tuple[int, ...] = ()
+        self._copied = WeightCopy()
 
     # ---- casts
 
@@ -94,14 +86,11 @@ class Fp8Gemms(Gemms):
         if not self.keeps_weights:
             (copies,) = self.cast_weights([weight], rows=not columns, columns=columns)
             return _present(copies.columns if columns else copies.rows)
-        gathers = [0 if (copy := fp8_copy(weight)) is None else copy.version for weight in self.weights]
-        places = (part for weight in self.weights for part in (weight.data_ptr(), weight._version))
-        now = (self.clock.step, *gathers, *places)
-        if now != self._copied_at or weight.data_ptr() not in self._copies:
+        if not self._copied.valid_for(self.epoch, self.weights) or weight.data_ptr() not in self._copies:
             matrices = self.matrices()
             copies_of_weights = self._gathered_copies() or self.cast_weights(matrices, rows=True, columns=True)
             self._copies = {matrix.data_ptr(): copies for matrix, copies in zip(matrices, copies_of_weights)}
-            self._copied_at = now
+            self._copied.made_for(self.epoch, self.weights)
         copies = self._copies[weight.data_ptr()]
         return _present(copies.columns if columns else copies.rows)
 

@@ -12,9 +12,9 @@ from megatron.core.config.fp8 import EXPERT_WIDTH, experts_in_fp8
 from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fp8.experts import ExpertGemms, ExpertProducts
-from megatron.core.fp8.gemms import BlockwiseGemms, Clock, Fp8Gemms, PerTensorGemms
+from megatron.core.fp8.gemms import BlockwiseGemms, Fp8Gemms, PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory
-from megatron.core.fp8.storage import Fp8Gathered, GatheredCopy
+from megatron.core.fp8.storage import Epoch, Fp8Gathered, GatheredCopy
 from megatron.core.fusions.fp8_cast import E4M3, E5M2
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import declare
@@ -40,7 +40,7 @@ class Fp8Stack:
             last = num_layers - config.num_layers_at_end_in_bf16
             self.in_bf16 = {*range(config.num_layers_at_start_in_bf16), *range(last, num_layers)}
         self.gradient_format = E5M2 if config.fp8 == "hybrid" else E4M3
-        self.clock, self.history = Clock(), None
+        self.epoch, self.history = Epoch(), None
         if config.fp8_recipe == "delayed":
             uses_maximum = config.fp8_amax_compute_algo == "max"
             self.history = ScaleHistory(
@@ -64,7 +64,7 @@ class Fp8Stack:
                 copy = GatheredCopy(shape, square=square, groups=() if square else (self.groups.tp,))
                 weight.fp8_copy = copy  # type: ignore[attr-defined]
                 declare(weight, storage=Fp8Gathered)
-        kind = weights, self.clock, self.gradient_format, before.accumulate
+        kind = weights, self.epoch, self.gradient_format, before.accumulate
         if config.fp8_recipe == "blockwise":
             return BlockwiseGemms(*kind, weight_gradients=config.fp8_wgrad)
         return PerTensorGemms(
@@ -75,7 +75,7 @@ class Fp8Stack:
     def _expert_products(self, module: GroupedLinear, name: str, before: Gemms) -> ExpertProducts:
         groups, config = self.groups, self.config
         casts = ExpertGemms(
-            [module.weight], self.clock, self.gradient_format, before.accumulate,
+            [module.weight], self.epoch, self.gradient_format, before.accumulate,
             weight_gradients=config.fp8_wgrad, groups=(groups.tp_cp, groups.etp_ep), weight_groups=(groups.etp,),
             history=self.history, name=name, num_experts=module.num_local,
         )  # fmt: skip
@@ -85,7 +85,7 @@ class Fp8Stack:
         """Prepare the recording of a micro-batch as a CUDA graph: it must contain the casts of the weights, which
         replays repeat. Raises UserError if a matrix has no delayed scale yet, because later scales would not be
         used."""
-        self.clock.step += 1
+        self.epoch.advance()
         if self.history is not None and not all(self.history.known):
             name = self.history.names[self.history.known.index(False)]
             raise UserError(
@@ -96,7 +96,7 @@ class Fp8Stack:
     def end_step(self, groups: ProcessGroups) -> None:
         """End a step, after all backward passes and before the update: compute the next delayed scales, collectively
         over the ranks of a pipeline stage, and let the next forward pass cast the weights again."""
-        self.clock.step += 1
+        self.epoch.advance()
         if self.history is not None:
             self.history.update((groups.tp, groups.dp_cp))
 

@@ -33,6 +33,38 @@ from megatron.core.fusions.storage import Copy, OwnedRange, Remainder, Storage
 from megatron.core.groups.process_groups import Group
 
 
+class Epoch:
+    """Counter of the times at which the weights of a model chunk may have changed: steps, updates, loads."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def advance(self) -> None:
+        self.number += 1
+
+
+class WeightCopy:
+    """When copies or scales of weights were computed; decides whether they still belong to the values."""
+
+    def __init__(self) -> None:
+        self._made_at: tuple[int, ...] | None = None
+
+    def valid_for(self, epoch: Epoch, weights: Sequence[Tensor] = ()) -> bool:
+        """Whether neither the epoch, nor memory, version or gathered bytes of a weight have changed since
+        :meth:`made_for`. torch counts versions, but not what kernels of the optimizer write: these end an epoch."""
+        return self._made_at == _state(epoch, weights)
+
+    def made_for(self, epoch: Epoch, weights: Sequence[Tensor] = ()) -> None:
+        """Note that copies of ``weights`` have just been made."""
+        self._made_at = _state(epoch, weights)
+
+
+def _state(epoch: Epoch, weights: Sequence[Tensor]) -> tuple[int, ...]:
+    gathers = (0 if (copy := fp8_copy(weight)) is None else copy.num_gathers for weight in weights)
+    places = (part for weight in weights for part in (weight.data_ptr(), weight._version))
+    return epoch.number, *gathers, *places
+
+
 class GatheredCopy:
     """fp8 copy of a weight [o, i]; the attribute ``fp8_copy`` of the parameter. ``square``: one scale per 128 x 128
     block instead of one. ``groups``: tensor-parallel ranks that hold other parts with the same scale."""
@@ -44,8 +76,7 @@ class GatheredCopy:
         self.factor: Tensor | None = None
         """fp32 [1] or [ceil(o / 128), ceil(i / 128)]; None before the first gather."""
         self.inverse: Tensor | None = None
-        self.version = 0
-        """Number of gathers."""
+        self.num_gathers = 0
 
     @property
     def quantized(self) -> Quantized | None:
@@ -75,7 +106,7 @@ class GatheredCopy:
         largest = LARGEST[E4M3]
         self.factor = block_factors(amax, largest).view(self._grid()) if self.square else cast_factor(amax, largest)
         self.inverse = 1.0 / self.factor
-        self.version += 1
+        self.num_gathers += 1
 
     def cast(self, values: Tensor, start: int) -> Tensor:
         """Return the flat ``values`` of the range from element ``start`` in fp8, as uint8 [n]."""

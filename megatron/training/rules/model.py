@@ -85,8 +85,9 @@ def latent_settings_need_latent_attention(cfg: PretrainConfig) -> Problems:
 
 def no_rope_pattern(cfg: PretrainConfig) -> Problems:
     pattern, model = cfg.model.no_rope_freq, cfg.model
-    is_list = isinstance(pattern, list) and not model.multi_latent_attention
-    if is_list and model.num_layers and len(pattern) != model.num_layers:
+    if model.multi_latent_attention or not isinstance(pattern, list):
+        return
+    if model.num_layers and len(pattern) != model.num_layers:
         yield problem(cfg, "no_rope_freq", f"has {len(pattern)} entries for {model.num_layers} layers")
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron.core.fp8.experts import ExpertGemms, ExpertProducts
-from megatron.core.fp8.gemms import Clock
 from megatron.core.fp8.scales import ScaleHistory
+from megatron.core.fp8.storage import Epoch
 from megatron.core.fusions import fp8_cast
 from megatron.core.fusions.fp8_cast import E4M3, E5M2, Scale, amax_parts, cast_groups, columns_of_groups, new_amax
 from megatron.core.groups.process_groups import Group
@@ -25,7 +25,7 @@ def build(recipe, weight, *, gradients=E5M2, weight_gradients=True):
     """Products of experts with the stacked weight [g, o, i]."""
     history = ScaleHistory(2, uses_maximum=True, margin=1) if recipe == "delayed" else None
     casts = ExpertGemms(
-        [weight.flatten(0, 1)], Clock(), gradients, accumulate_product, weight_gradients=weight_gradients, groups=(),
+        [weight.flatten(0, 1)], Epoch(), gradients, accumulate_product, weight_gradients=weight_gradients, groups=(),
         weight_groups=(), history=history, name="layer", num_experts=len(weight),
     )  # fmt: skip
     return ExpertProducts(LOOP, casts)
@@ -108,7 +108,7 @@ def test_weights_are_cast_once_per_step_with_a_scale_each():
     assert torch.equal(first.data.view(torch.uint8), second.data.view(torch.uint8))
     assert second.scale == first.scale * 2.0**-7
     assert products.casts.weight_copies(stacked[1], columns=False).data is second.data
-    products.casts.clock.step += 1
+    products.casts.epoch.advance()
     assert products.casts.weight_copies(stacked[1], columns=False).data is not second.data
 
 

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.fp8.gemms import BlockwiseGemms, Clock, PerTensorGemms
+from megatron.core.fp8.gemms import BlockwiseGemms, PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory
+from megatron.core.fp8.storage import Epoch
 from megatron.core.fusions.fp8_cast import E4M3, E5M2
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.gemms import accumulate_product
@@ -18,7 +19,7 @@ RECIPES = ["tensorwise", "delayed", "blockwise"]
 
 
 def build_gemms(recipe, weights, *, gradients=E5M2, weight_gradients=True):
-    arguments = weights, Clock(), gradients, accumulate_product
+    arguments = weights, Epoch(), gradients, accumulate_product
     if recipe == "blockwise":
         return BlockwiseGemms(*arguments, weight_gradients=weight_gradients)
     history = ScaleHistory(2, uses_maximum=True, margin=1) if recipe == "delayed" else None
@@ -143,8 +144,8 @@ class Counting(PerTensorGemms):
 
 
 def counting(*weights):
-    clock = Clock()
-    return Counting(weights, clock, E5M2, accumulate_product, groups=(), weight_groups=())
+    epoch = Epoch()
+    return Counting(weights, epoch, E5M2, accumulate_product, groups=(), weight_groups=())
 
 
 def value(gemms, weight, *, columns=False):
@@ -160,7 +161,7 @@ def test_weights_are_cast_once_per_step_for_all_micro_batches():
         for each in (weight, other):
             assert torch.equal(value(gemms, each), value(gemms, each, columns=True))
     assert gemms.casts == 1
-    gemms.clock.step += 1
+    gemms.epoch.advance()
     assert value(gemms, weight, columns=True) is not None and gemms.casts == 2
 
 
@@ -194,7 +195,7 @@ def test_an_update_that_leaves_no_trace_is_seen_after_the_step():
     gemms = counting(weight)
     before = value(gemms, weight)
     weight.data.mul_(2)
-    gemms.clock.step += 1
+    gemms.epoch.advance()
     assert torch.equal(value(gemms, weight), 2 * before)
 
 

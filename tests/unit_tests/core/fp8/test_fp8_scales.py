@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.fp8.gemms import Clock, PerTensorGemms
+from megatron.core.fp8.gemms import PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory, current_amax, raise_over
+from megatron.core.fp8.storage import Epoch
 from megatron.core.fusions.fp8_cast import E5M2, FLOAT_MAX, amax_parts, new_amax, note_amax
 from megatron.core.tensor_parallel.gemms import accumulate_product
 from tests.reference import fp8 as reference
@@ -103,7 +104,7 @@ def test_inverses_are_aligned_for_gemms():
 def layer(scales, name="layer"):
     weight = filled(16, 32, dtype=torch.float64)
     return PerTensorGemms(
-        [weight], Clock(), E5M2, accumulate_product, groups=(), weight_groups=(), history=scales, name=name
+        [weight], Epoch(), E5M2, accumulate_product, groups=(), weight_groups=(), history=scales, name=name
     )
 
 

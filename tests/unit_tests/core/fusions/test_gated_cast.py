@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.fp8.gemms import Clock, PerTensorGemms, targets_between
+from megatron.core.fp8.gemms import PerTensorGemms, targets_between
 from megatron.core.fp8.scales import ScaleHistory
+from megatron.core.fp8.storage import Epoch
 from megatron.core.fusions import activations, fp8_cast
 from megatron.core.fusions.activation_kernels import GateTraits, gated_triton
 from megatron.core.fusions.fp8_cast import E4M3, E5M2, CastTarget, Scale, carried, cast_tensor
@@ -87,7 +88,7 @@ def test_targets_exist_once_delayed_scales_are_known():
     device = weight.device
 
     def build(**options):
-        arguments = [weight], Clock(), E5M2, accumulate_product
+        arguments = [weight], Epoch(), E5M2, accumulate_product
         return PerTensorGemms(*arguments, groups=(), weight_groups=(), name="layer", **options)
 
     history = ScaleHistory(1, uses_maximum=True, margin=0)
@@ -127,7 +128,7 @@ def feed_forward(x, grad, weights, *, fused, observed):
     for name, weight in zip(("fc1", "fc2"), weights):
         layer, leaf = torch.nn.Module(), weight.clone().requires_grad_()
         gemms = PerTensorGemms(
-            [leaf], Clock(), E5M2, accumulate_product, groups=(), weight_groups=(), history=history, name=name
+            [leaf], Epoch(), E5M2, accumulate_product, groups=(), weight_groups=(), history=history, name=name
         )
         layer.traits, layer.leaf = LinearTraits(Group("tp"), gemms=gemms), leaf
         layers.append(layer)
