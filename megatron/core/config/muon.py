@@ -11,9 +11,6 @@ from megatron.core.config.ranges import PositiveFloat, Probability, Range
 
 MUON_OPTIMIZERS = ("muon", "adaptive_muon")
 
-CUBIC_STEPS = 5
-"""Newton-Schulz steps of ``cubic5``: its coefficients are optimal together only."""
-
 
 @dataclass(kw_only=True)
 class MuonConfig(FlagGroup):

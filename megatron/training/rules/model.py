@@ -1,10 +1,12 @@
-"""Rules about the model and its precision. How it is split over ranks: ``layout.py``."""
+"""Rules about the model and its family. How it is split over ranks: ``layout.py``."""
 
 from __future__ import annotations
 
 from megatron.core.config.model_rules import model_problems
+from megatron.core.config.optional import used_fields
 from megatron.core.config.problems import Problems, as_given, flag_names, missing, problem
 from megatron.core.config.rope_parameters import parse_rope_parameters
+from megatron.core.models.registry import scripts_with
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import sequence_lengths
 
@@ -91,13 +93,23 @@ def no_rope_pattern(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "no_rope_freq", f"has {len(pattern)} entries for {model.num_layers} layers")
 
 
-def loss_scale_settings(cfg: PretrainConfig) -> Problems:
-    if cfg.optimizer.min_loss_scale > cfg.optimizer.initial_loss_scale:
-        yield problem(cfg, "min_loss_scale", f"is larger than --initial-loss-scale {cfg.optimizer.initial_loss_scale}")
-
-
 def encoder_num_layers_agrees(cfg: PretrainConfig) -> Problems:
     if cfg.model.num_layers is not None and cfg.embeddings.encoder_num_layers != cfg.model.num_layers:
         yield problem(
             cfg, "encoder_num_layers", f"contradicts --num-layers {cfg.model.num_layers}", "give one of the two"
         )
+
+
+def family_has_groups(cfg: PretrainConfig) -> Problems:
+    """Reject used fields of groups that the model family does not list, except harmless fields."""
+    for group in cfg.flat.foreign_groups:
+        used = [field for field in used_fields(group, cfg.flat) if field not in group.HARMLESS]
+        for field in [field for field in used if field in cfg.explicit] or used:  # others may derive from these
+            fix = group.CHOICES[field][1] if field in group.CHOICES else "remove it"
+            yield problem(cfg, field, f"is supported only by {scripts_with(group)}", fix)
+
+
+def family_rules(cfg: PretrainConfig) -> Problems:
+    """Apply the rules of the model family."""
+    for rule in cfg.family.rules:
+        yield from rule(cfg)

@@ -18,15 +18,12 @@ from megatron.training.rules import (
     checkpoints,
     context,
     data,
-    data_parallel,
     experts,
-    families,
     fp8,
     layout,
     model,
-    muon,
+    optimizer,
     pipeline,
-    qk_clip,
     training,
     variable_lengths,
 )
@@ -34,7 +31,6 @@ from megatron.training.rules.sites import sites_exist
 
 RULES = collect_rules(
     model,
-    families,
     backends,
     layout,
     fp8,
@@ -42,10 +38,8 @@ RULES = collect_rules(
     context,
     variable_lengths,
     pipeline,
-    data_parallel,
     training,
-    muon,
-    qk_clip,
+    optimizer,
     checkpoints,
 )
 

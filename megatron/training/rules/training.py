@@ -181,16 +181,6 @@ def weight_decay_schedule(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "start_weight_decay", f"must be between 0 and --end-weight-decay {end}")
 
 
-def moments_in_bf16(cfg: PretrainConfig) -> Problems:
-    """Reject bf16 moments with 1 - beta < 2**-7."""
-    for field, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
-        decay = getattr(cfg.optimizer, beta)
-        if cfg.optimizer.use_precision_aware_optimizer and getattr(cfg.flat, field) == "bf16" and 1 - decay < 2**-7:
-            flag = "--" + beta.replace("_", "-")
-            reason = f"has 8 significant bits, too few for {flag} {decay}: moments would never decay"
-            yield problem(cfg, field, reason, f"{flag} 0.99 or less, or fp32")
-
-
 def wandb_installed(cfg: PretrainConfig) -> Problems:
     if cfg.logging.wandb_project and not cfg.program.dry_run and not is_installed("wandb"):
         yield problem(cfg, "wandb_project", "needs the package wandb", "pip install wandb, or remove the flag")

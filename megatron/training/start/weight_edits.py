@@ -11,7 +11,7 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.optimizer.weight_edits import WeightEdit
 from megatron.core.transformer.qk_clip import QKClip
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.qk_clip import gives_logits
+from megatron.training.rules.optimizer import gives_logits
 
 
 def _build_qk_clip(model: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups) -> WeightEdit | None:

@@ -266,7 +266,7 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
         ("--qk-clip --tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1", 2,
          "--qk-clip: is not supported with 1 query groups on 2 tensor-parallel ranks, which share a key"),
         ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", 2,
-         "--muon-tp-mode blockwise: orthogonalizes each of 2 shards separately, so that results depend on the layout"),
+         "--muon-tp-mode blockwise: orthogonalizes each shard separately, so that results depend on the layout"),
         ("--optimizer muon --tensor-model-parallel-size 2 --muon-no-split-qkv --group-query-attention"
          " --num-query-groups 1", 2, "--muon-no-split-qkv: is not supported with 1 query groups on 2 tensor-parallel"),
         ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4: is not a multiple"),
