@@ -26,7 +26,7 @@ def transformer_engine_available(cfg: PretrainConfig) -> Problems:
         install = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
         yield problem(cfg, "transformer_impl", "needs a package that is not installed", f"{install}, or {_LOCAL}")
     elif not gpu_present():
-        yield problem(cfg, "transformer_impl", "requires an NVIDIA GPU, but this machine has none", _LOCAL)
+        yield problem(cfg, "transformer_impl", "requires an NVIDIA GPU; this machine lacks one", _LOCAL)
 
 
 def nccl_requires_gpus(cfg: PretrainConfig) -> Problems:
@@ -66,7 +66,7 @@ def apex_installed(cfg: PretrainConfig) -> Problems:
     if missing := [lacking for part in parts if (lacking := what_is_missing(part))]:
         yield problem(cfg, "apex_parts", "; ".join(dict.fromkeys(missing)), f"{INSTALL_APEX}, or remove it")
     if not gpu_present():
-        yield problem(cfg, "apex_parts", "requires an NVIDIA GPU, but this machine has none", "remove it")
+        yield problem(cfg, "apex_parts", "requires an NVIDIA GPU; this machine lacks one", "remove it")
 
 
 def cuda_graphs(cfg: PretrainConfig) -> Problems:
@@ -86,4 +86,4 @@ def cuda_graphs(cfg: PretrainConfig) -> Problems:
             reason = f"records one micro-batch as a CUDA graph, which here {reason}"
             yield problem(cfg, field, reason, "leave one of the two out")
     if not gpu_present() and not cfg.program.dry_run:
-        yield problem(cfg, field, "requires an NVIDIA GPU, but this machine has none", "remove it")
+        yield problem(cfg, field, "requires an NVIDIA GPU; this machine lacks one", "remove it")

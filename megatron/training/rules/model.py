@@ -20,7 +20,7 @@ def architecture_given(cfg: PretrainConfig) -> Problems:
 
 
 def rules_of_the_library(cfg: PretrainConfig) -> Problems:
-    """Apply the rules of the model's settings alone, which ``TransformerConfig`` applies too."""
+    """Apply the rules that need only the model's settings, which ``TransformerConfig`` applies too."""
     yield from model_problems(cfg.model, cfg.explicit)
 
 

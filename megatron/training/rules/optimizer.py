@@ -1,4 +1,4 @@
-"""Rules of optimizers, of the data parallelism that shards their state, and of --qk-clip."""
+"""Rules about optimizers, sharding of their state, and --qk-clip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of samples of different lengths (--use-varlen-dataset) and of a context-parallel size per micro-batch."""
+"""Rules about samples of different lengths (--use-varlen-dataset) and a context-parallel size per micro-batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.training.config.variable_lengths import local_multiple, plan_ranks
 
 
 def samples_fit_ranks(cfg: PretrainConfig) -> Problems:
-    """Reject samples that all ranks together do not hold, and limits that are no multiple of what ranks split."""
+    """Reject samples that all ranks together do not hold, and limits that are no multiple of the parts of a row."""
     if not cfg.variable_lengths.use_varlen_dataset or not cfg.data.seq_length:
         return
     ranks, limit, multiple = plan_ranks(cfg), token_limit(cfg), local_multiple(cfg)
