@@ -29,6 +29,7 @@ ENTRIES: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron.training.arguments": ("parse_args",),
         "megatron.training.run": ("run",),
         "megatron.training.hooks.base": ("Hook",),
+        "megatron.training.observe.records": ("RecordKind",),
         "megatron.training.tasks.base": ("Task",),
         "megatron.training.tasks.gpt": ("GPTTask",),
     },

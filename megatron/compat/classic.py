@@ -49,9 +49,10 @@ from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
 from megatron.training.data.batches import Batches
 from megatron.training.data.datasets import NumSamples
 from megatron.training.data.loader import BatchReader
-from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.base import Hook
 from megatron.training.observe.loss_sums import LossSums
 from megatron.training.observe.metrics import StepMetrics
+from megatron.training.observe.records import RunInfo
 from megatron.training.run import run
 from megatron.training.start.parallelize import build_model, parallelize
 from megatron.training.tasks.base import Task
@@ -79,7 +80,7 @@ class BatchPositionHook(Hook):
     def __init__(self, cfg: PretrainConfig) -> None:
         self.cfg = cfg
 
-    def on_train_start(self, run: RunInfo) -> None:
+    def on_start(self, run: RunInfo) -> None:
         follow_batch_schedule(self.cfg.flat, self.cfg.data_parallel_size, run.state.consumed_train_samples)
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:

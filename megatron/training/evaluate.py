@@ -18,8 +18,8 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.validation import eval_samples
 from megatron.training.data.loader import EvalSampler
 from megatron.training.initialize import training_device
+from megatron.training.observe.kinds.evaluation import EvalResult
 from megatron.training.observe.loss_sums import LossSums
-from megatron.training.observe.metrics import EvalResult
 from megatron.training.tasks.base import Task
 
 EvalName = Literal["validation", "test"]

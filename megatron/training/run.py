@@ -43,9 +43,11 @@ from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import EvalName, EvalSet, eval_sets
 from megatron.training.exits.conditions import ExitConditions, ExitReason
 from megatron.training.exits.endings import error_message, notify_launcher, say
-from megatron.training.hooks.base import Hook, RunInfo, check_methods
+from megatron.training.hooks.base import Hook, check_methods
 from megatron.training.hooks.build import build_hooks, plain
 from megatron.training.hooks.data_files import data_file_hooks, truncated_file
+from megatron.training.observe.kinds.process import END
+from megatron.training.observe.records import RunInfo
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.out_of_memory import (
     HeldMemory,
@@ -156,7 +158,7 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
             *hooks,
         ]
         trainer = Trainer(cfg, parts, exits)
-        trainer.hooks.on_train_start(info)
+        trainer.hooks.on_start(info)
         try:
             with _closing(trainer, watchdog):
                 reason = None if cfg.validation.skip_train else trainer.train()
@@ -182,16 +184,16 @@ def _closing(trainer: Trainer, watchdog: Watchdog) -> Iterator[None]:
     except Exception as error:
         cause = _cause(error, trainer.cfg, parts)
         watchdog.failed(cause or error)
-        trainer.hooks.on_stop(parts.state, "failed", error_message(cause or error))
+        trainer.hooks.emit(END, {"ending": "failed", "reason": error_message(cause or error)})
         if cause is None:
             raise
         raise cause from None
     except BaseException as error:
         watchdog.failed(error)
-        trainer.hooks.on_stop(parts.state, "failed", error_message(error))
+        trainer.hooks.emit(END, {"ending": "failed", "reason": error_message(error)})
         raise
     finally:
-        trainer.hooks.on_train_end(parts.state)
+        trainer.hooks.on_end()
         parts.checkpointer.close()
         if parts.reader is not None and trainer.cfg.data.dataloader_type != "external":
             parts.reader.close()
@@ -351,7 +353,7 @@ def _check_custom_data(task: Task, datasets: dict[str, Any]) -> None:
 
 
 def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
-    """Return the description of the run and this process that hooks receive in ``on_train_start``. ``state`` is the
+    """Return the description of the run and this process that hooks receive in ``on_start``. ``state`` is the
     live object, not a copy; unset --train-iters gives 0. Names the GPU, or "CPU"."""
     device = initialize.training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -365,6 +367,8 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
         data_parallel_rank=parts.groups.dp.rank,
         device=device.type,
         device_name=name,
+        trains=not cfg.validation.skip_train,
+        logging=cfg.logging,
         settings={key: plain(value) for key, value in changed_settings(cfg.flat).items()},
         environment=environment(),
         prediction=predict_run(cfg, name, _vocab_size(cfg, parts.task)) if is_planned else None,

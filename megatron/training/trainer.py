@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -29,8 +29,13 @@ from megatron.training.generation.task_scores import TaskScores
 from megatron.training.generation.text_samples import TextSamples
 from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
+from megatron.training.observe.kinds.evaluation import EvalResult, evaluation_records
+from megatron.training.observe.kinds.process import END
+from megatron.training.observe.kinds.sample import sample_records
+from megatron.training.observe.kinds.save import SAVE, SAVE_WAIT, SAVING, save_values
 from megatron.training.observe.loss_sums import LossSums, global_counts
-from megatron.training.observe.metrics import EvalResult, StepMetrics, save_record
+from megatron.training.observe.metrics import StepMetrics
+from megatron.training.observe.records import RecordKind
 from megatron.training.observe.step_parts import Mark, StepMarks, mark
 from megatron.training.start.cuda_graphs import make_forward_backward
 from megatron.training.start.main_loss import supply_main_loss
@@ -110,7 +115,7 @@ class Trainer:
             reason = reason or self.unsaved()
             self.between_steps()
         logger.info("%s", reason.message)
-        self.hooks.on_stop(self.state, "finished" if reason.finished else "stopped", reason.message)
+        self.hooks.emit(END, {"ending": "finished" if reason.finished else "stopped", "reason": reason.message})
         return reason
 
     def train_step(self) -> StepMetrics:
@@ -292,9 +297,9 @@ class Trainer:
             state.floating_point_operations += self.flops_per_sample * size if flops is None else flops
 
     def evaluate(self, sets: list[EvalSet] | None = None, name: EvalName = "validation", final: bool = False) -> None:
-        """Evaluate ``sets`` (None: the validation sets) and call ``on_evaluate`` of the hooks; does nothing without
-        sets. First raises for non-finite losses so far. A final validation reuses results of this iteration.
-        Collective; waits for the device."""
+        """Evaluate ``sets`` (None: the validation sets) and report the results; does nothing without sets. First raises
+        for non-finite losses so far. A final validation reuses results of this iteration. Collective; waits for the
+        device."""
         sets = self.parts.valid_sets if sets is None else sets
         if not sets:
             return
@@ -306,27 +311,31 @@ class Trainer:
             results = self.evaluator.evaluate(sets, name, final)
         if name == "validation":
             self.last_validation = self.state.iteration, results
-        self.hooks.on_evaluate(self.state, results)
+        self.report(evaluation_records(results))
         self.restart_timer()
 
     def score_tasks(self) -> None:
-        """Score --eval-tasks and call ``on_evaluate`` of the hooks. First raises for non-finite losses so far.
-        Collective; waits for the device."""
+        """Score --eval-tasks and report the scores. First raises for non-finite losses so far. Collective; waits for
+        the device."""
         assert self.task_scores is not None, "a rule requires --eval-tasks"
         self.read_checks()
-        self.hooks.on_evaluate(self.state, self.task_scores())
+        self.report(evaluation_records(self.task_scores()))
         self.restart_timer()
 
     def write_samples(self, final: bool = False) -> None:
-        """Let the model continue --sample-prompts and call ``on_samples`` of the hooks; does nothing without prompts,
-        or with samples of this iteration. First raises for non-finite losses so far. Collective; waits for the
-        device."""
+        """Let the model continue --sample-prompts and report the texts; does nothing without prompts, or with samples
+        of this iteration. First raises for non-finite losses so far. Collective; waits for the device."""
         if self.samples is None or self.last_samples == self.state.iteration:
             return
         self.read_checks()
-        self.hooks.on_samples(self.state, self.samples(final))
+        self.report(sample_records(self.samples(final)))
         self.last_samples = self.state.iteration
         self.restart_timer()
+
+    def report(self, records: Iterable[tuple[RecordKind, Mapping[str, object]]]) -> None:
+        """Report (kind, values) pairs at the current counters."""
+        for kind, values in records:
+            self.hooks.emit(kind, values)
 
     def _known_results(self, name: str, final: bool) -> list[EvalResult] | None:
         """Return copies, marked as final, of the validation results of this same iteration: same weights and samples.
@@ -347,7 +356,7 @@ class Trainer:
         if self.cfg.checkpoint.save is None:
             return
         self.finish_save(wait=True)
-        self.hooks.on_save(self.state)
+        self.hooks.emit(SAVING, {})
         background = self.cfg.checkpoint.async_save and not last
         self.report_save(self.parts.checkpointer.start_save(self.state, background=background, fast=fast))
         self.restart_timer()
@@ -357,24 +366,15 @@ class Trainer:
         all-reduce while a save is in progress, else none."""
         checkpointer = self.parts.checkpointer
         if wait and checkpointer.saving is not None:
-            self.hooks.on_save_wait(checkpointer.saving)
+            self.hooks.emit(SAVE_WAIT, {"saved_iteration": checkpointer.saving})
         self.report_save(checkpointer.finish_save(wait))
 
     def report_save(self, report: SaveReport | None) -> None:
-        """Call ``on_saved`` and then ``on_save_timed`` of the hooks for a finished save that succeeded. Does nothing
-        for None or a failed save. Not collective."""
+        """Report a finished save that succeeded. Does nothing for None or a failed save. Not collective."""
         if report is not None and report.saved:
-            self.hooks.on_saved(report.state)
-            self.hooks.on_save_timed(
-                save_record(
-                    report.state.iteration,
-                    report.state.consumed_train_samples,
-                    seconds=report.seconds,
-                    stall=report.stall,
-                    num_bytes=report.num_bytes,
-                    background=report.background,
-                )
-            )
+            times = {"seconds": report.seconds, "stall": report.stall}
+            values = save_values(**times, num_bytes=report.num_bytes, background=report.background)
+            self.hooks.emit(SAVE, values, report.state)
 
     def unsaved(self) -> conditions.ExitReason | None:
         """Return the reason to stop after too many failed saves, or None."""

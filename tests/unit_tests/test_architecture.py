@@ -63,7 +63,7 @@ TRAINING = {
     "stored_settings": "core config",
     "rules": "core config data stored_settings",
     "exits": "core config train_state",
-    "observe": "core",
+    "observe": "core config train_state",
     "hooks": "core config exits observe train_state",
     "arguments": "core config exits notices rules",
     "initialize": "core config",
@@ -81,8 +81,8 @@ TRAINING = {
     "trainer": "core checkpoint checks components config evaluate exits generation hooks initialize observe start",
     "watchdog": "components core config exits hooks initialize observe start train_state",
     "run":
-        "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "
-        "stored_settings tasks train_state trainer watchdog",
+        "core arguments checkpoint checks components config data evaluate exits hooks initialize observe report rules "
+        "start stored_settings tasks train_state trainer watchdog",
     "entry": "core arguments config report run tasks",
     "verify": "core components config data exits run tasks trainer",
 }

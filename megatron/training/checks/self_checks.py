@@ -26,8 +26,10 @@ from megatron.core.sharding.sharded_tensor import stored_tensors
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exits.conditions import every
-from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.observe.metrics import StepMetrics
+from megatron.training.hooks.base import Hook
+from megatron.training.observe.kinds.save import SAVING
+from megatron.training.observe.metrics import Record, StepMetrics
+from megatron.training.observe.records import RecordKind, RunInfo
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -269,21 +271,23 @@ class ReplicaCheck(Hook):
     """Hook that compares all replicated state bit by bit, in the first steps, before saves and every ``interval`` steps
     (None: no periodic check)."""
 
+    kinds = (SAVING,)
+
     def __init__(self, interval: int | None, parts: Components) -> None:
         self.interval, self.parts = interval, parts
         self.first = parts.state.iteration
 
-    def on_train_start(self, run: RunInfo) -> None:
+    def on_start(self, run: RunInfo) -> None:
         self.first = run.state.iteration
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
         if state.iteration - self.first <= FIRST_STEPS or every(self.interval, state.iteration):
-            self.check(state)
+            self.check(state.iteration)
 
-    def on_save(self, state: TrainState) -> None:
-        self.check(state)
+    def on_record(self, kind: RecordKind, record: Record) -> None:
+        self.check(record["iteration"])
 
-    def check(self, state: TrainState) -> None:
+    def check(self, iteration: int) -> None:
         """Compare all replicated weights and optimizer state of all ranks bit by bit. Raise :class:`ReplicasDiffer` on
         every rank if any differ; it names parameters and ranks. Collective over the world; waits for the device."""
         parts = self.parts
@@ -293,7 +297,7 @@ class ReplicaCheck(Hook):
         if apart:
             shown = listed((f"{name} on rank {rank}" for name, rank, _ in apart), "; ", most=8)
             raise ReplicasDiffer(
-                f"iteration {state.iteration}: copies differ from those of the first rank that holds them: {shown}"
+                f"iteration {iteration}: copies differ from those of the first rank that holds them: {shown}"
             )
 
 

@@ -13,7 +13,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.generation.live_engine import LiveEngine
-from megatron.training.observe.metrics import EvalResult
+from megatron.training.observe.kinds.evaluation import EvalResult
 
 FLAG = "--eval-tasks"
 _SEQUENCES = 16

@@ -14,7 +14,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.generation.live_engine import LiveEngine
-from megatron.training.observe.metrics import Sample
+from megatron.training.observe.kinds.sample import Sample
 from megatron.training.rules.inputs import read_sample_prompts
 
 FLAG = "--sample-prompts"

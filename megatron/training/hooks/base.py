@@ -3,43 +3,18 @@
 import difflib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from megatron.core.config.errors import UserError
-from megatron.training.hooks.interval import Interval, IntervalSummary, Step
-from megatron.training.observe.metrics import EvalResult, Record, Sample, StepMetrics
-from megatron.training.observe.plan_comparison import Prediction
-from megatron.training.observe.run_records import Ending
+from megatron.training.hooks.interval import Interval
+from megatron.training.observe.kinds.process import START, start_values
+from megatron.training.observe.kinds.train import INTERVAL, TRAIN, train_values
+from megatron.training.observe.metrics import Record, StepMetrics
+from megatron.training.observe.records import RecordKind, RunInfo, register
+from megatron.training.observe.throughput import Throughput
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunInfo:
-    """Description of the run and this process for hooks."""
-
-    state: TrainState
-    """Live counters; at the start, the counters of the loaded checkpoint."""
-    train_iters: int
-    rank: int = 0
-    world_size: int = 1
-    data_parallel_rank: int = 0
-    device: str = "cpu"
-    """Device type of the training, "cpu" or "cuda"."""
-    device_name: str = "CPU"
-    """Value of ``torch.cuda.get_device_name()``, the key of the table of peaks."""
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """Settings that were given or differ from their defaults, as JSON types."""
-    environment: Mapping[str, str | None] = field(default_factory=dict)
-    """Versions, host and GPUs."""
-    prediction: Prediction | None = None
-    """Predicted step time; None on GPU kinds that the planner does not know, and on CPUs."""
-
-    @property
-    def is_log_rank(self) -> bool:
-        """Whether this rank logs: the last one, because it holds the loss under pipeline parallelism."""
-        return self.rank == self.world_size - 1
 
 
 class Hook:
@@ -50,41 +25,21 @@ class Hook:
     then removed with one warning. Empty: exceptions propagate."""
     failure: str = ""
     """Description of a requested result that failed. Training continues; the run then ends with exit code 1."""
+    kinds: Sequence[RecordKind] | None = None
+    """Kinds of the records that :meth:`on_record` receives; None: all. Records of iterations and log points (``train``,
+    ``interval``) are made only on ranks with a hook that receives them, because they read values of the device."""
 
-    def on_train_start(self, run: RunInfo) -> None:
-        """Called once, after a checkpoint was loaded and before the first iteration."""
+    def on_start(self, run: RunInfo) -> None:
+        """Called once, after a checkpoint was loaded and before the first iteration. ``run.emit`` reports records."""
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        """Called after each iteration; ``state`` already includes it."""
+        """Called after each iteration; ``state`` already includes it. ``metrics`` may hold tensors of the device."""
 
-    def on_steps(self, steps: Sequence[Step]) -> None:
-        """Called with materialized iterations, each once and in order: at log points, and before the calls below."""
+    def on_record(self, kind: RecordKind, record: Record) -> None:
+        """Called with each record of :attr:`kinds`, in the order in which they are reported: iterations at log points
+        and before evaluations, samples and saves."""
 
-    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
-        """Called at each log point after :meth:`on_steps`, with all iterations since the last log point."""
-
-    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
-        """Called after each evaluation, with the results of all its data sets."""
-
-    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
-        """Called after the model wrote texts (--sample-prompts), with one sample per prompt."""
-
-    def on_save(self, state: TrainState) -> None:
-        """Called just *before* the checkpoint of ``state.iteration`` is written, to store log data first."""
-
-    def on_saved(self, state: TrainState) -> None:
-        """Called once that checkpoint is complete, with its ``state``; for a background save, iterations later."""
-
-    def on_save_wait(self, iteration: int) -> None:
-        """Called before training waits for the background save of ``iteration``."""
-
-    def on_save_timed(self, record: Record) -> None:
-        """Called after :meth:`on_saved` with the record for ``timing.jsonl``."""
-
-    def on_stop(self, state: TrainState, ending: Ending, reason: str) -> None:
-        """Called when training stops: with the exit condition before the final evaluation, or with an error."""
-
-    def on_train_end(self, state: TrainState) -> None:
+    def on_end(self) -> None:
         """Called last, also if training ends by an error: flush and close."""
 
 
@@ -103,72 +58,63 @@ def check_methods(hooks: Sequence[Hook]) -> None:
         raise UserError("\n".join(problems))
 
 
-class Hooks(Hook):
-    """All hooks of a rank as one hook, with their common log interval."""
+def _takes(hook: Hook, kind: RecordKind) -> bool:
+    return type(hook).on_record is not Hook.on_record and (hook.kinds is None or kind in hook.kinds)
+
+
+class Hooks:
+    """All hooks of a rank, with their common log interval. Each method calls this method of every hook."""
 
     def __init__(self, log_interval: int, hooks: Sequence[Hook]) -> None:
         self.hooks, self.interval = list(hooks), Interval(log_interval)
-        # if no hook reads values, avoid the device sync
-        self._reads = any(
-            type(hook).on_steps is not Hook.on_steps or type(hook).on_log is not Hook.on_log for hook in hooks
-        )
+        # if no hook takes records of iterations, avoid the device sync
+        self._reads = any(_takes(hook, kind) for hook in hooks for kind in (TRAIN, INTERVAL))
 
-    def on_train_start(self, run: RunInfo) -> None:
+    def on_start(self, run: RunInfo) -> None:
+        self.run, self.throughput = replace(run, emit=self.emit), Throughput(run.world_size, run.device_name)
         self.interval.start(run.state)
-        self._tell_all("on_train_start", run)
+        for hook in list(self.hooks):
+            self._call(hook, "on_start", self.run)
+        if run.trains:
+            self.emit(START, start_values(run))
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        """Call ``on_step`` of every hook after each iteration. At log points also call each hook's ``on_steps`` and
-        ``on_log``, hook by hook; this waits for the device once. Collects and reads nothing unless a hook overrides
-        one."""
+        """Call ``on_step`` of every hook. At log points also report the iterations and the interval, which waits for
+        the device once; does neither unless a hook takes these records."""
         is_log_point = self._reads and self.interval.add(state, metrics)
-        steps = self.interval.unseen() if is_log_point else []
-        summary = self.interval.close(state) if is_log_point else None
         for hook in list(self.hooks):
-            self._tell(hook, "on_step", state, metrics)
-            if summary is not None:
-                self._tell(hook, "on_steps", steps)
-                self._tell(hook, "on_log", state, summary)
+            self._call(hook, "on_step", state, metrics)
+        if is_log_point:
+            self._report_steps()
+            if (values := self.interval.close(state, self.throughput)) is not None:
+                self.emit(INTERVAL, values, state)
 
-    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
-        self._show_steps()
-        self._tell_all("on_evaluate", state, results)
+    def emit(self, kind: RecordKind, values: Mapping[str, object], state: TrainState | None = None) -> None:
+        """Call ``on_record`` of every hook that takes ``kind`` with a record of ``values`` (JSON types by field) and
+        the counters of ``state`` (default: the current ones). Records that a hook emits in ``on_record`` come first."""
+        register(kind)
+        if kind.follows_steps:
+            self._report_steps()
+        state = state or self.run.state
+        self._deliver(kind, kind.record(state.iteration, state.consumed_train_samples, values))
 
-    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
-        self._show_steps()
-        self._tell_all("on_samples", state, samples)
-
-    def on_save(self, state: TrainState) -> None:
-        self._show_steps()
-        self._tell_all("on_save", state)
-
-    def on_saved(self, state: TrainState) -> None:
-        self._tell_all("on_saved", state)
-
-    def on_save_wait(self, iteration: int) -> None:
-        self._tell_all("on_save_wait", iteration)
-
-    def on_save_timed(self, record: Record) -> None:
-        self._tell_all("on_save_timed", record)
-
-    def on_stop(self, state: TrainState, ending: Ending, reason: str) -> None:
-        self._tell_all("on_stop", state, ending, reason)
-
-    def on_train_end(self, state: TrainState) -> None:
+    def on_end(self) -> None:
         try:
-            self._show_steps()  # may raise: it reads the device
+            self._report_steps()  # may raise: it reads the device
         finally:
-            self._tell_all("on_train_end", state)
+            for hook in list(self.hooks):
+                self._call(hook, "on_end")
 
-    def _show_steps(self) -> None:
-        if steps := self.interval.unseen():
-            self._tell_all("on_steps", steps)
+    def _report_steps(self) -> None:
+        for step in self.interval.unseen():
+            self._deliver(TRAIN, TRAIN.record(step.iteration, step.consumed_samples, train_values(step.metrics)))
 
-    def _tell_all(self, event: str, *arguments: object) -> None:
+    def _deliver(self, kind: RecordKind, record: Record) -> None:
         for hook in list(self.hooks):
-            self._tell(hook, event, *arguments)
+            if _takes(hook, kind):
+                self._call(hook, "on_record", kind, record)
 
-    def _tell(self, hook: Hook, event: str, *arguments: object) -> None:
+    def _call(self, hook: Hook, event: str, *arguments: object) -> None:
         """If the hook raises and has ``only_for`` set, log a warning and remove it for the rest of the run."""
         if hook not in self.hooks:
             return

@@ -11,46 +11,40 @@ from pathlib import Path
 from megatron.core.config.errors import UserError
 from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.hooks.console import ConsoleHook, MemoryHook, TimersHook
+from megatron.training.hooks.base import Hook
+from megatron.training.hooks.console import ConsoleHook, MemoryHook
 from megatron.training.hooks.page import PageHook
 from megatron.training.hooks.plan import PlanHook
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook, trace_directory
 from megatron.training.hooks.progress import ProgressHook
-from megatron.training.hooks.sinks import Clock, FileSink, TensorBoardSink, WandbSink, missing_package
-from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, MetricsFile, metrics_directory
-from megatron.training.observe.throughput import Throughput
+from megatron.training.hooks.sinks import FileSink, TensorBoardSink, WandbSink, missing_package
+from megatron.training.hooks.timing import TimingHook
+from megatron.training.observe.metrics import metrics_directory
+from megatron.training.observe.records import RunInfo
 
 logger = logging.getLogger(__name__)
 
 
 def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]:
-    """Return the hooks of this rank in calling order. On the last rank: ``metrics.jsonl`` (with --save or
-    --tensorboard-dir), console, ``timing.jsonl`` and sinks, which may fail without ending the run. On every rank
+    """Return the hooks of this rank in calling order. On the last rank: files of records (with --save or
+    --tensorboard-dir), console, measured times, and sinks, which may fail without ending the run. On every rank
     timers; on CUDA ranks of the first replica memory; on rank 0 --log-progress and --save-hf-interval; then profilers;
     last the page of the run, which reads the files.
     Raises UserError on a rank whose hook lacks its package or companion flag."""
     checkpoint = cfg.checkpoint
-    clock = Clock(Throughput(run.world_size, run.device_name), timers, run.device)
     directory = metrics_directory(checkpoint.save, cfg.logging.tensorboard_dir)
-    files = [MetricsFile(directory / name) for name in (METRICS_FILE, TIMING_FILE)] if directory else []
-    hooks: list[Hook] = []
+    files = FileSink(directory) if run.is_log_rank and directory else None
+    hooks: list[Hook] = [] if files is None else [files]
     if run.is_log_rank:
-        if files:
-            kinds: tuple[str, ...] = ("train", "valid", "test", "task", "sample")
-            hooks.append(FileSink(files[0], kinds, clock, trains=not cfg.validation.skip_train))
-        hooks.append(console(cfg, clock))
+        hooks.append(console(cfg))
     if run.device == "cuda" and run.data_parallel_rank == 0:
         hooks.append(MemoryHook(cfg.logging.log_memory_interval))
-    if cfg.logging.timing_log_level > 0:
-        hooks.append(TimersHook(timers))
+    if run.is_log_rank or cfg.logging.timing_log_level > 0:
+        hooks.append(TimingHook(timers))
     if run.is_log_rank:
-        if files:
-            kinds = ("timing", "save", "evaluation", "generation", "start", "end", "plan")
-            hooks.append(FileSink(files[1], kinds, clock, trains=not cfg.validation.skip_train))
-        hooks += sinks(cfg, clock, files)
+        hooks += sinks(cfg, files)
         if run.prediction is not None:
-            hooks.append(PlanHook(run.prediction, cfg.training.global_batch_size, files[1] if files else None))
+            hooks.append(PlanHook(run.prediction, cfg.training.global_batch_size))
     if cfg.logging.log_progress and run.rank == 0:
         if checkpoint.save is None:
             raise UserError("--log-progress writes <save>/progress.txt: give --save too")
@@ -60,12 +54,12 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
 
         hooks.append(HuggingFaceHook(checkpoint.save, checkpoint.save_hf_interval, checkpoint.load_hf))
     hooks += profilers(cfg, run)
-    if run.is_log_rank and directory and cfg.logging.write_report and not cfg.validation.skip_train:
+    if files and directory and cfg.logging.write_report and run.trains:
         hooks.append(only_for("report.html", PageHook(directory)))
     return hooks
 
 
-def console(cfg: PretrainConfig, clock: Clock) -> Hook:
+def console(cfg: PretrainConfig) -> Hook:
     """Return the hook that writes to standard output: log lines, or on a terminal the live view (--console). Raises
     UserError for --console live without the rich package."""
     choice = cfg.logging.console
@@ -73,11 +67,11 @@ def console(cfg: PretrainConfig, clock: Clock) -> Hook:
         try:
             from megatron.training.hooks.live import LiveHook
 
-            return LiveHook(clock)
+            return LiveHook()
         except ImportError as error:
             if choice == "live":
                 raise missing_package("--console live", "rich", error) from error
-    return ConsoleHook(clock.throughput if cfg.logging.log_throughput else None)
+    return ConsoleHook()
 
 
 def only_for(flag: str, hook: Hook) -> Hook:
@@ -86,20 +80,18 @@ def only_for(flag: str, hook: Hook) -> Hook:
     return hook
 
 
-def sinks(cfg: PretrainConfig, clock: Clock, files: list[MetricsFile]) -> list[Hook]:
+def sinks(cfg: PretrainConfig, files: FileSink | None) -> list[Hook]:
     """Return the TensorBoard and wandb hooks that --tensorboard-dir and --wandb-project request, TensorBoard first.
     Imports their packages only if requested; a failure later disables only that hook. Raises UserError without
     --wandb-exp-name or a package. Does not check the rank."""
     hooks: list[Hook] = []
     if cfg.logging.tensorboard_dir:
-        hooks.append(
-            only_for(f"--tensorboard-dir {cfg.logging.tensorboard_dir}", TensorBoardSink(cfg.logging, clock, files))
-        )
+        hooks.append(only_for(f"--tensorboard-dir {cfg.logging.tensorboard_dir}", TensorBoardSink(cfg.logging, files)))
     if cfg.logging.wandb_project:
         if not cfg.logging.wandb_exp_name:
             raise UserError("--wandb-project needs --wandb-exp-name, the name of the run")
         hooks.append(
-            only_for(f"--wandb-project {cfg.logging.wandb_project}", WandbSink(cfg.logging, clock, wandb_options(cfg)))
+            only_for(f"--wandb-project {cfg.logging.wandb_project}", WandbSink(cfg.logging, wandb_options(cfg)))
         )
     return hooks
 

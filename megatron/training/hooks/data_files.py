@@ -19,8 +19,10 @@ from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError
 from megatron.training.config.launcher import launched_rank, local_rank
 from megatron.training.exits.conditions import every
 from megatron.training.exits.endings import notify_launcher, say
-from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.observe.metrics import StepMetrics
+from megatron.training.hooks.base import Hook
+from megatron.training.observe.kinds.save import SAVING
+from megatron.training.observe.metrics import Record, StepMetrics
+from megatron.training.observe.records import RecordKind, RunInfo
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -53,11 +55,13 @@ class DataFilesHook(Hook):
         self.reported: set[str] = set()
         self._not_before = 0.0
 
+    kinds = (SAVING,)
+
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
         if every(self.log_interval, state.iteration) and time.monotonic() >= self._not_before:
             self.check()
 
-    def on_save(self, state: TrainState) -> None:
+    def on_record(self, kind: RecordKind, record: Record) -> None:
         self.check()
 
     def check(self) -> None:
@@ -97,10 +101,10 @@ class BusErrorGuard(Hook):
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._report)  # must outlive its registration
         self._previous: int | None = None
 
-    def on_train_start(self, run: RunInfo) -> None:
+    def on_start(self, run: RunInfo) -> None:
         self._previous = self._library.signal(signal.SIGBUS, ctypes.cast(self._callback, ctypes.c_void_p))
 
-    def on_train_end(self, state: TrainState) -> None:
+    def on_end(self) -> None:
         self._library.signal(signal.SIGBUS, self._previous)
 
     def _report(self, number: int) -> None:

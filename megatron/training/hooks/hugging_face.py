@@ -14,7 +14,9 @@ from megatron.export.hf import save_hf
 from megatron.export.hf.side_files import CONFIG
 from megatron.export.native import load_native
 from megatron.training.hooks.base import Hook
-from megatron.training.train_state import TrainState
+from megatron.training.observe.kinds.save import SAVE
+from megatron.training.observe.metrics import Record
+from megatron.training.observe.records import RecordKind
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +27,22 @@ class HuggingFaceHook(Hook):
     training continues and the run ends with a non-zero exit code. ``source``: folder of --load-hf, whose model_type is
     used if several types fit the model."""
 
+    kinds = (SAVE,)
+
     def __init__(self, save: str, interval: int, source: str | None = None) -> None:
         self.save, self.interval = save, interval
         self.model_type = None if source is None else read_json(Path(source) / CONFIG).get("model_type")
         self._thread: threading.Thread | None = None
 
-    def on_saved(self, state: TrainState) -> None:
+    def on_record(self, kind: RecordKind, record: Record) -> None:
         """Start the conversion of a due checkpoint in the background. First waits for the previous conversion."""
-        if state.iteration % self.interval == 0:
+        if record["iteration"] % self.interval == 0:
             self._wait()
-            name = f"iter_{state.iteration:07d}"
+            name = f"iter_{record['iteration']:07d}"
             self._thread = threading.Thread(target=self._convert, args=(name,), name="conversion", daemon=True)
             self._thread.start()
 
-    def on_train_end(self, state: TrainState) -> None:
+    def on_end(self) -> None:
         self._wait()
 
     def _wait(self) -> None:

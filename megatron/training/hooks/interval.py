@@ -1,61 +1,23 @@
 """Log interval: collect iterations between log points and summarize losses and time."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron.training.exits.conditions import is_log_iteration
-from megatron.training.observe.metrics import Record, StepMetrics, materialize, train_record
+from megatron.training.observe.metrics import Record, StepMetrics, materialize
+from megatron.training.observe.step_parts import mean_parts
+from megatron.training.observe.throughput import Throughput
 from megatron.training.train_state import TrainState
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One iteration, with the counters after it."""
 
     iteration: int
     consumed_samples: int
     metrics: StepMetrics
-
-    @property
-    def record(self) -> Record:
-        """Record for ``metrics.jsonl``; the values must have been materialized."""
-        return train_record(self.iteration, self.consumed_samples, self.metrics)
-
-
-@dataclass(frozen=True)
-class IntervalSummary:
-    """Iterations since the last log point, with materialized values."""
-
-    steps: list[Step]
-    losses: dict[str, float]
-    """Means over iterations that were not skipped; empty if all were."""
-    num_skipped: int
-    num_nan: int
-    elapsed: float
-    """Total seconds of all iterations."""
-    flops: float
-    """Model FLOPs of all iterations, summed over ranks."""
-    skipped_samples: int
-    """Skipped samples since the start of the run."""
-
-    @property
-    def last(self) -> StepMetrics:
-        return self.steps[-1].metrics
-
-    @property
-    def iteration(self) -> int:
-        return self.steps[-1].iteration
-
-    @property
-    def consumed_samples(self) -> int:
-        return self.steps[-1].consumed_samples
-
-    @property
-    def elapsed_per_iteration(self) -> float:
-        return self.elapsed / len(self.steps)
-
-    @property
-    def num_tokens(self) -> float:
-        return sum(float(step.metrics.num_tokens) for step in self.steps)
 
 
 @dataclass
@@ -88,23 +50,30 @@ class Interval:
         self.steps += valid
         return valid
 
-    def close(self, state: TrainState) -> IntervalSummary | None:
-        """Return the summary of the interval's iterations: mean losses, counts of skipped and NaN iterations, seconds,
-        FLOPs. Returns None if no iteration is valid. Start the next interval in both cases. Call `unseen` first."""
+    def close(self, state: TrainState, throughput: Throughput) -> Record | None:
+        """Return the fields of a record of kind ``interval``; None if no iteration is valid. Start the next interval in
+        both cases. Call `unseen` first."""
         steps, self.steps = self.steps, []
         flops = state.floating_point_operations - self._flops
         self._flops = state.floating_point_operations
         if not steps:
             return None
-        return IntervalSummary(
-            steps=steps,
-            losses=mean_losses(steps),
-            num_skipped=sum(step.metrics.skipped for step in steps),
-            num_nan=sum(step.metrics.nan for step in steps),
-            elapsed=sum(step.metrics.elapsed for step in steps),
-            flops=flops,
-            skipped_samples=state.skipped_train_samples,
-        )
+        seconds, last = sum(step.metrics.elapsed for step in steps), steps[-1].metrics
+        rate = throughput.rate(flops, sum(float(step.metrics.num_tokens) for step in steps), seconds)
+        names = ("learning_rate", "global_batch_size", "loss_scale", "grad_norm", "num_zeros", "params_norm")
+        return {
+            "iterations": len(steps),
+            "seconds": seconds,
+            "tokens_per_second": rate.tokens_per_second,
+            "tflops_per_device": rate.tflops,
+            "mfu": rate.mfu,
+            "parts_seconds": mean_parts([step.metrics.step_marks for step in steps]),
+            "losses": mean_losses(steps),
+            **{name: getattr(last, name) for name in names},
+            "num_skipped": sum(step.metrics.skipped for step in steps),
+            "num_nan": sum(step.metrics.nan for step in steps),
+            "skipped_samples": state.skipped_train_samples,
+        }
 
 
 def mean_losses(steps: list[Step]) -> dict[str, float]:

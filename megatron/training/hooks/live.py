@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 from rich.console import Console, Group
@@ -18,13 +18,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.hooks.console import evaluation_lines, sample_line
-from megatron.training.hooks.interval import IntervalSummary
-from megatron.training.hooks.sinks import Clock
-from megatron.training.observe.metrics import EvalResult, Sample, StepMetrics
-from megatron.training.observe.run_records import Ending
-from megatron.training.observe.throughput import memory_bytes
+from megatron.training.hooks.base import Hook
+from megatron.training.observe.kinds.evaluation import SPLITS, TASK, TEST, VALID
+from megatron.training.observe.kinds.timing import TIMING
+from megatron.training.observe.kinds.train import INTERVAL, TRAIN
+from megatron.training.observe.metrics import Record, StepMetrics, record_losses
+from megatron.training.observe.records import RecordKind, RunInfo
 from megatron.training.train_state import TrainState
 
 REDRAW_SECONDS = 0.25
@@ -33,8 +32,8 @@ REDRAW_SECONDS = 0.25
 class LiveHook(Hook):
     """Shows the live view on standard output in place of iteration lines. Use on the rank that logs."""
 
-    def __init__(self, clock: Clock, seconds: Callable[[], float] = time.monotonic) -> None:
-        self.clock, self.seconds = clock, seconds
+    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
         self.console = Console(file=sys.stdout, force_terminal=True)
         self.live = Live(console=self.console, auto_refresh=False, transient=False, vertical_overflow="visible")
         self.train_iters, self.iteration, self.drawn = 0, 0, -REDRAW_SECONDS
@@ -42,7 +41,8 @@ class LiveHook(Hook):
         self.rows: dict[str, str] = {}
         self.handlers: list[logging.StreamHandler] = []
 
-    def on_train_start(self, run: RunInfo) -> None:
+    def on_start(self, run: RunInfo) -> None:
+        self.run = run
         self.train_iters, self.iteration = run.train_iters, run.state.iteration
         before = sys.stdout
         self.live.start()
@@ -61,47 +61,38 @@ class LiveHook(Hook):
         if now - self.drawn >= REDRAW_SECONDS:
             self._draw(now)
 
-    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
-        last, clock = summary.last, self.clock
-        rate = clock.throughput.rate(summary.flops, summary.num_tokens, summary.elapsed)
-        rows = {name: f"{value:.4f}" for name, value in summary.losses.items()}
-        rows["learning rate"] = f"{last.learning_rate:.3g}"
-        if last.grad_norm is not None:
-            rows["gradient norm"] = f"{last.grad_norm:.3f}"
-        rows["ms per iteration"] = f"{summary.elapsed_per_iteration * 1000:,.1f}"
-        rows["tokens per second"] = f"{rate.tokens_per_second:,.0f}"
-        if rate.tflops is not None:
-            rows["TFLOP/s per GPU"] = f"{rate.tflops:.1f}" + ("" if rate.mfu is None else f" ({rate.mfu:.1%} MFU)")
-        memory = memory_bytes(clock.device)
-        used = next(size for name, size in memory.items() if "max" in name)
-        rows["memory, peak"] = f"{used / 2**30:.2f} GiB"
-        if summary.num_skipped or summary.num_nan:
-            rows["skipped, NaN"] = f"{summary.num_skipped}, {summary.num_nan}"
-        validation = {name: value for name, value in self.rows.items() if name.startswith("validation")}
-        self.rows = rows | validation
-        self._draw(self.seconds())
-
-    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
-        """Print the evaluation line above the view, and keep the losses in it."""
-        for result in results:
-            for line in evaluation_lines(state.iteration, result)[1:2]:
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-            for name, value in result.losses.items():
-                data = f"{result.name}{'' if result.dataset is None else f' {result.dataset}'}"
-                self.rows[f"{data}, {name}"] = f"{value:.4f} at {state.iteration:,}"
-        self._draw(self.seconds())
-
-    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
-        """Print the lines of the samples above the view."""
-        for sample in samples:
-            line = sample_line(state.iteration, sample)
+    def on_record(self, kind: RecordKind, record: Record) -> None:
+        """Print the lines of the record above the view, without rules and the lines of intervals; keep the values of
+        intervals and evaluations in it."""
+        if kind is INTERVAL:
+            self._show_interval(record)
+        elif kind is TIMING:
+            used = next(size for name, size in record["memory"].items() if "max" in name)
+            self.rows["memory, peak"] = f"{used / 2**30:.2f} GiB"
+        elif kind in (VALID, TEST, TASK):
+            data = " ".join(filter(None, (SPLITS.get(kind.name, kind.name), record.get("dataset"))))
+            for name, value in record_losses(record).items():
+                self.rows[f"{data}, {name}"] = f"{value:.4f} at {record['iteration']:,}"
+        lines = [] if kind is INTERVAL else [line for line in kind.console(record, self.run) if line.strip("-")]
+        for line in lines:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self._draw(self.seconds())
+        if kind is not TRAIN:
+            self._draw(self.seconds())
 
-    def on_stop(self, state: TrainState, ending: Ending, reason: str) -> None:
-        self._draw(self.seconds())
+    def _show_interval(self, record: Record) -> None:
+        rows = {name: f"{value:.4f}" for name, value in record["losses"].items()}
+        rows["learning rate"] = f"{record['learning_rate']:.3g}"
+        if record["grad_norm"] is not None:
+            rows["gradient norm"] = f"{record['grad_norm']:.3f}"
+        rows["ms per iteration"] = f"{record['seconds'] / record['iterations'] * 1000:,.1f}"
+        rows["tokens per second"] = f"{record['tokens_per_second']:,.0f}"
+        if (tflops := record["tflops_per_device"]) is not None:
+            rows["TFLOP/s per GPU"] = f"{tflops:.1f}" + ("" if record["mfu"] is None else f" ({record['mfu']:.1%} MFU)")
+        if record["num_skipped"] or record["num_nan"]:
+            rows["skipped, NaN"] = f"{record['num_skipped']}, {record['num_nan']}"
+        self.rows = rows | {name: value for name, value in self.rows.items() if name.startswith("validation")}
 
-    def on_train_end(self, state: TrainState) -> None:
+    def on_end(self) -> None:
         self.live.stop()
         for handler in self.handlers:
             handler.setStream(sys.stdout)

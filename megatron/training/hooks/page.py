@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.page.page import PAGE_FILE, write_page
-from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +17,7 @@ class PageHook(Hook):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def on_train_end(self, state: TrainState) -> None:
+    def on_end(self) -> None:
         if self.directory.is_dir():
             write_page(self.directory, self.directory / PAGE_FILE)
             logger.debug("report of this run: %s", self.directory / PAGE_FILE)

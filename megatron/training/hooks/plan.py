@@ -3,63 +3,58 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
 
-from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.hooks.interval import IntervalSummary
-from megatron.training.observe.metrics import EvalResult, MetricsFile, Record, Sample
-from megatron.training.observe.plan_comparison import Comparison, PlanWatch, Prediction
-from megatron.training.observe.step_parts import mean_parts
-from megatron.training.train_state import TrainState
+from megatron.training.hooks.base import Hook
+from megatron.training.observe.kinds.evaluation import EVALUATION
+from megatron.training.observe.kinds.plan import PLAN, plan_values
+from megatron.training.observe.kinds.sample import GENERATION
+from megatron.training.observe.kinds.save import SAVE
+from megatron.training.observe.kinds.train import INTERVAL, TRAIN
+from megatron.training.observe.metrics import Record
+from megatron.training.observe.plan_comparison import PlanWatch, Prediction
+from megatron.training.observe.records import RecordKind, RunInfo
 
 logger = logging.getLogger(__name__)
 
+APART = {
+    EVALUATION: ("evaluation", "seconds"),
+    GENERATION: ("samples", "seconds"),
+    SAVE: ("checkpoint saving", "stall_seconds"),
+}
+"""Name and field of times outside of iterations."""
+
 
 class PlanHook(Hook):
-    """Warns once if iterations take longer than planned, and appends a record of kind ``plan`` to ``file``."""
+    """Warns once if iterations take longer than planned, and emits a record of kind ``plan``."""
 
-    def __init__(self, prediction: Prediction, global_batch_size: int, file: MetricsFile | None) -> None:
-        self.prediction, self.global_batch_size, self.file = prediction, global_batch_size, file
-        self.watch = PlanWatch(prediction, 1)
+    kinds = (TRAIN, INTERVAL, *APART)
 
-    def on_train_start(self, run: RunInfo) -> None:
-        self.watch = PlanWatch(self.prediction, run.state.iteration + 1)
+    def __init__(self, prediction: Prediction, global_batch_size: int) -> None:
+        self.prediction, self.global_batch_size = prediction, global_batch_size
+        self.is_planned = True
+        """Whether no iteration of the interval was skipped or has another batch than the plan."""
 
-    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
-        """Add the iterations of an interval, unless one was skipped or has another batch size than the plan."""
-        for step in summary.steps:
-            if step.metrics.skipped or step.metrics.global_batch_size != self.global_batch_size or step.metrics.plan:
-                return
-        parts = mean_parts([step.metrics.step_marks for step in summary.steps])
-        comparison = self.watch.add(summary.steps[0].iteration, len(summary.steps), summary.elapsed, parts)
+    def on_start(self, run: RunInfo) -> None:
+        self.run, self.watch = run, PlanWatch(self.prediction, run.state.iteration + 1)
+
+    def on_record(self, kind: RecordKind, record: Record) -> None:
+        if kind is TRAIN:
+            is_other = record["skipped"] or record["global_batch_size"] != self.global_batch_size or "plan" in record
+            self.is_planned = self.is_planned and not is_other
+        elif kind is INTERVAL:
+            if self.is_planned:
+                self._compare(record)
+            self.is_planned = True
+        else:
+            name, field = APART[kind]
+            self.watch.add_apart(name, record[field])
+
+    def _compare(self, record: Record) -> None:
+        number = record["iterations"]
+        first = record["iteration"] - number + 1
+        comparison = self.watch.add(first, number, record["seconds"], record["parts_seconds"])
         if comparison is None:
             return
-        if self.file is not None:
-            self.file.append(plan_record(summary, comparison))
+        self.run.emit(PLAN, plan_values(comparison))
         if comparison.is_slower:
             logger.warning("WARNING: %s", comparison.message(self.prediction))
-
-    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
-        self.watch.add_apart("evaluation", sum(result.seconds for result in results))
-
-    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
-        self.watch.add_apart("samples", sum(sample.seconds for sample in samples))
-
-    def on_save_timed(self, record: Record) -> None:
-        self.watch.add_apart("checkpoint saving", record["stall_seconds"])
-
-
-def plan_record(summary: IntervalSummary, comparison: Comparison) -> Record:
-    """Return the record of the comparison: seconds per iteration, predicted and measured, in total and by part."""
-    return {
-        "kind": "plan",
-        "iteration": summary.iteration,
-        "consumed_samples": summary.consumed_samples,
-        "time": time.time(),
-        "predicted_seconds": comparison.predicted,
-        "measured_seconds": comparison.measured,
-        "limit_seconds": comparison.limit,
-        "parts_seconds": {name: {"predicted": a, "measured": b} for name, (a, b) in comparison.parts.items()},
-        "apart_seconds": comparison.apart,
-    }

@@ -13,8 +13,9 @@ import torch
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import create_file, make_folder
 from megatron.training.exits.conditions import every
-from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.base import Hook
 from megatron.training.observe.metrics import StepMetrics
+from megatron.training.observe.records import RunInfo
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -41,14 +42,14 @@ class ProfilerHook(Hook):
         self.running: Any = None
         self.range: torch.profiler.record_function | None = None
 
-    def on_train_start(self, run: RunInfo) -> None:
+    def on_start(self, run: RunInfo) -> None:
         self.rank = run.rank
         self._update(run.state.iteration)
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
         self._update(state.iteration)
 
-    def on_train_end(self, state: TrainState) -> None:
+    def on_end(self) -> None:
         self._stop()
 
     def _update(self, iteration: int) -> None:
@@ -119,7 +120,7 @@ class MemoryHistoryHook(Hook):
     def __init__(self, path: str, log_interval: int):
         self.path, self.log_interval = path, log_interval
 
-    def on_train_start(self, run: RunInfo) -> None:
+    def on_start(self, run: RunInfo) -> None:
         if run.rank > 0:
             target = Path(self.path)
             self.path = str(target.with_name(f"{target.stem}-{run.rank}{target.suffix}"))
@@ -129,6 +130,6 @@ class MemoryHistoryHook(Hook):
         if every(self.log_interval, state.iteration):
             torch.cuda.memory._dump_snapshot(self.path)
 
-    def on_train_end(self, state: TrainState) -> None:
+    def on_end(self) -> None:
         torch.cuda.memory._dump_snapshot(self.path)
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -8,8 +8,10 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.core.safe_files import open_to_append, read_file
-from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.train_state import TrainState
+from megatron.training.hooks.base import Hook
+from megatron.training.observe.kinds.save import SAVE, SAVING
+from megatron.training.observe.metrics import Record
+from megatron.training.observe.records import RecordKind, RunInfo
 
 logger = logging.getLogger(__name__)
 
@@ -22,32 +24,39 @@ class ProgressHook(Hook):
     """Logs the throughput of this job and of all consecutive jobs with this number of GPUs, including waiting
     times."""
 
+    kinds = (SAVING, SAVE)
+
     def __init__(self, save_dir: str, seq_length: int):
         self.path = Path(save_dir) / "progress.txt"
         self.seq_length = seq_length
         self.world_size = 1
         self.start_time = 0.0
         self.start_flops = 0.0
+        self.saved_flops = 0.0
 
-    def on_train_start(self, run: RunInfo) -> None:
+    def on_start(self, run: RunInfo) -> None:
+        self.state = run.state
         self.world_size = run.world_size
         self.start_time = time.monotonic()
         self.start_flops = run.state.floating_point_operations
         self._append("Starting job")
 
-    def on_saved(self, state: TrainState) -> None:
-        """Append a line for the completed checkpoint: iteration, TFLOP/s per GPU of this job and cumulative since the
+    def on_record(self, kind: RecordKind, record: Record) -> None:
+        """Append a line for a completed checkpoint: iteration, TFLOP/s per GPU of this job and cumulative since the
         first consecutive job with this number of GPUs, total FLOPs, and billions of tokens."""
-        flops = state.floating_point_operations
+        if kind is SAVING:  # a background save is complete some iterations later
+            self.saved_flops = self.state.floating_point_operations
+            return
+        flops = self.saved_flops
         job_seconds = time.monotonic() - self.start_time
         first_start, first_flops = self._first_job()
         all_seconds = (datetime.now() - first_start).total_seconds()
         self._append(
-            f"Saved checkpoint\tIteration: {state.iteration}\t"
+            f"Saved checkpoint\tIteration: {record['iteration']}\t"
             f"Job throughput: {self._tflops(flops - self.start_flops, job_seconds):.1f} TFLOP/s/GPU\t"
             f"Cumulative throughput: {self._tflops(flops - first_flops, all_seconds):.1f} TFLOP/s/GPU\t"
             f"Floating-point operations: {flops:.2e}\t"
-            f"Tokens (in billions): {state.consumed_train_samples * self.seq_length / 1e9:.2f}"
+            f"Tokens (in billions): {record['consumed_samples'] * self.seq_length / 1e9:.2f}"
         )
 
     def _tflops(self, flops: float, seconds: float) -> float:

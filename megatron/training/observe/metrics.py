@@ -2,7 +2,7 @@
 
 ``metrics.jsonl`` is the source of truth of a run: one record per iteration and per evaluated data set, holding only
 values that are functions of configuration and data. Training 2N steps therefore writes the same bytes as N steps, a
-resume, and N more. Wall-clock values go to ``timing.jsonl`` next to it. TensorBoard, wandb and the console are sinks.
+resume, and N more. Wall-clock values go to ``timing.jsonl`` next to it.
 
 Values stay tensors until the log interval, because reading a loss would sync with the device in every step.
 """
@@ -11,11 +11,10 @@ import json
 import logging
 import math
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, Union
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,38 +96,6 @@ class StepMetrics:
     """Times of the parts of this iteration."""
 
 
-@dataclass(frozen=True)
-class EvalResult:
-    """Losses of one evaluated data set, as means per valid token."""
-
-    name: Literal["validation", "test", "task"]
-    """``task``: scores of a task of lm-evaluation-harness, by metric, in place of losses."""
-    dataset: str | None
-    """Task, or validation set if several are evaluated separately; else None."""
-    losses: dict[str, float]
-    final: bool = False
-    """Whether it was evaluated after training, not at --eval-interval."""
-    seconds: float = 0.0
-    """Duration of the evaluation of this set."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Text that the model under training wrote after a prompt."""
-
-    number: int
-    """Position in --sample-prompts, from 1."""
-    prompt: str
-    text: str
-    """Continuation, without the prompt."""
-    final: bool = False
-    """Whether it was written after training, not at an interval."""
-    seconds: float = 0.0
-    """Share of the duration of all samples."""
-    cut: bool = False
-    """Whether the text ended at its maximum length, not at an end-of-document token."""
-
-
 def is_tensor(value: object) -> TypeGuard["Tensor"]:
     """Whether ``value`` must still be read from its device (decided without importing torch)."""
     return hasattr(value, "device") and hasattr(value, "tolist")
@@ -184,60 +151,6 @@ def check_finite(
         )
         error.elsewhere = name.endswith(OF_ANOTHER_RANK)
         raise error
-
-
-def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) -> Record:
-    """Return the ``metrics.jsonl`` record of one iteration: losses at the top level, then the measurements that are not
-    None, except ``invalid`` and times, and ``statistics`` if there are any. ``metrics`` must have been
-    materialized. Contains no wall-clock value."""
-    record: Record = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
-    record.update(metrics.losses)
-    excluded = ("losses", "statistics", "plan", "invalid", "elapsed", "step_marks")
-    record.update({name: value for name, value in vars(metrics).items() if name not in excluded and value is not None})
-    if metrics.plan is not None:
-        names = ("imbalance", "tokens", "cp_sizes")
-        record["plan"] = {name: getattr(metrics.plan, name) for name in names}
-    if metrics.statistics:
-        record["statistics"] = metrics.statistics
-    return record
-
-
-def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> Record:
-    """Return the ``metrics.jsonl`` record of one evaluated data set: ``kind`` "valid", "test" or "task", counters,
-    losses (or scores) at the top level as floats, ``dataset`` if it has a name, and ``final`` only if true."""
-    kind = "valid" if result.name == "validation" else result.name
-    record: Record = {"kind": kind, "iteration": iteration, "consumed_samples": consumed_samples}
-    if result.dataset is not None:
-        record["dataset"] = result.dataset
-    if result.final:
-        record["final"] = True
-    record.update({key: float(value) for key, value in result.losses.items()})
-    return record
-
-
-def sample_record(iteration: int, consumed_samples: int, sample: Sample) -> Record:
-    """Return the ``metrics.jsonl`` record of one sample; ``cut`` and ``final`` only if true."""
-    record: Record = {"kind": "sample", "iteration": iteration, "consumed_samples": consumed_samples}
-    record.update({name: True for name in ("cut", "final") if getattr(sample, name)})
-    return record | {"number": sample.number, "prompt": sample.prompt, "text": sample.text}
-
-
-def save_record(
-    iteration: int, consumed_samples: int, *, seconds: float, stall: float, num_bytes: int, background: bool
-) -> Record:
-    """Return the ``timing.jsonl`` record of one complete checkpoint: seconds (save, blocked training), bytes, GB/s and
-    the current wall-clock time."""
-    return {
-        "kind": "save",
-        "iteration": iteration,
-        "consumed_samples": consumed_samples,
-        "time": time.time(),
-        "background": background,
-        "seconds": seconds,
-        "stall_seconds": stall,
-        "bytes": num_bytes,
-        "gb_per_second": num_bytes / 1e9 / max(seconds, 1e-9),
-    }
 
 
 def record_losses(record: Record) -> dict[str, float]:

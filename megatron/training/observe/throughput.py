@@ -87,16 +87,7 @@ class Rate:
     """Model TFLOP/s per device; None for a task that does not count FLOPs."""
     tokens_per_second: float
     """Tokens per second, summed over all devices."""
-    tokens_per_second_per_device: float
     mfu: float | None
-
-    def line(self) -> str:
-        """Return the console line that follows the iteration line."""
-        share = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
-        return (
-            f"     tokens/s: {self.tokens_per_second:.1f} | tokens/s/GPU: {self.tokens_per_second_per_device:.1f}"
-            f" | MFU: {share}"
-        )
 
 
 class Throughput:
@@ -111,10 +102,10 @@ class Throughput:
         seconds. Without flops, tflops and mfu are None; without elapsed time, all rates are 0 or None. An MFU above 1
         becomes None and is logged once; nothing is raised."""
         if elapsed <= 0:
-            return Rate(None, 0.0, 0.0, None)
+            return Rate(None, 0.0, None)
         tokens = num_tokens / elapsed
         if flops <= 0:
-            return Rate(None, tokens, tokens / self.world_size, None)
+            return Rate(None, tokens, None)
         tflops = flops / elapsed / self.world_size / 1e12
         try:
             share = mfu(tflops, self.device_name, self.precision)
@@ -123,7 +114,7 @@ class Throughput:
             if not self._reported:
                 logger.error("%s", error)
             self._reported = True
-        return Rate(tflops, tokens, tokens / self.world_size, share)
+        return Rate(tflops, tokens, share)
 
 
 def device_name() -> str:

@@ -11,12 +11,15 @@ waiting ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.runtime import ForwardEvent
-from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.observe.metrics import EvalResult, Sample, StepMetrics
+from megatron.training.hooks.base import Hook
+from megatron.training.observe.kinds.evaluation import TASK, TEST, VALID
+from megatron.training.observe.kinds.sample import SAMPLE
+from megatron.training.observe.kinds.save import SAVE, SAVE_WAIT, SAVING
+from megatron.training.observe.metrics import Record, StepMetrics
+from megatron.training.observe.records import RecordKind, RunInfo
 from megatron.training.train_state import TrainState
 
 STARTING = "starting"
@@ -93,10 +96,12 @@ class RankProgress:
 class WatchdogHook(Hook):
     """Hook that marks the events of the training loop as progress."""
 
+    kinds = (VALID, TEST, TASK, SAMPLE, SAVING, SAVE_WAIT, SAVE)
+
     def __init__(self, progress: RankProgress) -> None:
         self.progress = progress
 
-    def on_train_start(self, run: RunInfo) -> None:
+    def on_start(self, run: RunInfo) -> None:
         self.progress.iteration = run.state.iteration
         self.progress.mark("first iteration", long=True)
 
@@ -104,22 +109,15 @@ class WatchdogHook(Hook):
         self.progress.iteration = state.iteration
         self.progress.mark("between iterations")
 
-    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
-        self.progress.mark("after evaluation")
+    def on_record(self, kind: RecordKind, record: Record) -> None:
+        if kind is SAVING:
+            self.progress.mark("saving a checkpoint", long=True)
+        elif kind is SAVE_WAIT:
+            self.progress.mark(f"waiting for the background save of iteration {record['saved_iteration']}", long=True)
+        else:
+            self.progress.mark(f"after the record {kind.name}")
 
-    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
-        self.progress.mark("after samples")
-
-    def on_save(self, state: TrainState) -> None:
-        self.progress.mark("saving a checkpoint", long=True)
-
-    def on_saved(self, state: TrainState) -> None:
-        self.progress.mark("after saving")
-
-    def on_save_wait(self, iteration: int) -> None:
-        self.progress.mark(f"waiting for the background save of iteration {iteration}", long=True)
-
-    def on_train_end(self, state: TrainState) -> None:
+    def on_end(self) -> None:
         self.progress.mark("closing files and logs", long=True)  # an upload may be slow
 
 

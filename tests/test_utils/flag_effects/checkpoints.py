@@ -85,8 +85,8 @@ def profiled(cfg):
     from unittest import mock
 
     from megatron.training.hooks import profiler
-    from megatron.training.hooks.base import RunInfo
     from megatron.training.hooks.build import profilers
+    from megatron.training.observe.records import RunInfo
     from megatron.training.train_state import TrainState
 
     events = []
@@ -111,7 +111,7 @@ def profiled(cfg):
             info = RunInfo(state=state, train_iters=13, rank=rank, world_size=2, device="cuda")
             hooks = profilers(cfg, info)
             for hook in hooks:
-                hook.on_train_start(info)
+                hook.on_start(info)
             for state.iteration in range(1, 14):
                 for hook in hooks:
                     hook.on_step(state, None)
@@ -122,8 +122,8 @@ def profiled(cfg):
 
 def snapshot(cfg):
     """The file of the memory history on a GPU; None without one."""
-    from megatron.training.hooks.base import RunInfo
     from megatron.training.hooks.build import profilers
+    from megatron.training.observe.records import RunInfo
     from megatron.training.train_state import TrainState
 
     hooks = profilers(cfg, RunInfo(state=TrainState(), train_iters=8, device="cuda"))
@@ -137,9 +137,9 @@ def on_gpu(cfg):
 
     from megatron.core.timers import Timers
     from megatron.training.hooks import console
-    from megatron.training.hooks.base import RunInfo
     from megatron.training.hooks.build import build_hooks
     from megatron.training.hooks.console import MemoryHook
+    from megatron.training.observe.records import RunInfo
     from megatron.training.train_state import TrainState
 
     reported = []

@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from megatron.training.hooks.base import Hook
+from megatron.training.observe.kinds.evaluation import TASK, TEST, VALID
 from tests.test_utils.flag_effects.run import Batch, Run
 
 VOCAB_SIZE = 64
@@ -149,20 +150,21 @@ def _watch(stack, run, count):
 class _Recorder(Hook):
     """A hook that notes what ``metrics.jsonl`` holds, wherever that is written."""
 
+    kinds = (VALID, TEST, TASK)
+
     def __init__(self, run):
         self.run = run
 
     def on_step(self, state, metrics):
-        from megatron.training.observe.metrics import materialize, train_record
+        from megatron.training.observe.kinds.train import TRAIN, train_values
+        from megatron.training.observe.metrics import materialize
 
         materialize([metrics])
-        self.run.records.append(train_record(state.iteration, state.consumed_train_samples, metrics))
+        record = TRAIN.record(state.iteration, state.consumed_train_samples, train_values(metrics))
+        self.run.records.append(record)
 
-    def on_evaluate(self, state, results):
-        from megatron.training.observe.metrics import eval_record
-
-        records = [eval_record(state.iteration, state.consumed_train_samples, result) for result in results]
-        self.run.records += records
+    def on_record(self, kind, record):
+        self.run.records.append(record)
 
 
 def _counting(run, module, attribute):

@@ -117,7 +117,7 @@ def write_trace(folder):
     hook = ProfilerHook(0, 1, folder / "torch_profile")
     hook.running = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     hook.running.start()
-    hook.on_train_end(None)
+    hook.on_end()
 
 
 def info():

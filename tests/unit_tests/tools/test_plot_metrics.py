@@ -10,7 +10,9 @@ import pytest
 from megatron.console import run_tool
 from megatron.tools import plot_metrics
 from megatron.tools.plot_metrics import Series, choose_panels, load, run_labels, smoothed, text_chart
-from megatron.training.observe.metrics import EvalResult, MetricsFile, StepMetrics, eval_record, train_record
+from megatron.training.observe.kinds.evaluation import VALID
+from megatron.training.observe.kinds.train import TRAIN, train_values
+from megatron.training.observe.metrics import MetricsFile, StepMetrics
 
 main = partial(run_tool, "plot")
 
@@ -22,9 +24,10 @@ def write_run(folder, iterations=40, timing=True, dataset=None):
         step = StepMetrics(
             losses={"lm loss": loss}, num_tokens=100, learning_rate=1e-3, global_batch_size=4, grad_norm=1.0
         )
-        file.append(train_record(i, 4 * i, step))
+        file.append(TRAIN.record(i, 4 * i, train_values(step)))
         if i % 10 == 0:
-            file.append(eval_record(i, 4 * i, EvalResult("validation", dataset, {"lm loss": loss + 0.1})))
+            name = {} if dataset is None else {"dataset": dataset}
+            file.append(VALID.record(i, 4 * i, name | {"lm loss": loss + 0.1}))
     file.flush()
     if timing:
         clock = MetricsFile(folder / "timing.jsonl")
@@ -58,7 +61,7 @@ def test_the_load_of_experts_is_a_panel_and_statistics_can_be_asked_for(tmp_path
                       "layer 2/dropped": 3.0, "layer 2/z_loss": 1.0}  # fmt: skip
         step = StepMetrics(losses={"lm loss": 1.0}, num_tokens=9, learning_rate=1e-3, global_batch_size=4,
                            statistics=statistics)  # fmt: skip
-        file.append(train_record(i, 4 * i, step))
+        file.append(TRAIN.record(i, 4 * i, train_values(step)))
     file.flush()
     run = load(tmp_path, "run")
     assert choose_panels([run], None) == ["lm loss", "learning_rate", "load of experts"]
@@ -175,7 +178,7 @@ def test_pictures_are_readable_at_1200_pixels(tmp_path, monkeypatch):
         for i in range(1, 101):
             step = StepMetrics(losses={"lm loss": 2 + 8 / i}, num_tokens=100, learning_rate=1e-3, global_batch_size=4,
                                grad_norm=500.0 if i == 50 else 1.0 + i % 3)  # fmt: skip
-            file.append(train_record(i, 4 * i, step))
+            file.append(TRAIN.record(i, 4 * i, train_values(step)))
         file.flush()
     assert main([*(str(tmp_path / name) for name in names), "--output", str(tmp_path / "p.png"), "--smooth"]) == 0
     assert int.from_bytes((tmp_path / "p.png").read_bytes()[16:20], "big") == 1200

@@ -18,18 +18,20 @@ sys.path.insert(0, sys.argv[1])
 from megatron.core.pipeline_parallel.runtime import PipelineRun
 from megatron.training.arguments import parse_args
 from megatron.training.hooks.base import Hook
+from megatron.training.observe.kinds.evaluation import VALID
 from megatron.training.run import run
 from megatron.training.tasks.language_model import task_class
 
 
 class Counts(Hook):
     children, descriptors, pipeline_runs = [], [], []
+    kinds = (VALID,)
 
     def on_step(self, state, metrics):
         self.pipeline_runs.append(sum(type(item) is PipelineRun for item in gc.get_objects()))
 
-    def on_evaluate(self, state, results):
-        self.on_step(state, results)
+    def on_record(self, kind, record):
+        self.on_step(None, record)
         self.children.append(len(multiprocessing.active_children()))
         self.descriptors.append(len(os.listdir("/proc/self/fd")))
 

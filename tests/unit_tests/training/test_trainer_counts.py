@@ -124,12 +124,9 @@ def test_records_are_written_before_a_checkpoint_and_the_checkpoint_is_reported_
         checkpointer=SimpleNamespace(saving=None, finish_save=lambda wait: events.append("earlier save ends"),
                                      start_save=start_save),
     )  # fmt: skip
-    trainer.hooks = SimpleNamespace(
-        on_save=lambda state: events.append(f"records until {state.iteration}"),
-        on_saved=lambda state: events.append(f"saved {state.iteration}"), on_save_timed=lambda record: None,
-    )  # fmt: skip
+    trainer.hooks = SimpleNamespace(emit=lambda kind, values, state=None: events.append(kind.name))
     trainer.save()
-    assert events == ["values are finite", "earlier save ends", "records until 3", "save False", "saved 3"]
+    assert events == ["values are finite", "earlier save ends", "saving", "save False", "save"]
 
 
 @pytest.mark.parametrize("work", ["evaluate", "score_tasks", "write_samples", "save"])
@@ -145,7 +142,7 @@ def test_work_between_iterations_is_not_part_of_the_next_iterations_time(monkeyp
     trainer.cfg = compose(FlatConfig(save=str(tmp_path)))
     trainer.state, trainer.check, trainer.last_samples = TrainState(3), ImmediateCheck(0, False), None
     trainer.last_validation = None
-    trainer.hooks = SimpleNamespace(on_evaluate=take_time, on_samples=take_time, on_save=take_time)
+    trainer.hooks, trainer.report = SimpleNamespace(emit=take_time), take_time
     trainer.evaluator, trainer.task_scores = SimpleNamespace(evaluate=take_time), take_time
     trainer.samples = take_time
     checkpointer = SimpleNamespace(start_save=take_time, finish_save=lambda wait: None, saving=None)

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from megatron.training.exits.conditions import every
-from megatron.training.hooks.base import Hooks, RunInfo
-from megatron.training.observe.metrics import EvalResult, StepMetrics
+from megatron.training.hooks.base import Hooks
+from megatron.training.observe.kinds.evaluation import EvalResult, evaluation_records
+from megatron.training.observe.kinds.save import SAVE, SAVING, save_values
+from megatron.training.observe.metrics import StepMetrics
+from megatron.training.observe.records import RunInfo
 from megatron.training.train_state import TrainState
 
 BATCH, TOKENS = 8, 512
@@ -41,32 +44,26 @@ class SimulatedRun:
 
     def train(self, hooks, first, last, crash=False, metrics=step_metrics):
         """Iterations ``first`` to ``last``; a crash skips the final calls. ``hooks``: as :class:`Hooks`, or a list."""
-        hooks = [hooks if isinstance(hooks, Hooks) else Hooks(1, hooks)]
+        hooks = hooks if isinstance(hooks, Hooks) else Hooks(1, hooks)
         info = self.info(first - 1)
         state = info.state
-        for hook in hooks:
-            hook.on_train_start(info)
+        hooks.on_start(info)
         for iteration in range(first, last + 1):
             state.iteration, state.consumed_train_samples = iteration, iteration * BATCH
             state.floating_point_operations = iteration * 1e12
-            measured = metrics(iteration)
-            for hook in hooks:
-                hook.on_step(state, measured)
+            hooks.on_step(state, metrics(iteration))
             if every(self.eval_interval, iteration):
                 self.evaluate(hooks, state)
             if every(self.save_interval, iteration):
-                for hook in hooks:
-                    hook.on_save(state)
-                for hook in hooks:
-                    hook.on_saved(state)
+                hooks.emit(SAVING, {})
+                hooks.emit(SAVE, save_values(seconds=2.0, stall=0.5, num_bytes=10**9, background=False))
         if not crash:
-            for hook in hooks:
-                hook.on_train_end(state)
+            hooks.on_end()
 
-    def evaluate(self, hooks, state, name="validation", final=False):
-        results = [EvalResult(name, None, {"lm loss": 20.0 / math.sqrt(state.iteration)}, final)]
-        for hook in hooks:
-            hook.on_evaluate(state, results)
+    def evaluate(self, hooks, state, name="validation", final=False, seconds=0.0):
+        result = EvalResult(name, None, {"lm loss": 20.0 / math.sqrt(state.iteration)}, final, seconds)
+        for kind, values in evaluation_records([result]):
+            hooks.emit(kind, values, state)
 
 
 @pytest.fixture

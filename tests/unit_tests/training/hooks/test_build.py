@@ -35,7 +35,7 @@ def config(**changed):
 
 
 def test_by_default_the_last_rank_prints(simulated_run):
-    assert names_of(config(), simulated_run(rank=1, world_size=2).info()) == ["ConsoleHook"]
+    assert names_of(config(), simulated_run(rank=1, world_size=2).info()) == ["ConsoleHook", "TimingHook"]
     assert names_of(config(), simulated_run(rank=0, world_size=2).info()) == []
 
 
@@ -44,8 +44,7 @@ def test_the_metrics_file_comes_first(tmp_path, simulated_run):
     assert names_of(cfg, simulated_run().info()) == [
         "FileSink",
         "ConsoleHook",
-        "TimersHook",
-        "FileSink",
+        "TimingHook",
         "TensorBoardSink",
         "ProgressHook",
         "PageHook",
@@ -54,7 +53,7 @@ def test_the_metrics_file_comes_first(tmp_path, simulated_run):
 
 def test_timers_are_gathered_on_every_rank(simulated_run):
     cfg = config(timing_log_level=1)
-    assert names_of(cfg, simulated_run(rank=0, world_size=2).info()) == ["TimersHook"]
+    assert names_of(cfg, simulated_run(rank=0, world_size=2).info()) == ["TimingHook"]
 
 
 def test_memory_lines_come_from_one_data_parallel_replica(simulated_run):
@@ -100,7 +99,7 @@ def test_progress_needs_a_save_directory(simulated_run):
 
 def test_memory_history_on_a_cpu_is_a_warning(simulated_run, caplog):
     with caplog.at_level(logging.WARNING):
-        assert names_of(config(record_memory_history=True), simulated_run().info()) == ["ConsoleHook"]
+        assert names_of(config(record_memory_history=True), simulated_run().info()) == ["ConsoleHook", "TimingHook"]
     assert "--record-memory-history" in caplog.text
 
 
@@ -132,7 +131,8 @@ def test_the_page_is_written_unless_it_is_turned_off(tmp_path, simulated_run):
 
 def test_the_plan_is_watched_on_known_gpus_only(simulated_run):
     plan = Prediction("H100", 1.0, {}, 0.03)
-    assert names_of(config(global_batch_size=8), simulated_run(prediction=plan).info()) == ["ConsoleHook", "PlanHook"]
+    names = names_of(config(global_batch_size=8), simulated_run(prediction=plan).info())
+    assert names == ["ConsoleHook", "TimingHook", "PlanHook"]
     other = simulated_run(prediction=plan, rank=0, world_size=2).info()
     assert names_of(config(global_batch_size=8), other) == []
 
@@ -150,7 +150,7 @@ def test_the_plan_is_watched_on_known_gpus_only(simulated_run):
 def test_the_live_view_is_for_terminals(simulated_run, monkeypatch, choice, terminal, term, expected):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     monkeypatch.setenv("TERM", term)
-    assert names_of(config(console=choice), simulated_run().info()) == [expected]
+    assert names_of(config(console=choice), simulated_run().info()) == [expected, "TimingHook"]
 
 
 def test_without_rich_a_terminal_gets_lines_and_a_request_an_error(simulated_run, monkeypatch):
@@ -158,6 +158,6 @@ def test_without_rich_a_terminal_gets_lines_and_a_request_an_error(simulated_run
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delitem(sys.modules, "megatron.training.hooks.live", raising=False)
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert names_of(config(), simulated_run().info()) == ["ConsoleHook"]
+    assert names_of(config(), simulated_run().info()) == ["ConsoleHook", "TimingHook"]
     with pytest.raises(UserError, match="--console live needs the rich package"):
         names_of(config(console="live"), simulated_run().info())

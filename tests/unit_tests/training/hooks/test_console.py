@@ -8,20 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.hooks.base import Hooks, RunInfo
-from megatron.training.hooks.console import (
-    ConsoleHook,
-    MemoryHook,
-    StdoutHandler,
-    evaluation_lines,
-    memory_line,
-    sample_line,
-    stdout_logger,
-    training_line,
-)
-from megatron.training.hooks.interval import Interval, IntervalSummary, Step
-from megatron.training.observe.metrics import EvalResult, Sample, StepMetrics
-from megatron.training.observe.throughput import Throughput
+from megatron.training.config.logging import LoggingConfig
+from megatron.training.hooks.base import Hooks
+from megatron.training.hooks.console import ConsoleHook, MemoryHook, StdoutHandler, memory_line, stdout_logger
+from megatron.training.observe.kinds.evaluation import TASK, TEST, VALID
+from megatron.training.observe.kinds.sample import SAMPLE
+from megatron.training.observe.kinds.train import INTERVAL, training_line
+from megatron.training.observe.metrics import StepMetrics
+from megatron.training.observe.records import RunInfo
 from megatron.training.train_state import TrainState
 
 NOW = datetime(2026, 1, 31, 12, 0, 0, 0)
@@ -34,39 +28,42 @@ GOLDEN = (
 )
 
 
-def summary(skipped_samples=0, elapsed=0.8123, losses=None, **changed):
+def interval(**changed):
+    """An interval of one iteration at `NOW`."""
     values = {
-        "losses": {"lm loss": 10.82345},
-        "num_tokens": 1000,
-        "learning_rate": 3e-4,
-        "global_batch_size": 256,
-        "grad_norm": 2.345,
-        "num_zeros": 0,
-        "params_norm": 1.234,
-    }
-    metrics = StepMetrics(**(values | changed))
-    losses = metrics.losses if losses is None else losses
-    return IntervalSummary([Step(1, 256, metrics)], losses, 0, 0, elapsed, 1e12, skipped_samples)
+        "iterations": 1, "seconds": 0.8123, "losses": {"lm loss": 10.82345}, "learning_rate": 3e-4,
+        "global_batch_size": 256, "loss_scale": 1.0, "grad_norm": 2.345, "num_zeros": 0, "params_norm": 1.234,
+        "num_skipped": 0, "num_nan": 0, "skipped_samples": 0, "tflops_per_device": 401.2,
+    }  # fmt: skip
+    return INTERVAL.record(1, 256, values | {"time": NOW.timestamp()} | changed)
+
+
+def line_of(train_iters=100, with_tflops=True, **changed):
+    return training_line(interval(**changed), train_iters, with_tflops)
+
+
+def evaluated(kind, **values):
+    """Lines of an evaluation at iteration 7."""
+    return list(kind.console(kind.record(7, 56, values), RunInfo(state=TrainState(), train_iters=9)))
 
 
 def test_the_iteration_line_is_megatrons_to_the_character():
-    assert training_line(summary(), 100, 401.2, NOW) == GOLDEN
+    assert line_of() == GOLDEN
 
 
 def test_optional_fields_are_left_out():
-    line = training_line(summary(grad_norm=None, num_zeros=None, params_norm=None), 100, None, NOW)
+    line = line_of(grad_norm=None, num_zeros=None, params_norm=None, with_tflops=False)
     assert line == re.sub(r" throughput per GPU.*?\|| grad norm.*?\|| num zeros.*?\|| params norm.*?\|", "", GOLDEN)
 
 
 def test_skipped_samples_follow_consumed_samples():
-    line = training_line(summary(skipped_samples=16), 100, None, NOW)
+    line = line_of(skipped_samples=16, with_tflops=False)
     assert "| consumed samples:          256 | skipped samples:           16 | elapsed time" in line
 
 
 def test_large_counts_widen_their_fields():
-    metrics = StepMetrics(losses={}, num_tokens=0, learning_rate=0.0, global_batch_size=123456)
-    large = IntervalSummary([Step(123456789, 10**13, metrics)], {}, 1000, 0, 1.0, 0.0, 0)
-    line = training_line(large, 987654321, None, NOW)
+    large = {"iteration": 123456789, "consumed_samples": 10**13, "global_batch_size": 123456, "num_skipped": 1000}
+    line = line_of(987654321, **large)
     assert "iteration 123456789/987654321 | consumed samples: 10000000000000 |" in line
     assert "global batch size: 123456 |" in line and "number of skipped iterations: 1000 |" in line
 
@@ -86,12 +83,12 @@ PARSERS = {
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_typical_parsers_find_their_fields(name):
-    found = re.search(PARSERS[name], training_line(summary(), 100, 401.2, NOW))
+    found = re.search(PARSERS[name], line_of())
     assert found and all(found.groups())
 
 
 def test_a_parser_that_splits_at_bars_gets_every_field():
-    fields = [field.strip() for field in training_line(summary(), 100, 401.2, NOW).split("|")]
+    fields = [field.strip() for field in line_of().split("|")]
     assert fields[-1] == ""
     values = dict(field.split(": ", 1) for field in fields[1:-1])
     assert float(values["lm loss"]) == 10.82345 and int(values["consumed samples"]) == 256
@@ -108,41 +105,44 @@ def test_the_documented_expression_matches_every_form_of_the_line():
     expression = documented_expression()
     found = expression.match(GOLDEN)
     assert found["loss_scale"] == "1.0" and found["params_norm"] == "1.234" and found["skipped_samples"] is None
-    bare = training_line(summary(grad_norm=None, num_zeros=None, params_norm=None, losses={}), 100, None, NOW)
+    bare = line_of(grad_norm=None, num_zeros=None, params_norm=None, losses={}, with_tflops=False)
     assert expression.match(bare)["losses"] == ""
-    odd = summary(
-        8, losses={"lm loss": float("nan"), "load balancing loss": 1.0}, grad_norm=float("inf"), loss_scale=65536.0
-    )
-    found = expression.match(training_line(odd, 100, None, NOW))
+    losses = {"lm loss": float("nan"), "load balancing loss": 1.0}
+    odd = line_of(skipped_samples=8, losses=losses, grad_norm=float("inf"), loss_scale=65536.0, with_tflops=False)
+    found = expression.match(odd)
     assert found["losses"] == " lm loss: NAN | load balancing loss: 1.000000E+00 |" and found["grad_norm"] == "inf"
 
 
 def test_evaluation_lines_are_framed_by_dashes():
-    rule, line, again = evaluation_lines(7, EvalResult("validation", None, {"lm loss": 2.0}))
+    rule, line, again = evaluated(VALID, **{"lm loss": 2.0})
     assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert rule == again == "-" * (len(line) + 1)
 
 
 def test_a_sample_is_one_line_without_control_characters():
-    sample = Sample(2, 'a "b"', "line\nnext\x1b[31m \u2028end \ufffd é")
-    line = sample_line(7, sample)
+    texts = {"prompt": 'a "b"', "text": "line\nnext\x1b[31m \u2028end \ufffd é"}
+    (line,) = evaluated(SAMPLE, number=2, **texts)
     assert line == ' sample 2 at iteration 7 | "a \\"b\\"" | "line\\nnext\\u001b[31m \\u2028end \ufffd é"'
 
 
 @pytest.mark.parametrize(
-    ("result", "start"),
+    ("kind", "values", "start"),
     [
-        (EvalResult("validation", None, {}, final=True), " validation loss at iteration 7 on validation set | "),
-        (EvalResult("test", None, {}, final=True), " validation loss at iteration 7 on test set | "),
-        (EvalResult("validation", "code", {}), " validation-code loss at iteration 7 | "),
+        (VALID, {"final": True}, " validation loss at iteration 7 on validation set | "),
+        (TEST, {"final": True}, " validation loss at iteration 7 on test set | "),
+        (VALID, {"dataset": "code"}, " validation-code loss at iteration 7 | "),
     ],
 )
-def test_evaluation_lines_name_their_set(result, start):
-    assert evaluation_lines(7, result)[1] == start
+def test_evaluation_lines_name_their_set(kind, values, start):
+    assert evaluated(kind, **values)[1] == start
+
+
+def test_scores_of_a_task_are_one_line():
+    assert evaluated(TASK, dataset="arc", acc=0.25) == [" task arc at iteration 7 | acc: 0.2500"]
 
 
 def test_a_huge_loss_prints_a_bounded_perplexity():
-    assert "lm loss PPL: 4.851652E+08 |" in evaluation_lines(1, EvalResult("validation", None, {"lm loss": 1e6}))[1]
+    assert "lm loss PPL: 4.851652E+08 |" in evaluated(VALID, **{"lm loss": 1e6})[1]
 
 
 def lines_of(capsys):
@@ -169,22 +169,9 @@ def test_losses_are_averaged_over_iterations_that_were_not_skipped(simulated_run
     assert "number of skipped iterations:   1 |" in line and "elapsed time per iteration (ms): 350.0 |" in line
 
 
-def test_an_interval_of_skipped_iterations_has_no_loss_and_nan_is_counted():
-    def add(interval, iteration, **changed):
-        metrics = StepMetrics(num_tokens=1, learning_rate=1.0, global_batch_size=1, **changed)
-        state = TrainState(iteration=iteration)
-        assert interval.add(state, metrics) and len(interval.unseen()) == 1
-        return interval.close(state)
-
-    interval = Interval(2)
-    interval.start(TrainState())
-    skipped = add(interval, 1, losses={"lm loss": 3.0}, skipped=True)
-    assert skipped.losses == {} and skipped.num_skipped == 1
-    assert add(interval, 2, losses={"lm loss": float("nan")}).num_nan == 1
-
-
 def test_throughput_has_a_field_and_a_separate_line(simulated_run, capsys):
-    simulated_run().train(Hooks(10, [ConsoleHook(Throughput(2, "NVIDIA H200"))]), 1, 1)
+    run = simulated_run(logging=LoggingConfig(log_throughput=True), world_size=2, device_name="NVIDIA H200")
+    run.train(Hooks(10, [ConsoleHook()]), 1, 1)
     first, second = capsys.readouterr().out.splitlines()
     assert "| throughput per GPU (TFLOP/s/GPU): 2.0 |" in first
     assert second == "     tokens/s: 2048.0 | tokens/s/GPU: 1024.0 | MFU: 0.2%"
@@ -237,7 +224,7 @@ def test_memory_is_reported_once_or_at_its_interval(monkeypatch, capsys):
     monkeypatch.setattr("megatron.training.hooks.console.cuda_memory_megabytes", lambda: {"allocated": 1.0})
     for interval, expected in ((None, [5]), (3, [5, 6, 9])):
         hook = MemoryHook(interval)
-        hook.on_train_start(RunInfo(state=TrainState(), train_iters=9))
+        hook.on_start(RunInfo(state=TrainState(), train_iters=9))
         for iteration in range(5, 10):
             hook.on_step(TrainState(iteration=iteration), None)
         found = re.findall(r"\[Rank 0\] \(after (\d+) iterations\) memory \(MB\)", capsys.readouterr().out)

@@ -12,6 +12,7 @@ from megatron.data.blend import Split
 from megatron.data.index_format import IndexedDatasetError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.training.hooks.data_files import BusErrorGuard, DataFilesHook, data_file_hooks, opened_files
+from megatron.training.observe.kinds.save import SAVING
 from megatron.training.train_state import TrainState
 from tests.test_utils.gpt_runs import write_dataset
 
@@ -27,7 +28,7 @@ def test_a_file_that_is_cut_stops_the_run_by_name(data):
     os.truncate(data.path_prefix + ".bin", os.path.getsize(data.path_prefix + ".bin") - 100)
     hook._not_before = 0.0
     hook.on_step(TrainState(iteration=3), None)
-    for call in (lambda: hook.on_step(TrainState(iteration=4), None), lambda: hook.on_save(TrainState(iteration=3))):
+    for call in (lambda: hook.on_step(TrainState(iteration=4), None), lambda: hook.on_record(SAVING, {"iteration": 3})):
         with pytest.raises(IndexedDatasetError, match=r"numbers\.bin was cut .* it had \d+ bytes and has \d+"):
             call()
 
@@ -38,7 +39,7 @@ def test_log_points_are_passed_over_where_looking_is_slow(data):
     os.truncate(data.path_prefix + ".bin", 10)
     hook.on_step(TrainState(iteration=1), None)
     with pytest.raises(IndexedDatasetError):
-        hook.on_save(TrainState(iteration=1))
+        hook.on_record(SAVING, {"iteration": 1})
 
 
 @pytest.mark.parametrize("change", ["touched", "replaced", "removed", "grown"])

@@ -15,9 +15,8 @@ pytest.importorskip("rich")
 from megatron.core.timers import Timers
 from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.live import LiveHook
-from megatron.training.hooks.sinks import Clock
-from megatron.training.observe.metrics import Sample
-from megatron.training.observe.throughput import Throughput
+from megatron.training.hooks.timing import TimingHook
+from megatron.training.observe.kinds.sample import SAMPLE
 from tests.unit_tests.training.hooks.conftest import step_metrics
 
 
@@ -73,14 +72,10 @@ def screen(text):
     return [line.rstrip() for line in lines]
 
 
-def live(seconds=None):
-    clock = Clock(Throughput(1, "CPU"), Timers())
-    return LiveHook(clock, **({} if seconds is None else {"seconds": seconds}))
-
-
 def test_the_screen_ends_with_progress_losses_rates_and_memory(terminal, simulated_run):
     written, now = terminal(), iter(range(10_000))
-    simulated_run(train_iters=40, eval_interval=10).train(Hooks(5, [live(lambda: float(next(now)))]), 1, 20)
+    hooks = [LiveHook(lambda: float(next(now))), TimingHook(Timers())]
+    simulated_run(train_iters=40, eval_interval=10).train(Hooks(5, hooks), 1, 20)
     lines = screen(written())
     view = "\n".join(lines[-8:])
     assert "iteration 20/40" in view and "remaining 0:0" in view
@@ -105,15 +100,16 @@ def test_the_screen_ends_with_progress_losses_rates_and_memory(terminal, simulat
 @pytest.mark.parametrize("first", [1, 61])
 def test_the_values_of_the_view_follow_from_the_last_interval(terminal, simulated_run, monkeypatch, first):
     """Iterations take 7 s on the clock, and 0.25 s without evaluations; a resumed process knows its own pace only."""
-    monkeypatch.setattr("megatron.training.hooks.live.memory_bytes", lambda device: {"now": 1, "mem-max": 13 * 2**28})
+    monkeypatch.setattr("megatron.training.hooks.timing.memory_bytes", lambda device: {"now": 1, "mem-max": 13 * 2**28})
     written, now = terminal(), [0.0]
-    hook = LiveHook(Clock(Throughput(4, "NVIDIA H200"), Timers()), seconds=lambda: now[-1])
+    hooks = Hooks(10, [LiveHook(lambda: now[-1]), TimingHook(Timers())])
+    run = simulated_run(train_iters=200, eval_interval=40, rank=3, world_size=4, device_name="NVIDIA H200")
 
     def metrics(iteration):
         now.append(7.0 * iteration)
         return step_metrics(iteration, skipped=iteration == 79, num_tokens=iteration * 100)
 
-    simulated_run(train_iters=200, eval_interval=40).train(Hooks(10, [hook]), first, 80, metrics=metrics)
+    run.train(hooks, first, 80, metrics=metrics)
     view = " ".join("\n".join(screen(written())[-8:]).split())
     last = range(71, 81)
     used = [iteration for iteration in last if iteration != 79]
@@ -145,10 +141,10 @@ def test_log_lines_and_prints_stay_above_the_view(terminal, simulated_run, monke
             super().on_step(state, metrics)
             if state.iteration == 3:
                 logger.warning("a warning of the library")
-                self.on_samples(state, [Sample(1, "Once", " upon")])
+                self.on_record(SAMPLE, SAMPLE.record(3, 24, {"number": 1, "prompt": "Once", "text": " upon"}))
                 print("a line of a program")
 
-    simulated_run(train_iters=8).train(Hooks(1, [Talking(live().clock)]), 1, 8)
+    simulated_run(train_iters=8).train(Hooks(1, [Talking()]), 1, 8)
     assert handler.stream is sys.stdout
     lines = screen(written())
     view = next(index for index, line in enumerate(lines) if line.startswith("iteration 8/8"))
@@ -158,9 +154,9 @@ def test_log_lines_and_prints_stay_above_the_view(terminal, simulated_run, monke
 
 
 def test_the_cursor_is_visible_while_the_view_is_shown(terminal, simulated_run):
-    written, hook = terminal(), live()
-    hook.on_train_start(simulated_run().info())  # a process that is killed now leaves a usable terminal
-    hook.on_train_end(simulated_run().state_at(1))
+    written, hook = terminal(), LiveHook()
+    hook.on_start(simulated_run().info())  # a process that is killed now leaves a usable terminal
+    hook.on_end()
     text = written()
     assert text.index("\x1b[?25h") > text.index("\x1b[?25l")
     assert text.count("\x1b[?25h") == 2  # once at the start, once at the end
@@ -168,12 +164,12 @@ def test_the_cursor_is_visible_while_the_view_is_shown(terminal, simulated_run):
 
 def test_a_step_reads_no_value_of_the_device(simulated_run, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    hook = live()
-    hook.on_train_start(simulated_run().info())
+    hook = LiveHook()
+    hook.on_start(simulated_run().info())
 
     class Unread:
         def __getattribute__(self, name):
             raise AssertionError(f"read {name}")
 
     hook.on_step(simulated_run().state_at(1), Unread())
-    hook.on_train_end(simulated_run().state_at(1))
+    hook.on_end()

@@ -1,13 +1,13 @@
 """The hook that compares a run with its plan: one warning, one record, only for iterations that the plan describes."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 
 from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.plan import PlanHook
-from megatron.training.observe.metrics import MetricsFile, read_metrics, save_record
+from megatron.training.hooks.sinks import FileSink
+from megatron.training.observe.metrics import read_metrics
 from megatron.training.observe.plan_comparison import Prediction
 from megatron.training.observe.step_parts import StepMarks, mark, mean_parts
 from tests.unit_tests.training.hooks.conftest import BATCH, step_metrics
@@ -19,11 +19,10 @@ def marked(iteration, **changed):
     return step_metrics(iteration, step_marks=StepMarks(0.0, 0.2, 0.22, 0.01, 0.1), **changed)
 
 
-def watched(tmp_path, simulated_run, prediction=PREDICTION, metrics=marked, last=60):
-    hook = PlanHook(prediction, BATCH, MetricsFile(tmp_path / "timing.jsonl"))
-    simulated_run().train(Hooks(5, [hook]), 1, last, metrics=metrics)
-    hook.file.flush()
-    return list(read_metrics(hook.file.path)) if hook.file.path.exists() else []
+def watched(tmp_path, simulated_run, prediction=PREDICTION, metrics=marked):
+    hooks = Hooks(5, [FileSink(tmp_path), PlanHook(prediction, BATCH)])
+    simulated_run().train(hooks, 1, 60, metrics=metrics)
+    return [record for record in read_metrics(tmp_path / "timing.jsonl") if record["kind"] == "plan"]
 
 
 def test_a_slow_run_warns_once_and_records_the_parts(tmp_path, simulated_run, caplog):
@@ -49,22 +48,14 @@ def test_iterations_that_the_plan_does_not_describe_do_not_count(tmp_path, simul
     assert watched(tmp_path, simulated_run, metrics=metrics) == []
 
 
-def test_time_of_saves_and_evaluations_is_apart(tmp_path, simulated_run):
-    hook = PlanHook(PREDICTION, BATCH, MetricsFile(tmp_path / "timing.jsonl"))
-    run = simulated_run(eval_interval=20)
-    hooks = Hooks(5, [hook])
-    record = save_record(20, 1, seconds=9.0, stall=2.0, num_bytes=1, background=True)
-
-    class Saving(PlanHook):
-        def on_evaluate(self, state, results):
-            super().on_evaluate(state, [replace(result, seconds=3.0) for result in results])
-            self.on_save_timed(record)
-
-    hooks = Hooks(5, [Saving(PREDICTION, BATCH, hook.file)])
-    run.train(hooks, 1, 40, metrics=marked)
-    hook.file.flush()
-    (found,) = read_metrics(hook.file.path)
-    assert found["apart_seconds"] == {"evaluation": pytest.approx(3 / 20), "checkpoint saving": pytest.approx(2 / 20)}
+def test_time_of_saves_and_evaluations_is_apart(tmp_path, simulated_run, monkeypatch):
+    run = simulated_run(eval_interval=20, save_interval=20)
+    evaluate = run.evaluate
+    monkeypatch.setattr(run, "evaluate", lambda hooks, state: evaluate(hooks, state, seconds=3.0))
+    run.train(Hooks(5, [FileSink(tmp_path), PlanHook(PREDICTION, BATCH)]), 1, 40, metrics=marked)
+    (record,) = (record for record in read_metrics(tmp_path / "timing.jsonl") if record["kind"] == "plan")
+    times = {"evaluation": pytest.approx(3 / 20), "checkpoint saving": pytest.approx(0.5 / 20)}
+    assert record["apart_seconds"] == times
 
 
 class Event:

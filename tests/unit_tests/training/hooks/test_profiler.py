@@ -17,7 +17,7 @@ def test_the_trace_holds_the_asked_iterations_only(tmp_path, simulated_run):
         def __getattr__(self, name):
             return lambda *arguments: None
 
-        def on_train_start(self, run):
+        def on_start(self, run):
             self.mark(1)
 
         def on_step(self, state, metrics):

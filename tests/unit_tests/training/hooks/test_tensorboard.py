@@ -1,5 +1,6 @@
 """TensorBoard holds every point once, under the tags that dashboards know, read back by TensorBoard's own reader."""
 
+import functools
 import logging
 from unittest import mock
 
@@ -12,9 +13,12 @@ from megatron.core.timers import Timers
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.build import only_for
-from megatron.training.hooks.sinks import Clock, FileSink, TensorBoardSink, scalars
-from megatron.training.observe.metrics import EvalResult, MetricsFile, eval_record
-from megatron.training.observe.throughput import Throughput
+from megatron.training.hooks.sinks import FileSink, TensorBoardSink
+from megatron.training.hooks.timing import TimingHook
+from megatron.training.observe.kinds.evaluation import TEST, VALID
+from megatron.training.observe.kinds.timing import TIMING
+from megatron.training.observe.records import RunInfo, points
+from megatron.training.train_state import TrainState
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +35,26 @@ ALL_TAGS = {
 }
 
 
-def hooks_of(folder, log_interval=5, point_interval=1, tags=ALL_TAGS):
-    files = [MetricsFile(folder / "metrics.jsonl"), MetricsFile(folder / "timing.jsonl")]
-    clock = Clock(Throughput(2, "NVIDIA H200"), Timers())
-    cfg = LoggingConfig(tensorboard_dir=str(folder / "tb"), tensorboard_log_interval=point_interval, **tags)
-    metrics = FileSink(files[0], ("train", "valid", "test"), clock)
-    return Hooks(
-        log_interval, [metrics, FileSink(files[1], ("timing",), clock), TensorBoardSink(cfg, clock, files)]
-    )
+def hooks_of(folder, log_interval=5, point_interval=1):
+    files = FileSink(folder)
+    cfg = LoggingConfig(tensorboard_dir=str(folder / "tb"), tensorboard_log_interval=point_interval)
+    return Hooks(log_interval, [files, TimingHook(Timers()), TensorBoardSink(cfg, files)])
 
 
-def points(folder, tag):
+def tagged(kind, values, **logging):
+    """Points of a record by tag."""
+    run = RunInfo(state=TrainState(), train_iters=9, logging=LoggingConfig(**logging))
+    return points(kind, kind.record(1, 8, values), run)
+
+
+@pytest.fixture
+def gpu_run(simulated_run):
+    """A run on two GPUs with all tags."""
+    info = {"rank": 1, "world_size": 2, "device_name": "NVIDIA H200", "logging": LoggingConfig(**ALL_TAGS)}
+    return functools.partial(simulated_run, **info)
+
+
+def read_points(folder, tag):
     reader = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0})
     reader.Reload()
     return [(event.step, event.value) for event in reader.Scalars(tag)]
@@ -53,8 +66,8 @@ def tags_of(folder):
     return set(reader.Tags()["scalars"])
 
 
-def test_tags_are_those_that_dashboards_know(tmp_path, simulated_run):
-    simulated_run(eval_interval=2).train(hooks_of(tmp_path), 1, 5)
+def test_tags_are_those_that_dashboards_know(tmp_path, gpu_run):
+    gpu_run(eval_interval=2).train(hooks_of(tmp_path), 1, 5)
     known = {
         "learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "world-size", "iteration-time",
         "throughput", "lm loss validation", "lm loss validation ppl", "mfu", "tokens-per-second",
@@ -65,14 +78,14 @@ def test_tags_are_those_that_dashboards_know(tmp_path, simulated_run):
 
 def test_every_iteration_has_its_own_point_although_written_at_log_points(tmp_path, simulated_run):
     simulated_run().train(hooks_of(tmp_path, log_interval=4), 1, 10)
-    assert points(tmp_path, "lm loss") == [(i, pytest.approx(10.0 / i)) for i in range(1, 11)]
-    assert [step for step, _ in points(tmp_path, "lm loss vs samples")] == [8 * i for i in range(1, 11)]
+    assert read_points(tmp_path, "lm loss") == [(i, pytest.approx(10.0 / i)) for i in range(1, 11)]
+    assert [step for step, _ in read_points(tmp_path, "lm loss vs samples")] == [8 * i for i in range(1, 11)]
 
 
 def test_point_interval_thins_the_points(tmp_path, simulated_run):
     simulated_run(eval_interval=5).train(hooks_of(tmp_path, point_interval=4), 1, 10)
-    assert [step for step, _ in points(tmp_path, "grad-norm")] == [4, 8]
-    assert [step for step, _ in points(tmp_path, "lm loss validation")] == [5, 10]
+    assert [step for step, _ in read_points(tmp_path, "grad-norm")] == [4, 8]
+    assert [step for step, _ in read_points(tmp_path, "lm loss validation")] == [5, 10]
 
 
 @pytest.mark.parametrize(("stop", "crash_at"), [(10, 10), (10, 14), (0, 4)])
@@ -86,10 +99,10 @@ def test_each_value_is_there_once_after_a_resume(tmp_path, simulated_run, stop, 
     first.hooks[-1].writer.close()  # a process that dies flushes nothing more; its file is closed all the same
     run.train(hooks_of(resumed), stop + 1, 20)
     if tag != "iteration-time":  # has a point more: the first iteration after a resume is a log point
-        assert points(resumed, tag) == points(whole, tag)
-    steps = [step for step, _ in points(resumed, tag)]
+        assert read_points(resumed, tag) == read_points(whole, tag)
+    steps = [step for step, _ in read_points(resumed, tag)]
     assert steps == sorted(set(steps))
-    by_samples = [step for step, _ in points(resumed, f"{tag} vs samples")]
+    by_samples = [step for step, _ in read_points(resumed, f"{tag} vs samples")]
     assert by_samples and sorted(by_samples) == [8 * step for step in steps]
 
 
@@ -98,27 +111,26 @@ def test_a_rollback_restores_no_later_points_if_the_history_cannot_be_cut(tmp_pa
     run.train(hooks_of(tmp_path), 1, 10)
     monkeypatch.setattr("megatron.training.observe.metrics.create_file", mock.Mock(side_effect=OSError(28, "full")))
     run.train(hooks_of(tmp_path), 6, 8)
-    assert [step for step, _ in points(tmp_path, "lm loss vs samples")] == [8 * step for step in range(1, 9)]
+    assert [step for step, _ in read_points(tmp_path, "lm loss vs samples")] == [8 * step for step in range(1, 9)]
 
 
 def test_test_results_do_not_overwrite_validation():
-    test = eval_record(1, 8, EvalResult("test", "code", {"lm loss": 1.0}))
-    perplexity = LoggingConfig(log_validation_ppl_to_tensorboard=True)
-    assert set(scalars(test, perplexity, 1)) == {"lm loss test-code", "lm loss test-code ppl"}
-    validation = eval_record(1, 8, EvalResult("validation", "web", {"lm loss": 1.0}))
-    assert set(scalars(validation, LoggingConfig(), 1)) == {"lm loss validation-web"}
+    test = tagged(TEST, {"dataset": "code", "lm loss": 1.0}, log_validation_ppl_to_tensorboard=True)
+    assert set(test) == {"lm loss test-code", "lm loss test-code ppl"}
+    assert set(tagged(VALID, {"dataset": "web", "lm loss": 1.0})) == {"lm loss validation-web"}
 
 
 def test_optional_tags_follow_their_flags(tmp_path, simulated_run):
-    simulated_run(eval_interval=2).train(hooks_of(tmp_path, tags={"log_loss_scale_to_tensorboard": False}), 1, 5)
+    run = simulated_run(eval_interval=2, logging=LoggingConfig(log_loss_scale_to_tensorboard=False))
+    run.train(hooks_of(tmp_path), 1, 5)
     optional = {"loss-scale", "world-size", "throughput", "mfu", "lm loss validation ppl", "mem-resident-bytes"}
     assert not optional & tags_of(tmp_path)
 
 
 def test_timers_become_seconds():
-    record = {"kind": "timing", "seconds_per_iteration": 1.0, "timers_ms": {"optimizer": 20.0}, "memory": {}}
+    values = {"seconds_per_iteration": 1.0, "timers_ms": {"optimizer": 20.0}, "memory": {}}
     expected = {"iteration-time": 1.0, "optimizer-time": 0.02}
-    assert scalars(record, LoggingConfig(log_timers_to_tensorboard=True), 1) == expected
+    assert tagged(TIMING, values, log_timers_to_tensorboard=True) == expected
 
 
 def test_an_unwritable_directory_costs_one_warning(tmp_path, simulated_run, caplog):
@@ -147,9 +159,8 @@ def test_settings_are_texts_and_hyperparameters(tmp_path, simulated_run):
 
 
 def test_times_of_evaluations_are_points(tmp_path, simulated_run):
-    hooks = hooks_of(tmp_path)
-    hooks.on_train_start(simulated_run().info())
-    result = EvalResult("validation", None, {"lm loss": 1.0}, seconds=3.0)
-    hooks.on_evaluate(simulated_run().state_at(4), [result])
-    hooks.on_train_end(simulated_run().state_at(4))
-    assert points(tmp_path, "evaluation-time") == [(4, 3.0)]
+    run, hooks = simulated_run(), hooks_of(tmp_path)
+    hooks.on_start(run.info())
+    run.evaluate(hooks, run.state_at(4), seconds=3.0)
+    hooks.on_end()
+    assert read_points(tmp_path, "evaluation-time") == [(4, 3.0)]

@@ -12,9 +12,10 @@ internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
 from megatron.core.timers import Timers  # noqa: E402
 from megatron.training.config.logging import LoggingConfig  # noqa: E402
 from megatron.training.hooks.base import Hooks  # noqa: E402
-from megatron.training.hooks.sinks import Clock, WandbSink  # noqa: E402
-from megatron.training.observe.metrics import Sample, save_record  # noqa: E402
-from megatron.training.observe.throughput import Throughput  # noqa: E402
+from megatron.training.hooks.sinks import WandbSink  # noqa: E402
+from megatron.training.hooks.timing import TimingHook  # noqa: E402
+from megatron.training.observe.kinds.sample import Sample, sample_records  # noqa: E402
+from megatron.training.observe.kinds.save import SAVE, save_values  # noqa: E402
 
 BLOCK, HEADER = 32768, 7  # LevelDB's log format, which a .wandb file is: blocks of (crc 4, length 2, type 1, bytes)
 
@@ -58,13 +59,13 @@ def offline(monkeypatch):
 
 
 def hook_in(folder, log_interval=5, point_interval=1):
-    clock = Clock(Throughput(1, "CPU"), Timers())
     init = {"project": "p", "name": "n", "entity": None, "dir": str(folder), "config": {"lr": 0.1}}
-    return Hooks(log_interval, [WandbSink(LoggingConfig(tensorboard_log_interval=point_interval), clock, init)])
+    sink = WandbSink(LoggingConfig(tensorboard_log_interval=point_interval), init)
+    return Hooks(log_interval, [sink, TimingHook(Timers())])
 
 
 def test_every_iteration_and_every_evaluation_is_a_row_of_its_own(tmp_path, simulated_run, offline):
-    simulated_run(eval_interval=3).train([hook_in(tmp_path)], 1, 10)
+    simulated_run(eval_interval=3).train(hook_in(tmp_path), 1, 10)
     rows = written_rows(tmp_path, 10)
     assert [row["_step"] for row in rows] == list(range(1, 11))
     assert [row["lm loss"] for row in rows] == [pytest.approx(10.0 / i) for i in range(1, 11)]
@@ -95,7 +96,7 @@ class FakeRun:
 def test_no_row_is_dropped_or_repeated(tmp_path, simulated_run, monkeypatch, log_interval, eval_interval):
     fake = FakeRun()
     monkeypatch.setattr(wandb, "init", lambda **options: fake)
-    simulated_run(eval_interval=eval_interval).train([hook_in(tmp_path, log_interval)], 1, 10)
+    simulated_run(eval_interval=eval_interval).train(hook_in(tmp_path, log_interval), 1, 10)
     assert fake.finished and sorted(fake.rows) == list(range(1, 11))
     evaluated = [step for step, row in fake.rows.items() if "lm loss validation" in row]
     assert evaluated == list(range(eval_interval, 11, eval_interval))
@@ -105,7 +106,7 @@ def test_no_row_is_dropped_or_repeated(tmp_path, simulated_run, monkeypatch, log
 def test_point_interval_thins_rows_but_no_evaluation(tmp_path, simulated_run, monkeypatch):
     fake = FakeRun()
     monkeypatch.setattr(wandb, "init", lambda **options: fake)
-    simulated_run(eval_interval=5).train([hook_in(tmp_path, 10, point_interval=4)], 1, 9)
+    simulated_run(eval_interval=5).train(hook_in(tmp_path, 10, point_interval=4), 1, 9)
     assert {step for step, row in fake.rows.items() if "lm loss" in row} == {4, 8}
     assert "lm loss validation" in fake.rows[5]
 
@@ -114,8 +115,9 @@ def test_a_background_save_is_in_the_latest_row(tmp_path, simulated_run, monkeyp
     fake = FakeRun()
     monkeypatch.setattr(wandb, "init", lambda **options: fake)
     hooks = hook_in(tmp_path, 1)
-    simulated_run().train([hooks], 1, 5, crash=True)
-    hooks.on_save_timed(save_record(3, 24, seconds=2.0, stall=0.5, num_bytes=10**9, background=True))
+    simulated_run().train(hooks, 1, 5, crash=True)
+    values = save_values(seconds=2.0, stall=0.5, num_bytes=10**9, background=True)
+    hooks.emit(SAVE, values, simulated_run().state_at(3))
     expected = {"save-checkpoint-time": 2.0, "save-checkpoint-stall-time": 0.5, "save-checkpoint-gb-per-second": 0.5}
     assert expected.items() <= fake.rows[5].items() and not expected.keys() & fake.rows[3].keys()
 
@@ -124,8 +126,9 @@ def test_samples_are_html_in_the_row_of_their_iteration(tmp_path, simulated_run,
     fake = FakeRun()
     monkeypatch.setattr(wandb, "init", lambda **options: fake)
     hooks = hook_in(tmp_path, 1)
-    simulated_run().train([hooks], 1, 5, crash=True)
-    hooks.on_samples(simulated_run().state_at(5), [Sample(2, "<b>", " & text", seconds=0.5)])
+    simulated_run().train(hooks, 1, 5, crash=True)
+    for kind, values in sample_records([Sample(2, "<b>", " & text", seconds=0.5)]):
+        hooks.emit(kind, values)
     assert "<pre>&lt;b&gt; &amp; text</pre>" in fake.rows[5]["sample 2"].html
     assert fake.rows[5]["generation-time"] == 0.5
 
@@ -133,7 +136,7 @@ def test_samples_are_html_in_the_row_of_their_iteration(tmp_path, simulated_run,
 def test_a_continued_run_that_is_ahead_is_reported(tmp_path, simulated_run, monkeypatch, caplog):
     fake = FakeRun(step=50)
     monkeypatch.setattr(wandb, "init", lambda **options: fake)
-    hook_in(tmp_path).on_train_start(simulated_run().info(40))
+    hook_in(tmp_path).on_start(simulated_run().info(40))
     assert "at step 50, training at iteration 40" in caplog.text
 
 

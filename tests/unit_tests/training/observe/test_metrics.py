@@ -9,22 +9,20 @@ import pytest
 import torch
 
 from megatron.training.observe import metrics as module
+from megatron.training.observe.kinds.evaluation import EvalResult, evaluation_records
+from megatron.training.observe.kinds.sample import Sample, sample_records
+from megatron.training.observe.kinds.train import TRAIN, train_values
 from megatron.training.observe.metrics import (
-    EvalResult,
     MetricsFile,
     NonFiniteError,
-    Sample,
     StepMetrics,
     check_finite,
     decode,
     encode,
-    eval_record,
     materialize,
     metrics_directory,
     read_metrics,
     record_losses,
-    sample_record,
-    train_record,
 )
 
 
@@ -118,20 +116,22 @@ def test_a_data_set_named_nan_stays_a_name():
 
 def test_records_hold_no_wall_clock_value():
     step = StepMetrics(losses={"lm loss": 2.0}, num_tokens=64, learning_rate=1e-3, global_batch_size=8, elapsed=1.25)
-    assert 1.25 not in train_record(1, 8, step).values()
-    assert list(train_record(1, 8, step))[:4] == ["kind", "iteration", "consumed_samples", "lm loss"]
+    record = TRAIN.record(1, 8, train_values(step))
+    assert 1.25 not in record.values() and "time" not in record
+    assert list(record)[:4] == ["kind", "iteration", "consumed_samples", "lm loss"]
 
 
 def test_records_read_back_as_what_they_were_written_from():
     step = StepMetrics(losses={"lm loss": 2.0}, num_tokens=64, learning_rate=1e-3, global_batch_size=8, grad_norm=1.0)
-    record = train_record(3, 24, step)
+    record = TRAIN.record(3, 24, train_values(step))
     values = {name: record[name] for name in vars(step).keys() & record}
     assert StepMetrics(losses=record_losses(record), **values) == step
     for result in (
         EvalResult("validation", None, {"lm loss": 2.0}),
         EvalResult("test", "code", {"lm loss": 2.5}, final=True),
     ):
-        record = eval_record(3, 24, result)
+        ((kind, written),) = evaluation_records([result])
+        record = kind.record(3, 24, written)
         name = "validation" if record["kind"] == "valid" else "test"
         assert EvalResult(name, record.get("dataset"), record_losses(record), record.get("final", False)) == result
 
@@ -321,6 +321,7 @@ def test_check_finite_lets_finite_values_pass():
 
 
 def test_texts_that_look_like_numbers_stay_texts():
-    record = sample_record(3, 24, Sample(1, "inf", "nan", final=True))
+    (kind, values), (_, cut), _ = sample_records([Sample(1, "inf", "nan", final=True), Sample(2, "", "", cut=True)])
+    record = kind.record(3, 24, values)
     assert decode(encode(record)) == record and record["final"] is True and "cut" not in record
-    assert sample_record(3, 24, Sample(1, "inf", "nan", cut=True))["cut"] is True
+    assert cut["cut"] is True

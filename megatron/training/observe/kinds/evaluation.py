@@ -1,0 +1,105 @@
+"""Records of evaluations: losses of data sets, scores of tasks, and their duration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, Record, record_losses
+from megatron.training.observe.records import RecordKind, RunInfo
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Losses of one evaluated data set, as means per valid token."""
+
+    name: Literal["validation", "test", "task"]
+    """``task``: scores of a task of lm-evaluation-harness, by metric, in place of losses."""
+    dataset: str | None
+    """Task, or validation set if several are evaluated separately; else None."""
+    losses: dict[str, float]
+    final: bool = False
+    """Whether it was evaluated after training, not at --eval-interval."""
+    seconds: float = 0.0
+    """Duration of the evaluation of this set."""
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), with the loss clamped at 20 as in Megatron-LM, which bounds the width of the number."""
+    return math.exp(min(20.0, loss))
+
+
+def _loss_tags(record: Record, run: RunInfo) -> Mapping[str, float]:
+    """``LOSS validation`` or ``LOSS test``, with ``-DATASET`` for named sets; separate tags keep test results from
+    overwriting validation points."""
+    split = SPLITS[record["kind"]]
+    suffix = f"-{record['dataset']}" if "dataset" in record else ""
+    values = {f"{name} {split}{suffix}": value for name, value in record_losses(record).items()}
+    if run.logging.log_validation_ppl_to_tensorboard:
+        values |= {f"{tag} ppl": perplexity(value) for tag, value in values.items()}
+    return values
+
+
+def _loss_lines(record: Record, run: RunInfo) -> list[str]:
+    """Three lines: value and perplexity of each loss between rules of dashes. The split is named only for final or test
+    results, and the data set if there are several."""
+    split = SPLITS[record["kind"]]
+    suffix = f"-{record['dataset']}" if "dataset" in record else ""
+    names_split = record.get("final") or split == "test"
+    line = f" validation{suffix} loss at iteration {record['iteration']}{f' on {split} set' if names_split else ''} | "
+    for name, value in record_losses(record).items():
+        line += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return [rule, line, rule]
+
+
+def _score_lines(record: Record, run: RunInfo) -> list[str]:
+    scores = " | ".join(f"{name}: {value:.4f}" for name, value in record_losses(record).items())
+    return [f" task {record['dataset']} at iteration {record['iteration']} | {scores}"]
+
+
+SPLITS = {"valid": "validation", "test": "test"}
+VALID, TEST = (
+    RecordKind(
+        name=name,
+        fields={
+            "dataset": "name of the data set, if several are evaluated separately",
+            "final": "true after training, else absent",
+            "NAME loss": "mean of each loss per valid token of the evaluated samples",
+        },
+        file=METRICS_FILE,
+        flush="write",
+        tags=_loss_tags,
+        console=_loss_lines,
+    )
+    for name in SPLITS
+)
+TASK = RecordKind(
+    name="task",
+    fields={"dataset": "task of --eval-tasks", "METRIC": "score"},
+    file=METRICS_FILE,
+    flush="write",
+    tags=lambda record, run: {f"{record['dataset']} {name}": value for name, value in record_losses(record).items()},
+    console=_score_lines,
+)
+EVALUATION = RecordKind(
+    name="evaluation",
+    fields={"seconds": "duration of the evaluation of all data sets"},
+    file=TIMING_FILE,
+    flush="fsync",
+    tags=lambda record, run: {"evaluation-time": record["seconds"]},
+)
+KINDS = (VALID, TEST, TASK, EVALUATION)
+_KINDS_OF_RESULTS = {"validation": VALID, "test": TEST, "task": TASK}
+
+
+def evaluation_records(results: Sequence[EvalResult]) -> Iterator[tuple[RecordKind, Record]]:
+    """Yield kind and values of the records of an evaluation."""
+    for result in results:
+        values: Record = {} if result.dataset is None else {"dataset": result.dataset}
+        values |= {"final": True} if result.final else {}
+        yield _KINDS_OF_RESULTS[result.name], values | {name: float(loss) for name, loss in result.losses.items()}
+    if any(result.seconds for result in results):  # not for results that are reported again
+        yield EVALUATION, {"seconds": sum(result.seconds for result in results)}
