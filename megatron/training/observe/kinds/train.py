@@ -1,4 +1,4 @@
-"""Records of iterations and of log intervals."""
+"""Records of iterations and log intervals."""
 
 from __future__ import annotations
 
