@@ -11,18 +11,19 @@ terminal and needs no package.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import shutil
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError, counted
-from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, read_metrics
 from megatron.training.observe.page.charts import LARGEST
+from megatron.training.observe.run_folder import Run, Series, read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,94 +49,35 @@ SPIKE = 3.0
 X_LABELS = {"iteration": "iteration", "samples": "samples consumed", "tokens": "tokens trained on"}
 
 
-@dataclass
-class Series:
-    """Data points of one metric of one run."""
-
-    x: list[float] = field(default_factory=list)
-    y: list[float] = field(default_factory=list)
-
-    def add(self, x: float, y: float) -> None:
-        self.x.append(x)
-        self.y.append(y)
-
-
-@dataclass
-class Run:
-    """All series of a run: training metrics by name, evaluations by (loss, data set), timing metrics by name."""
-
-    label: str
-    train: dict[str, Series] = field(default_factory=dict)
-    evaluation: dict[tuple[str, str], Series] = field(default_factory=dict)
-    timing: dict[str, Series] = field(default_factory=dict)
-
-    def losses(self) -> list[str]:
-        """Return the loss names: all evaluated metrics; without evaluations, training metrics ending in "loss"."""
-        evaluated = list(dict.fromkeys(name for name, _ in self.evaluation))
-        return evaluated or [name for name in self.train if name.endswith("loss") and "/" not in name]
-
-
 PICTURES = (".png", ".pdf", ".svg")
 """Endings of --output."""
 
 
-def metrics_path(path: Path) -> Path:
-    """Return the metrics file of ``path`` (a directory or the file); raise :class:`UserError` if it does not exist."""
-    file = path / METRICS_FILE if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"{path}: no {METRICS_FILE} there; give the directory of --save, or the file itself")
-    return file
-
-
 def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
-    """Read the metrics and timing files of one run; lines with malformed counters are skipped.
-
-    ``x_axis`` is "iteration", "samples" or "tokens". Evaluations use the x value of their training iteration. Raises
-    UserError: the file does not exist or contains no record."""
-    file = metrics_path(path)
-    run = Run(label)
-    tokens = 0.0
-    x_of_iteration: dict[int, float] = {}
-    for record in read_metrics(file):
-        if record.get("kind") == "train":
-            samples, num_tokens = record.get("consumed_samples"), record.get("num_tokens", 0)
-            if not is_number(samples) or not is_number(num_tokens):  # a manually edited line
-                continue
-            tokens += num_tokens
-            x = {"iteration": record["iteration"], "samples": samples, "tokens": tokens}[x_axis]
-            x_of_iteration[record["iteration"]] = x
-            for key, value in {**record, **run_statistics(record)}.items():
-                if is_number(value) and key not in ("iteration", "consumed_samples"):
-                    run.train.setdefault(key, Series()).add(x, value)
-        elif record.get("kind") in ("valid", "test", "task"):
-            x = x_of_iteration.get(record["iteration"], record["iteration"] if x_axis == "iteration" else 0)
-            name = "validation" if record["kind"] == "valid" else str(record["kind"])
-            if "dataset" in record:
-                name += f" {record['dataset']}"
-            for key, value in record.items():
-                if is_number(value) and key not in ("iteration", "consumed_samples"):
-                    run.evaluation.setdefault((key, name), Series()).add(x, value)
-    timing = file.with_name(TIMING_FILE)
-    for record in read_metrics(timing) if timing.is_file() else ():
-        if record["iteration"] in x_of_iteration:
-            for key in ("tflops_per_device", "tokens_per_second", "seconds_per_iteration", "mfu"):
-                if is_number(record.get(key)):
-                    run.timing.setdefault(key, Series()).add(x_of_iteration[record["iteration"]], record[key])
-    if not run.train and not run.evaluation:
-        raise UserError(f"{file}: no record in it yet")
+    """Read a run, with its statistics and the load of experts among the training values. ``x_axis`` is "iteration",
+    "samples" or "tokens". Raises UserError: there is no run, or it contains no record."""
+    run = read_run(path, time.time())
+    run.label = label
+    run.train |= run.statistics
+    ends = "/tokens_per_expert entropy"
+    entropies = [series for name, series in run.statistics.items() if name.endswith(ends)]
+    if entropies:
+        lowest = [min(values) for values in zip(*(series.y for series in entropies))]
+        run.train["load of experts"] = Series(entropies[0].x, lowest)
+    run.evaluation |= {(metric, f"task {task}"): series for (metric, task), series in run.scores.items()}
+    if x_axis != "iteration":
+        counts = run.train.get("num_tokens", Series())
+        tokens = dict(zip(counts.x, itertools.accumulate(counts.y)))
+        positions: Mapping[int, float] = run.consumed if x_axis == "samples" else tokens
+        run.train = {name: series.over(positions) for name, series in run.train.items()}
+        run.timing = {name: series.over(positions) for name, series in run.timing.items()}
+        run.evaluation = {name: series.over(positions) for name, series in run.evaluation.items()}
     return run
 
 
-def run_statistics(record: dict[str, Any]) -> dict[str, float]:
-    """Return the per-module statistics (``layer 4/dropped``) plus the expert-load entropy of the worst layer."""
-    values = record.get("statistics", {})
-    ends = "/tokens_per_expert entropy"
-    entropies = [value for key, value in values.items() if key.endswith(ends) and is_number(value)]
-    return {**values, "load of experts": min(entropies)} if entropies else values
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def losses(run: Run) -> list[str]:
+    """Return the names of all evaluated losses and scores; without evaluations, of the training losses."""
+    return list(dict.fromkeys(name for name, _ in run.evaluation)) or run.losses
 
 
 def run_labels(paths: Sequence[Path]) -> list[str]:
@@ -178,9 +120,9 @@ def choose_panels(runs: list[Run], keys: list[str] | None) -> list[str]:
             names = ", ".join(sorted(recorded, key=lambda key: ("/" in key, key)))
             raise UserError(f"--keys {missing[0]!r}: not in any run; available: {names}")
         return keys
-    losses = list(dict.fromkeys(name for run in runs for name in run.losses()))
+    first = dict.fromkeys(name for run in runs for name in losses(run))
     speed = "tflops_per_device" if any("tflops_per_device" in run.timing for run in runs) else "tokens_per_second"
-    return [key for key in [*losses, "learning_rate", "grad_norm", "load of experts", speed] if key in recorded]
+    return [key for key in [*first, "learning_rate", "grad_norm", "load of experts", speed] if key in recorded]
 
 
 def draw(runs: list[Run], output: Path, *, keys: list[str] | None, smooth: float | None, x_axis: str) -> None:

@@ -280,7 +280,8 @@ def _final_evaluation(trainer: Trainer, reason: ExitReason | None) -> int:
             break
         trainer.evaluate(sets, name, final=True)
     else:
-        trainer.write_samples(final=True)
+        for work in trainer.periodic_work:
+            trainer.measure(partial(work, final=True))
     return code
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -25,13 +25,11 @@ from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.evaluate import EvalName, EvalSet, Evaluator
 from megatron.training.exits import conditions
-from megatron.training.generation.task_scores import TaskScores
-from megatron.training.generation.text_samples import TextSamples
+from megatron.training.generation.periodic import build_periodic_work
 from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
 from megatron.training.observe.kinds.evaluation import EvalResult, evaluation_records
 from megatron.training.observe.kinds.process import END
-from megatron.training.observe.kinds.sample import sample_records
 from megatron.training.observe.kinds.save import SAVE, SAVE_WAIT, SAVING, save_values
 from megatron.training.observe.loss_sums import LossSums, global_counts
 from megatron.training.observe.metrics import StepMetrics
@@ -54,14 +52,7 @@ class Trainer:
         self.hooks = Hooks(cfg.logging.log_interval, parts.hooks)
         self.last_mark = time.perf_counter()
         self.evaluator = Evaluator(cfg, parts.task, parts.stages, parts.groups, parts.on_forward)
-        self.task_scores: TaskScores | None = None
-        if cfg.validation.eval_tasks is not None:
-            self.task_scores = TaskScores(cfg, parts, parts.task.tokenizer)
-        self.samples: TextSamples | None = None
-        if cfg.validation.sample_prompts is not None:
-            self.samples = TextSamples(cfg, parts, parts.task.tokenizer)
-        self.last_samples: int | None = None
-        """Iteration of the last samples."""
+        self.periodic_work = build_periodic_work(cfg, parts)
         self.device = training_device()
         self.forward_backward = make_forward_backward(cfg, self.device)
         if cfg.training.error_injection_rate:
@@ -100,12 +91,9 @@ class Trainer:
             )
             if evaluates:
                 self.evaluate()
-            if conditions.every(validation.eval_tasks_interval, self.state.iteration):
-                self.score_tasks()
-            if conditions.every(validation.sample_interval, self.state.iteration) or (
-                evaluates and validation.sample_interval is None
-            ):
-                self.write_samples()
+            for work in self.periodic_work:
+                if work.is_due(self.state.iteration, evaluates):
+                    self.measure(work)
             reason = self.exits.check(self.state)
             if conditions.is_save_iteration(checkpoint.save_interval, self.state.iteration, reason):
                 self.save(last=reason is not None)
@@ -301,9 +289,10 @@ class Trainer:
         for non-finite losses so far. A final validation reuses results of this iteration. Collective; waits for the
         device."""
         sets = self.parts.valid_sets if sets is None else sets
-        if not sets:
-            return
-        self.read_checks()
+        if sets:
+            self.measure(lambda: evaluation_records(self._evaluate(sets, name, final)))
+
+    def _evaluate(self, sets: list[EvalSet], name: EvalName, final: bool) -> list[EvalResult]:
         results = self._known_results(name, final)
         if results is None:
             if self.cfg.training.manual_gc and self.cfg.training.manual_gc_eval:
@@ -311,31 +300,15 @@ class Trainer:
             results = self.evaluator.evaluate(sets, name, final)
         if name == "validation":
             self.last_validation = self.state.iteration, results
-        self.report(evaluation_records(results))
-        self.restart_timer()
+        return results
 
-    def score_tasks(self) -> None:
-        """Score --eval-tasks and report the scores. First raises for non-finite losses so far. Collective; waits for
-        the device."""
-        assert self.task_scores is not None, "a rule requires --eval-tasks"
+    def measure(self, work: Callable[[], Iterable[tuple[RecordKind, Mapping[str, object]]]]) -> None:
+        """Report the records (kind, values) that ``work`` returns; its time is no part of an iteration. First raises
+        for non-finite losses so far. Collective; waits for the device."""
         self.read_checks()
-        self.report(evaluation_records(self.task_scores()))
-        self.restart_timer()
-
-    def write_samples(self, final: bool = False) -> None:
-        """Let the model continue --sample-prompts and report the texts; does nothing without prompts, or with samples
-        of this iteration. First raises for non-finite losses so far. Collective; waits for the device."""
-        if self.samples is None or self.last_samples == self.state.iteration:
-            return
-        self.read_checks()
-        self.report(sample_records(self.samples(final)))
-        self.last_samples = self.state.iteration
-        self.restart_timer()
-
-    def report(self, records: Iterable[tuple[RecordKind, Mapping[str, object]]]) -> None:
-        """Report (kind, values) pairs at the current counters."""
-        for kind, values in records:
+        for kind, values in work():
             self.hooks.emit(kind, values)
+        self.restart_timer()
 
     def _known_results(self, name: str, final: bool) -> list[EvalResult] | None:
         """Return copies, marked as final, of the validation results of this same iteration: same weights and samples.

@@ -75,9 +75,14 @@ def defined_values():
         losses = {"lm loss": evaluated_loss(iterations[-1])}
         return [replace(result, losses=losses, seconds=1.5) for result in evaluate(self, *arguments)]
 
-    def defined_texts(self, *arguments):
-        samples = write_texts(self, *arguments)
-        return [replace(s, text=f' "{s.number}"\n<b>', seconds=0.25, cut=s.number == 2) for s in samples]
+    def defined_texts(self, **options):
+        records = []
+        for kind, values in write_texts(self, **options):
+            number, final = values.get("number"), {"final": True} if "final" in values else {}
+            texts = {"number": number, "prompt": values.get("prompt"), "text": f' "{number}"\n<b>'}
+            values = ({"cut": True} if number == 2 else {}) | final | texts if number else {"seconds": 0.5}
+            records.append((kind, values))
+        return records
 
     def defined_save(self, *arguments, **options):
         return replace(save(self, *arguments, **options), seconds=2.0, stall=0.5)

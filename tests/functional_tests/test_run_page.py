@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.observe.page.run_folder import read_run
+from megatron.training.observe.run_folder import read_run
 from tests.test_utils.gpt_runs import read_records, train, train_with_errors
 
 SHORT = [

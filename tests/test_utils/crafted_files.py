@@ -241,7 +241,7 @@ def read_metrics(folder: Path) -> Any:
     from megatron.training.hooks.progress import ProgressHook
     from megatron.training.observe.metrics import MetricsFile
     from megatron.training.observe.page.page import build_page
-    from megatron.training.observe.page.run_folder import read_run
+    from megatron.training.observe.run_folder import read_run
 
     hook = ProgressHook(str(folder), 1)
     hook._append("Starting job")

@@ -12,8 +12,11 @@ from megatron.core.inference.scheduler import Limits
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.exits.conditions import every
 from megatron.training.generation.live_engine import LiveEngine
-from megatron.training.observe.kinds.evaluation import EvalResult
+from megatron.training.observe.kinds.evaluation import TASK
+from megatron.training.observe.metrics import Record
+from megatron.training.observe.records import RecordKind
 
 FLAG = "--eval-tasks"
 _SEQUENCES = 16
@@ -29,14 +32,20 @@ class TaskScores:
             raise UserError(f"{FLAG}: requires a tokenizer; add --tokenizer-type")
         settings = cfg.validation
         self._tokenizer, self._names, self._limit = tokenizer, settings.eval_tasks or [], settings.eval_tasks_limit
+        self._interval = settings.eval_tasks_interval
         self._manager = find_tasks(FLAG, self._names, settings.eval_tasks_path)
         length = cfg.data.seq_length
         assert length is not None, "required for training"
         self._engine = LiveEngine(FLAG, parts, Limits(length, max(length, 8192), _SEQUENCES))
 
-    def __call__(self) -> list[EvalResult]:
-        """Return one result per task, equal on all ranks. Collective; raises UserError if the harness fails."""
-        return [EvalResult("task", name, scores) for name, scores in self._engine.run(self._scores).items()]
+    def is_due(self, iteration: int, evaluates: bool) -> bool:
+        return every(self._interval, iteration)
+
+    def __call__(self, final: bool = False) -> list[tuple[RecordKind, Record]]:
+        """Return one record per task, equal on all ranks; none after training. Collective; raises UserError if the
+        harness fails."""
+        scores = {} if final else self._engine.run(self._scores)
+        return [(TASK, {"dataset": name, **metrics}) for name, metrics in scores.items()]
 
     def _scores(self, engine: Engine) -> dict[str, dict[str, float]]:
         """Return {task: {metric: score}}."""

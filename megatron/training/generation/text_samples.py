@@ -13,8 +13,11 @@ from megatron.core.inference.text import TextStream
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.exits.conditions import every
 from megatron.training.generation.live_engine import LiveEngine
-from megatron.training.observe.kinds.sample import Sample
+from megatron.training.observe.kinds.sample import GENERATION, SAMPLE
+from megatron.training.observe.metrics import Record
+from megatron.training.observe.records import RecordKind
 from megatron.training.rules.inputs import read_sample_prompts
 
 FLAG = "--sample-prompts"
@@ -31,7 +34,10 @@ class TextSamples:
             raise UserError(f"{FLAG}: requires a tokenizer; add --tokenizer-type")
         settings, length = cfg.validation, cfg.data.seq_length
         assert length is not None, "required for training"
-        self._tokenizer, self._tokens = tokenizer, settings.sample_tokens
+        self._tokenizer, self._tokens, self._interval = tokenizer, settings.sample_tokens, settings.sample_interval
+        self._state = parts.state
+        self._last: int | None = None
+        """Iteration of the last texts."""
         prompts = read_sample_prompts(settings.sample_prompts or [], tokenizer, length)
         self._prompts, self._ids = zip(*prompts)
         self._samplings = [
@@ -42,15 +48,22 @@ class TextSamples:
         # no CUDA graphs: recording them takes longer than a few short texts
         self._engine = LiveEngine(FLAG, parts, limits, cuda_graphs=False)
 
-    def __call__(self, final: bool = False) -> list[Sample]:
-        """Return one sample per prompt, equal on all ranks. Collective; raises UserError if generation fails."""
+    def is_due(self, iteration: int, evaluates: bool) -> bool:
+        return evaluates if self._interval is None else every(self._interval, iteration)
+
+    def __call__(self, final: bool = False) -> list[tuple[RecordKind, Record]]:
+        """Return one record per prompt and their duration, equal on all ranks; none for the iteration of the last ones.
+        Collective; raises UserError if generation fails."""
+        if self._last == self._state.iteration:
+            return []
         begin = time.perf_counter()
         texts = self._engine.run(self._texts)
-        seconds = (time.perf_counter() - begin) / len(texts)
-        return [
-            Sample(number, prompt, text, final, seconds, cut)
-            for number, (prompt, (text, cut)) in enumerate(zip(self._prompts, texts), start=1)
-        ]
+        records: list[tuple[RecordKind, Record]] = []
+        for number, (prompt, (text, cut)) in enumerate(zip(self._prompts, texts), start=1):
+            marks = ({"cut": True} if cut else {}) | ({"final": True} if final else {})
+            records.append((SAMPLE, marks | {"number": number, "prompt": prompt, "text": text}))
+        self._last = self._state.iteration
+        return [*records, (GENERATION, {"seconds": time.perf_counter() - begin})]
 
     def _texts(self, engine: Engine) -> list[tuple[str, bool]]:
         """Return each continuation, and whether it was cut at its maximum length."""

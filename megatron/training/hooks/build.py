@@ -13,11 +13,10 @@ from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.base import Hook
 from megatron.training.hooks.console import ConsoleHook, MemoryHook
-from megatron.training.hooks.page import PageHook
 from megatron.training.hooks.plan import PlanHook
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook, trace_directory
 from megatron.training.hooks.progress import ProgressHook
-from megatron.training.hooks.sinks import FileSink, TensorBoardSink, WandbSink, missing_package
+from megatron.training.hooks.sinks import FileSink, PageHook, TensorBoardSink, WandbSink, missing_package
 from megatron.training.hooks.timing import TimingHook
 from megatron.training.observe.metrics import metrics_directory
 from megatron.training.observe.records import RunInfo

@@ -1,4 +1,4 @@
-"""Renderers of records: ``metrics.jsonl``, ``timing.jsonl``, TensorBoard and wandb.
+"""Renderers of records: files, TensorBoard, wandb and the page.
 
 tensorboard and wandb are imported only when their sink is created. All run on the rank that logs.
 """
@@ -17,6 +17,7 @@ from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.kinds.train import TRAIN
 from megatron.training.observe.metrics import METRICS_FILE, MetricsFile, Record, read_metrics
+from megatron.training.observe.page.page import PAGE_FILE, write_page
 from megatron.training.observe.records import RecordKind, RunInfo, kinds, points
 
 if TYPE_CHECKING:
@@ -171,6 +172,19 @@ class WandbSink(Hook):
     def on_end(self) -> None:
         if self.wandb_run is not None:
             self.wandb_run.finish()
+
+
+class PageHook(Hook):
+    """Writes ``report.html`` to the folder of the files, also after an error. Use after :class:`FileSink`."""
+
+    kinds = ()
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_end(self) -> None:
+        if self.directory.is_dir():
+            write_page(self.directory, self.directory / PAGE_FILE)
 
 
 def missing_package(flag: str, package: str, error: ImportError) -> UserError:

@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.observe.metrics import METRICS_FILE, Record
 from megatron.training.observe.plan_comparison import Prediction
 from megatron.training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from megatron.training.observe.page.charts import Section
+    from megatron.training.observe.run_folder import Run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +44,11 @@ class RecordKind:
     """Points of TensorBoard and wandb: tag -> number or text; None values are left out."""
     console: Callable[[Record, RunInfo], Iterable[str]] = lambda record, run: ()
     """Lines for the log."""
+    read: Callable[[Run, Record], None] | None = None
+    """Adds a record of a file to the description of a run; None: ``Run.add_numbers``."""
+    page: Callable[[Run], Iterable[Section]] | None = None
+    """Sections of the page of a run, whose charts are also in comparisons of runs; None: a chart per number in
+    ``Run.numbers``."""
 
     def record(self, iteration: int, consumed_samples: int, values: Mapping[str, object]) -> Record:
         """Return the record of ``values``: JSON types by field."""
@@ -48,16 +57,6 @@ class RecordKind:
             record["time"] = time.time()
         record.update(values)
         return record
-
-
-class Emit(Protocol):
-    """Function that reports a record to all hooks of this rank."""
-
-    def __call__(self, kind: RecordKind, values: Mapping[str, object], state: TrainState | None = None) -> None:
-        """``values``: JSON types by field; ``state``: counters of the record, by default the current ones."""
-
-
-def _no_hooks(kind: RecordKind, values: Mapping[str, object], state: TrainState | None = None) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,9 @@ class RunInfo:
     """Versions, host and GPUs."""
     prediction: Prediction | None = None
     """Predicted step time; None on GPU kinds that the planner does not know, and on CPUs."""
-    emit: Emit = _no_hooks
+    emit: Callable[..., None] = lambda kind, values, state=None: None
+    """``emit(kind, values, state=None)`` reports a record to all hooks of this rank; ``values``: JSON types by field,
+    ``state``: counters of the record, by default the current ones."""
 
     @property
     def is_log_rank(self) -> bool:

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_the_x_axis_counts_what_it_says(tmp_path):
 
 
 def test_named_validation_sets_are_series_of_their_own(tmp_path):
-    assert set(load(write_run(tmp_path, dataset="code"), "a").evaluation) == {("lm loss", "validation code")}
+    assert set(load(write_run(tmp_path, dataset="code"), "a").evaluation) == {("lm loss", "validation-code")}
 
 
 def test_a_run_that_is_still_writing_can_be_drawn(tmp_path):
@@ -122,7 +123,7 @@ def test_the_text_chart_shows_the_curve_without_any_package(tmp_path):
 
 
 def test_the_text_chart_puts_points_where_they_belong():
-    run = plot_metrics.Run("r", train={"lm loss": Series([0, 5, 10], [3.0, 2.0, 1.0])})
+    run = plot_metrics.Run(Path("r"), "r", train={"lm loss": Series([0, 5, 10], [3.0, 2.0, 1.0])})
     rows = text_chart([run], "lm loss", width=20, height=3).splitlines()[1:4]
     assert [row.split("|")[1].index("*") for row in rows] == sorted(row.split("|")[1].index("*") for row in rows)
     assert rows[0].split("|")[1].startswith("*") and rows[2].endswith("*")
@@ -142,7 +143,7 @@ def test_labels_are_the_shortest_ends_that_differ(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["nowhere", "--text"], 2, "nowhere: no metrics.jsonl there; give the directory of --save, or the file itself"),
+        (["nowhere", "--text"], 2, "nowhere: no metrics.jsonl there; give the folder of --save or --tensorboard-dir"),
         (["RUN"], 2, "give --output PICTURE, or --text"),
         (["RUN", "--text", "--labels", "a", "b"], 2, "--labels a b: 2 names for 1 run; give one name per run"),
         (["RUN", "--text", "--smooth", "-1"], 2, "--smooth: the half-life must not be negative"),

@@ -13,6 +13,8 @@ from megatron.training.checks.step_check import ImmediateCheck
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import compose
 from megatron.training.data.loader import BatchReader, Shard, TrainSampler, sequential
+from megatron.training.observe.kinds.evaluation import EvalResult
+from megatron.training.observe.kinds.sample import SAMPLE
 from megatron.training.observe.metrics import StepMetrics
 from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
@@ -129,26 +131,32 @@ def test_records_are_written_before_a_checkpoint_and_the_checkpoint_is_reported_
     assert events == ["values are finite", "earlier save ends", "saving", "save False", "save"]
 
 
-@pytest.mark.parametrize("work", ["evaluate", "score_tasks", "write_samples", "save"])
+@pytest.mark.parametrize("work", ["evaluate", "measure", "save"])
 def test_work_between_iterations_is_not_part_of_the_next_iterations_time(monkeypatch, tmp_path, work):
-    """Evaluation, tasks, samples and saves take 100 s each, the iteration after them 2 s."""
+    """Evaluation, texts and saves take 100 s each, and their records 100 s; the iteration after them takes 2 s."""
     seconds = [1000.0]
     monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
 
     def take_time(*args, **options):
         seconds[0] += 100.0
 
+    def take_texts(*args, **options):
+        take_time()
+        return [(SAMPLE, {})]
+
+    def evaluate(*args, **options):
+        take_time()
+        return [EvalResult("validation", None, {})]
+
     trainer = Trainer.__new__(Trainer)
     trainer.cfg = compose(FlatConfig(save=str(tmp_path)))
-    trainer.state, trainer.check, trainer.last_samples = TrainState(3), ImmediateCheck(0, False), None
+    trainer.state, trainer.check = TrainState(3), ImmediateCheck(0, False)
     trainer.last_validation = None
-    trainer.hooks, trainer.report = SimpleNamespace(emit=take_time), take_time
-    trainer.evaluator, trainer.task_scores = SimpleNamespace(evaluate=take_time), take_time
-    trainer.samples = take_time
+    trainer.hooks, trainer.evaluator = SimpleNamespace(emit=take_time), SimpleNamespace(evaluate=evaluate)
     checkpointer = SimpleNamespace(start_save=take_time, finish_save=lambda wait: None, saving=None)
     trainer.parts = SimpleNamespace(valid_sets=["validation"], checkpointer=checkpointer)
     trainer.last_mark = seconds[0]
-    getattr(trainer, work)()
+    getattr(trainer, work)(*[take_texts] * (work == "measure"))
     assert seconds[0] == 1200.0
     seconds[0] += 2.0
     assert trainer.restart_timer() == 2.0

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, Record, record_losses
+from megatron.training.observe.page.charts import Chart, Line, Section, slug
 from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.run_folder import Event, Run, Series, is_number, number, unix_time
 
 
 @dataclass(frozen=True)
 class EvalResult:
     """Losses of one evaluated data set, as means per valid token."""
 
-    name: Literal["validation", "test", "task"]
-    """``task``: scores of a task of lm-evaluation-harness, by metric, in place of losses."""
+    name: Literal["validation", "test"]
     dataset: str | None
-    """Task, or validation set if several are evaluated separately; else None."""
+    """Validation set, if several are evaluated separately; else None."""
     losses: dict[str, float]
     final: bool = False
     """Whether it was evaluated after training, not at --eval-interval."""
@@ -60,6 +61,33 @@ def _score_lines(record: Record, run: RunInfo) -> list[str]:
     return [f" task {record['dataset']} at iteration {record['iteration']} | {scores}"]
 
 
+def _read_result(run: Run, record: Record) -> None:
+    name, split = record.get("dataset"), SPLITS[record["kind"]]
+    data = f"{split}-{name}" if isinstance(name, str) else split
+    for loss, value in record_losses(record).items():
+        if is_number(value):
+            run.evaluation.setdefault((loss, data), Series()).add(record["iteration"], value)
+
+
+def _read_score(run: Run, record: Record) -> None:
+    for metric, value in record_losses(record).items():
+        if is_number(value):
+            run.scores.setdefault((metric, str(record.get("dataset"))), Series()).add(record["iteration"], value)
+
+
+def _read_duration(run: Run, record: Record) -> None:
+    seconds = number(record, "seconds")
+    run.events.append(Event(record["iteration"], "evaluation", f"{seconds:.3g} s", unix_time(record)))
+    run.spend("evaluation", seconds)
+
+
+def _score_sections(run: Run) -> list[Section]:
+    charts = {metric: Chart(f"chart-task-{slug(metric)}", metric) for metric, _ in run.scores}
+    for (metric, task), series in run.scores.items():
+        charts[metric].lines.append(Line(task, series, "dots"))
+    return [Section("tasks", "Scores of tasks", list(charts.values()), position=5)]
+
+
 SPLITS = {"valid": "validation", "test": "test"}
 VALID, TEST = (
     RecordKind(
@@ -73,6 +101,7 @@ VALID, TEST = (
         flush="write",
         tags=_loss_tags,
         console=_loss_lines,
+        read=_read_result,
     )
     for name in SPLITS
 )
@@ -83,6 +112,8 @@ TASK = RecordKind(
     flush="write",
     tags=lambda record, run: {f"{record['dataset']} {name}": value for name, value in record_losses(record).items()},
     console=_score_lines,
+    read=_read_score,
+    page=_score_sections,
 )
 EVALUATION = RecordKind(
     name="evaluation",
@@ -90,9 +121,9 @@ EVALUATION = RecordKind(
     file=TIMING_FILE,
     flush="fsync",
     tags=lambda record, run: {"evaluation-time": record["seconds"]},
+    read=_read_duration,
 )
 KINDS = (VALID, TEST, TASK, EVALUATION)
-_KINDS_OF_RESULTS = {"validation": VALID, "test": TEST, "task": TASK}
 
 
 def evaluation_records(results: Sequence[EvalResult]) -> Iterator[tuple[RecordKind, Record]]:
@@ -100,6 +131,9 @@ def evaluation_records(results: Sequence[EvalResult]) -> Iterator[tuple[RecordKi
     for result in results:
         values: Record = {} if result.dataset is None else {"dataset": result.dataset}
         values |= {"final": True} if result.final else {}
-        yield _KINDS_OF_RESULTS[result.name], values | {name: float(loss) for name, loss in result.losses.items()}
+        yield (
+            VALID if result.name == "validation" else TEST,
+            values | {name: float(loss) for name, loss in result.losses.items()},
+        )
     if any(result.seconds for result in results):  # not for results that are reported again
         yield EVALUATION, {"seconds": sum(result.seconds for result in results)}

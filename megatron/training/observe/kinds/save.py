@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.training.observe.metrics import TIMING_FILE, Record
 from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.run_folder import Event, Run, number, unix_time
 
 
 def _save_tags(record: Record, run: RunInfo) -> dict[str, float]:
@@ -12,6 +13,12 @@ def _save_tags(record: Record, run: RunInfo) -> dict[str, float]:
         "save-checkpoint-stall-time": record["stall_seconds"],
         "save-checkpoint-gb-per-second": record["gb_per_second"],
     }
+
+
+def _read_save(run: Run, record: Record) -> None:
+    seconds, size = number(record, "seconds"), number(record, "bytes")
+    run.events.append(Event(record["iteration"], "save", f"{seconds:.3g} s, {size / 1e9:.3g} GB", unix_time(record)))
+    run.spend("checkpoint saving", number(record, "stall_seconds"))
 
 
 SAVING = RecordKind(name="saving", fields={}, file=None, flush="fsync")
@@ -35,6 +42,7 @@ SAVE = RecordKind(
     flush="write",
     follows_steps=False,
     tags=_save_tags,
+    read=_read_save,
 )
 """A complete checkpoint of the iteration; for a background save, reported iterations later."""
 KINDS = (SAVING, SAVE_WAIT, SAVE)

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from datetime import datetime
 
 from megatron.training.observe.metrics import METRICS_FILE, Record, StepMetrics, record_losses
+from megatron.training.observe.page.charts import Chart, Line, Section, evenly, slug
 from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.run_folder import HEAD, Event, Run, Series, is_number, number, table
+
+MOST_LAYERS = 8
+"""Layers that a chart shows, evenly spaced."""
 
 
 def train_values(metrics: StepMetrics) -> Record:
@@ -36,6 +41,97 @@ def _train_tags(record: Record, run: RunInfo) -> Mapping[str, float | None]:
     return values | record_losses(record) | record.get("statistics", {})
 
 
+def _read_train(run: Run, record: Record) -> None:
+    iteration, samples = record["iteration"], record.get("consumed_samples")
+    for key, value in record.items():
+        if is_number(value) and key not in HEAD:
+            run.train.setdefault(key, Series()).add(iteration, value)
+    for key, value in table(record, "statistics").items():
+        if is_number(value):
+            run.statistics.setdefault(key, Series()).add(iteration, value)  # type: ignore[arg-type]
+    run.iteration, run.samples = iteration, int(number(record, "consumed_samples"))
+    if is_number(samples):
+        run.consumed[iteration] = run.samples
+    run.tokens += number(record, "num_tokens")
+    if not run.losses:
+        run.losses = [name for name, value in record_losses(record).items() if is_number(value)]
+    if record.get("skipped") is True:
+        run.num_skipped += 1
+        run.events.append(Event(iteration, "skipped", "the weights were not updated"))
+    if record.get("nan") is True:
+        run.num_nan += 1
+        run.events.append(Event(iteration, "NaN", "a loss is NaN"))
+
+
+def _train_sections(run: Run) -> list[Section]:
+    return [
+        Section("losses", "Losses and learning", learning_charts(run), position=0),
+        Section("experts", "Load of experts", expert_charts(run), position=50),
+        Section("layers", "Layers", layer_charts(run), position=60),
+    ]
+
+
+def learning_charts(run: Run) -> list[Chart]:
+    """Return one chart per loss, training and evaluation together, then learning rate, norms and the like."""
+    charts = []
+    for loss in dict.fromkeys([*run.losses, *(loss for loss, _ in run.evaluation)]):
+        lines = [Line("training", run.train[loss])] if loss in run.train else []
+        lines += [Line(data, series, "dots") for (name, data), series in run.evaluation.items() if name == loss]
+        charts.append(Chart(f"chart-{slug(loss)}", f"{loss} (mean per token)", lines))
+    further_charts = {
+        "learning_rate": "learning rate",
+        "grad_norm": "gradient norm",
+        "params_norm": "parameter norm",
+        "num_zeros": "zero gradient elements",
+        "loss_scale": "loss scale",
+        "global_batch_size": "global batch size",
+        "weight_decay": "weight decay",
+    }
+    for key, title in further_charts.items():
+        series = run.train.get(key, Series())
+        is_constant = key in ("loss_scale", "global_batch_size") and len(set(series.y)) == 1
+        if series.x and not is_constant:
+            zero = key == "learning_rate"
+            charts.append(Chart(f"chart-{slug(key)}", title, [Line(title, series)], zero, key.endswith("norm")))
+    return charts
+
+
+def by_layer(run: Run, name: str) -> list[tuple[str, Series]]:
+    """Return (layer, series) of a statistic, at most ``MOST_LAYERS`` evenly spaced ones."""
+    layers = [(key[: -len(name) - 1], series) for key, series in run.statistics.items() if key.endswith(f"/{name}")]
+    return [layers[place] for place in evenly(len(layers), MOST_LAYERS)]
+
+
+def layer_charts(run: Run) -> list[Chart]:
+    """Return one chart per statistic of layers, without statistics of experts."""
+    names = dict.fromkeys(key.partition("/")[2] for key in run.statistics)
+    return [
+        Chart(
+            f"chart-layers-{slug(name)}",
+            name.replace("_", " "),
+            [Line(*pair) for pair in by_layer(run, name)],
+            False,
+            True,
+        )
+        for name in names
+        if not name.startswith("tokens_per_expert")
+    ]
+
+
+def expert_charts(run: Run) -> list[Chart]:
+    """Return the distribution of tokens over experts, by layer."""
+    titles = {
+        "entropy": "entropy of the load (1: equal)",
+        "max": "tokens of the busiest expert",
+        "min": "tokens of the least busy expert",
+    }
+    charts = []
+    for key, title in titles.items():
+        lines = [Line(*pair) for pair in by_layer(run, f"tokens_per_expert {key}")]
+        charts.append(Chart(f"chart-experts-{key}", title, lines, from_zero=key != "entropy"))
+    return charts
+
+
 TRAIN = RecordKind(
     name="train",
     fields={
@@ -55,6 +151,8 @@ TRAIN = RecordKind(
     },
     file=METRICS_FILE,
     tags=_train_tags,
+    read=_read_train,
+    page=_train_sections,
 )
 
 
@@ -97,16 +195,11 @@ def _interval_lines(record: Record, run: RunInfo) -> list[str]:
 INTERVAL = RecordKind(
     name="interval",
     fields={
-        "iterations": "iterations since the last log point",
-        "seconds": "their seconds, without evaluation and saving",
-        "tokens_per_second": "tokens that the loss counts, of all devices",
-        "tflops_per_device": "model TFLOP/s per device; null for a task that does not count FLOPs",
-        "mfu": "model TFLOP/s over the dense peak; null for unknown devices",
-        "parts_seconds": "seconds per iteration by part: mean_parts",
+        "iterations": "iterations since the last log point, of which num_skipped, num_nan",
+        "seconds": "their seconds, without evaluation and saving; per iteration by part: parts_seconds",
+        "tokens_per_second": "tokens that the loss counts, of all devices; also tflops_per_device, mfu",
         "losses": "mean of each loss over iterations that were not skipped",
         "learning_rate": "of the last iteration, like global_batch_size, loss_scale, grad_norm, num_zeros, params_norm",
-        "num_skipped": "iterations that did not update the weights",
-        "num_nan": "iterations with a loss that is NaN",
         "skipped_samples": "samples skipped since the start of the run",
     },
     file=None,

@@ -7,12 +7,13 @@ that text is never scaled. Points are dots of round line caps.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Literal, NamedTuple
 
-from megatron.training.observe.page.run_folder import Series
+from megatron.training.observe.run_folder import Series
 
 WIDTH, HEIGHT = 1000, 300
 """Units of the drawing area."""
@@ -43,6 +44,19 @@ class Chart:
     lines: list[Line] = field(default_factory=list)
     from_zero: bool = False
     cut_spikes: bool = False
+
+
+@dataclass
+class Section:
+    """Part of a page: charts, then HTML."""
+
+    key: str
+    """The element's id."""
+    title: str
+    charts: list[Chart] = field(default_factory=list)
+    html: str = ""
+    position: int = 100
+    """Sections are sorted by it; kinds of other programs come last."""
 
 
 class Frame(NamedTuple):
@@ -216,3 +230,13 @@ def draw_rows(rows: Sequence[tuple[str, str, Sequence[int]]], x_range: tuple[int
         )
     axis = f'<div class="row"><span></span><div class="xs">{_x_labels(frame)}</div></div>'
     return f'<div class="rows">{"".join(drawn)}{axis}</div>'
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """Return at most ``most`` indices below ``count``, evenly spaced, the first and the last among them."""
+    return list(range(count)) if count <= most else [round(place * (count - 1) / (most - 1)) for place in range(most)]
+
+
+def slug(text: str) -> str:
+    """Return ``text`` as part of an element's id."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import re
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
@@ -18,18 +17,13 @@ from pathlib import Path
 
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import create_file
-from megatron.training.observe.page.charts import Chart, Line, draw, draw_rows, finite, short
-from megatron.training.observe.page.run_folder import Run, SampleText, Series, is_number, number, read_run, table
-from megatron.training.observe.plan_comparison import plan_shares
+from megatron.training.observe.kinds.timing import speeds
+from megatron.training.observe.page.charts import Chart, Line, Section, draw, draw_rows, finite, short, slug
+from megatron.training.observe.records import RecordKind, kinds
+from megatron.training.observe.run_folder import Run, Series, read_run
 
 PAGE_FILE = "report.html"
 MOST_EVENTS = 300
-MOST_TEXTS = 8
-"""Samples per prompt, evenly spaced over the run, the first and the last among them."""
-MOST_CHARACTERS = 4000
-"""Characters of a prompt and of a text."""
-MOST_LAYERS = 8
-"""Layers that a chart shows, evenly spaced."""
 ROWS = {
     "starts": ("start", ("start", "restart")),
     "evaluations": ("", ("evaluation",)),
@@ -41,12 +35,6 @@ ROWS = {
 }
 """Rows of the timeline: (class of the marks, kinds of events)."""
 STATUS = {"silent": "no end recorded"}
-PARTS = {
-    "parts/forward_backward": "forward and backward",
-    "parts/update": "update and reduction",
-    "parts/data_wait": "host waits for data",
-    "parts/device_wait": "host waits for device",
-}
 
 
 def write_page(run: Path, output: Path, log: Path | None = None) -> None:
@@ -68,15 +56,11 @@ def build_page(run: Run) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     name = escape(": ".join(filter(None, (run.name, run.model))))
+    span = x_range(run)
     sections = [
         _head(run, name),
         _list("problems", "Problems of the files", run.problems),
-        _charts("losses", "Losses and learning", learning_charts(run), run),
-        _samples(run),
-        _charts("speed", "Speed and memory", speed_charts(run), run),
-        _plan(run),
-        _charts("experts", "Load of experts", expert_charts(run), run),
-        _charts("layers", "Layers", layer_charts(run), run),
+        *(_drawn(section, span) for section in kind_sections(run)),
         _timeline(run),
         _time_use(run),
         _settings(run),
@@ -123,14 +107,6 @@ def remaining(run: Run) -> float | None:
     if not run.wall or num_iterations <= 0 or run.train_iters <= run.iteration:
         return None
     return run.wall / num_iterations * (run.train_iters - run.iteration)
-
-
-def speeds(run: Run) -> dict[str, tuple[str, str]]:
-    """Return (name of the figure, title of the chart) of each measured rate; TFLOP/s and MFU are rates of GPUs."""
-    rates = {"tokens_per_second": ("tokens/s", "tokens per second")}
-    if run.device != "CPU":
-        rates |= {"tflops_per_device": ("TFLOP/s per GPU", "TFLOP/s per GPU"), "mfu": ("MFU", "MFU")}
-    return rates
 
 
 def key_figures(run: Run) -> list[tuple[str, str]]:
@@ -188,167 +164,41 @@ def x_range(run: Run) -> tuple[int, int]:
     return (min(xs), max(xs)) if xs else (0, 1)
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+def kind_sections(run: Run) -> list[Section]:
+    """Return the sections of all kinds of records, and of unknown kinds in the files."""
+    known = kinds()
+    pages = [kind.page(run) for kind in known.values() if kind.page is not None]
+    numbers = [_number_section(known.get(name), name, series) for name, series in run.numbers.items()]
+    return sorted([*(section for page in pages for section in page), *numbers], key=lambda section: section.position)
 
 
-def _charts(key: str, title: str, charts: Sequence[Chart], run: Run) -> str:
-    """The first of the page is wide."""
-    span = x_range(run)
-    drawn = list(filter(None, (draw(chart, span) for chart in charts)))
-    if key == "losses" and drawn:
+def _number_section(kind: RecordKind | None, name: str, numbers: dict[str, Series]) -> Section:
+    meanings = {} if kind is None else kind.fields
+    charts = [
+        Chart(f"chart-{slug(name)}-{slug(key)}", key, [Line(meanings.get(key, key), series)])
+        for key, series in numbers.items()
+    ]
+    return Section(slug(name), name.replace("_", " "), charts)
+
+
+def _drawn(section: Section, span: tuple[int, int]) -> str:
+    """The first chart of the page is wide."""
+    drawn = list(filter(None, (draw(chart, span) for chart in section.charts)))
+    if section.key == "losses" and drawn:
         drawn[0] = drawn[0].replace("<figure ", '<figure class="wide" ', 1)
-    return _section(key, title, f'<div class="charts">{"".join(drawn)}</div>' if drawn else "")
+    charts = f'<div class="charts">{"".join(drawn)}</div>' if drawn else ""
+    return _section(section.key, section.title, charts + section.html)
 
 
-def learning_charts(run: Run) -> list[Chart]:
-    """Return one chart per loss, training and evaluation together, then learning rate, norms and the like."""
-    charts = []
-    for loss in dict.fromkeys([*run.losses, *(loss for loss, _ in run.evaluation)]):
-        lines = [Line("training", run.train[loss])] if loss in run.train else []
-        lines += [Line(data, series, "dots") for (name, data), series in run.evaluation.items() if name == loss]
-        charts.append(Chart(f"chart-{_slug(loss)}", f"{loss} (mean per token)", lines))
-    further_charts = {
-        "learning_rate": "learning rate",
-        "grad_norm": "gradient norm",
-        "params_norm": "parameter norm",
-        "num_zeros": "zero gradient elements",
-        "loss_scale": "loss scale",
-        "global_batch_size": "global batch size",
-        "weight_decay": "weight decay",
-    }
-    for key, title in further_charts.items():
-        series = run.train.get(key, Series())
-        is_constant = key in ("loss_scale", "global_batch_size") and len(set(series.y)) == 1
-        if series.x and not is_constant:
-            zero = key == "learning_rate"
-            charts.append(Chart(f"chart-{_slug(key)}", title, [Line(title, series)], zero, key.endswith("norm")))
-    return charts
-
-
-def speed_charts(run: Run) -> list[Chart]:
-    """Return charts of tokens/s and TFLOP/s if recorded, then of step time with its parts, and memory (GiB)."""
-    charts = []
-    for key, (_, title) in speeds(run).items():
-        if key in run.timing and key != "mfu":  # proportional to TFLOP/s
-            charts.append(Chart(f"chart-{_slug(key)}", title, [Line(title, run.timing[key])], from_zero=True))
-    lines = [Line("iteration", run.timing["seconds_per_iteration"])] if "seconds_per_iteration" in run.timing else []
-    lines += [Line(name, run.timing[key]) for key, name in PARTS.items() if key in run.timing]
-    charts.append(Chart("chart-seconds", "seconds per iteration", lines, from_zero=True, cut_spikes=True))
-    names = {
-        name: name[7:].removeprefix("mem-").removesuffix("-bytes") for name in run.timing if name.endswith("-bytes")
-    }
-    memory = [
-        Line(short_name, Series(run.timing[name].x, [num_bytes / 2**30 for num_bytes in run.timing[name].y]))
-        for name, short_name in names.items()
-    ]
-    charts.append(Chart("chart-memory", "memory, GiB", memory, from_zero=True))
-    return charts
-
-
-def by_layer(run: Run, name: str) -> list[tuple[str, Series]]:
-    """Return (layer, series) of a statistic, at most ``MOST_LAYERS`` evenly spaced ones."""
-    layers = [(key[: -len(name) - 1], series) for key, series in run.statistics.items() if key.endswith(f"/{name}")]
-    return [layers[place] for place in evenly(len(layers), MOST_LAYERS)]
-
-
-def layer_charts(run: Run) -> list[Chart]:
-    """Return one chart per statistic of layers, without statistics of experts."""
-    names = dict.fromkeys(key.partition("/")[2] for key in run.statistics)
-    return [
-        Chart(
-            f"chart-layers-{_slug(name)}",
-            name.replace("_", " "),
-            [Line(*pair) for pair in by_layer(run, name)],
-            False,
-            True,
-        )
-        for name in names
-        if not name.startswith("tokens_per_expert")
-    ]
-
-
-def expert_charts(run: Run) -> list[Chart]:
-    """Return the distribution of tokens over experts, by layer."""
-    titles = {
-        "entropy": "entropy of the load (1: equal)",
-        "max": "tokens of the busiest expert",
-        "min": "tokens of the least busy expert",
-    }
-    charts = []
-    for key, title in titles.items():
-        lines = [Line(*pair) for pair in by_layer(run, f"tokens_per_expert {key}")]
-        charts.append(Chart(f"chart-experts-{key}", title, lines, from_zero=key != "entropy"))
-    return charts
-
-
-# ---- samples
-
-
-def evenly(count: int, most: int) -> list[int]:
-    """Return at most ``most`` indices below ``count``, evenly spaced, the first and the last among them."""
-    return list(range(count)) if count <= most else [round(place * (count - 1) / (most - 1)) for place in range(most)]
-
-
-def _samples(run: Run) -> str:
-    return _section("samples", "Samples", "".join(_texts(number, run) for number in sorted(run.texts)))
-
-
-def _texts(number: int, run: Run) -> str:
-    texts = run.texts[number]
-    selected = [texts[place] for place in evenly(len(texts), MOST_TEXTS)]
-    few = "" if len(selected) == len(texts) else f" <small>{len(selected)} of {len(texts)} samples</small>"
-    rows = "".join(
-        f"<dt>iteration {sample.iteration:,}</dt>"
-        f"<dd><b>{escape(sample.prompt[:MOST_CHARACTERS])}</b>{escape(sample.text[:MOST_CHARACTERS])}{_end(sample)}</dd>"
-        for sample in selected
-    )
-    return f'<h3>Prompt {number}{few}</h3><dl class="texts">{rows}</dl>'
-
-
-def _end(sample: SampleText) -> str:
-    if len(sample.text) > MOST_CHARACTERS:
-        return f" <small>… {MOST_CHARACTERS:,} of {len(sample.text):,} characters</small>"
-    return " <small>… cut at --sample-tokens</small>" if sample.cut else ""
-
-
-# ---- plan, timeline, time
-
-
-def _plan(run: Run) -> str:
-    prediction = table(run.start, "prediction")
-    if not prediction:
-        return ""
-    gpu, seconds, error = prediction.get("gpu"), number(prediction, "seconds"), number(prediction, "error")
-    lines = [f"<p>Predicted on {escape(str(gpu))}: {seconds:.4g} s per iteration, error {error:.0%}."]
-    if run.plan:
-        measured, limit = number(run.plan, "measured_seconds"), number(run.plan, "limit_seconds")
-        verdict = "slower than planned" if measured > limit else "as planned"
-        lines.append(f' Measured: {measured:.4g} s: <b id="verdict">{verdict}</b>.')
-    lines.append("</p>")
-    parts = table(run.plan, "parts_seconds")
-    rows = "".join(
-        f'<tr><td>{escape(name)}</td><td class="num">{number(values, "predicted"):.4g}</td>'
-        f'<td class="num">{number(values, "measured"):.4g}</td></tr>'
-        for name, values in parts.items()
-        if isinstance(values, dict)
-    )
-    if rows:
-        head = '<tr><th>part</th><th class="num">planned, s</th><th class="num">measured, s</th></tr>'
-        lines.append(f'<div class="scroll"><table>{head}{rows}</table></div>')
-    by_kind = {name: float(value) for name, value in table(prediction, "parts").items() if is_number(value)}  # type: ignore[arg-type]
-    if shares := plan_shares(by_kind):
-        text = ", ".join(f"{name} {value:.3g} s" for name, value in shares.items())
-        lines.append(f'<p class="soft">Plan by kind: {escape(text)}.</p>')
-    return _section("plan", "Plan and measurement", "".join(lines))
+# ---- timeline, time
 
 
 def _timeline(run: Run) -> str:
     if not run.events:
         return ""
     rows = []
-    for label, (style, kinds) in ROWS.items():
-        iterations = [event.iteration for event in run.events if event.kind in kinds]
+    for label, (style, names) in ROWS.items():
+        iterations = [event.iteration for event in run.events if event.kind in names]
         if iterations:
             rows.append((label, style, iterations))
     selected = [event for event in run.events if event.kind not in ("evaluation", "save")]

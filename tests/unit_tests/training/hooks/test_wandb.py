@@ -14,7 +14,7 @@ from megatron.training.config.logging import LoggingConfig  # noqa: E402
 from megatron.training.hooks.base import Hooks  # noqa: E402
 from megatron.training.hooks.sinks import WandbSink  # noqa: E402
 from megatron.training.hooks.timing import TimingHook  # noqa: E402
-from megatron.training.observe.kinds.sample import Sample, sample_records  # noqa: E402
+from megatron.training.observe.kinds.sample import GENERATION, SAMPLE  # noqa: E402
 from megatron.training.observe.kinds.save import SAVE, save_values  # noqa: E402
 
 BLOCK, HEADER = 32768, 7  # LevelDB's log format, which a .wandb file is: blocks of (crc 4, length 2, type 1, bytes)
@@ -127,8 +127,8 @@ def test_samples_are_html_in_the_row_of_their_iteration(tmp_path, simulated_run,
     monkeypatch.setattr(wandb, "init", lambda **options: fake)
     hooks = hook_in(tmp_path, 1)
     simulated_run().train(hooks, 1, 5, crash=True)
-    for kind, values in sample_records([Sample(2, "<b>", " & text", seconds=0.5)]):
-        hooks.emit(kind, values)
+    hooks.emit(SAMPLE, {"number": 2, "prompt": "<b>", "text": " & text"})
+    hooks.emit(GENERATION, {"seconds": 0.5})
     assert "<pre>&lt;b&gt; &amp; text</pre>" in fake.rows[5]["sample 2"].html
     assert fake.rows[5]["generation-time"] == 0.5
 

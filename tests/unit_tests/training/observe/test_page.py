@@ -13,7 +13,7 @@ from megatron.console import run_tool
 from megatron.core.config.errors import UserError
 from megatron.training.observe.page.charts import Chart, Frame, Line, draw, short, thinned, ticks
 from megatron.training.observe.page.page import build_page, write_page
-from megatron.training.observe.page.run_folder import Series, read_run
+from megatron.training.observe.run_folder import Series, read_run
 
 VOID = {"meta", "br", "line", "path", "img"}
 NOW = 2e9

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.training.observe.page.page import build_page
-from megatron.training.observe.page.run_folder import read_run
+from megatron.training.observe.run_folder import read_run
 from tests.unit_tests.training.observe.test_page import NOW, end, start, timing, train, write
 
 FIRST_START = NOW - 90_000

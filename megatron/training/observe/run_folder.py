@@ -1,13 +1,14 @@
-"""Contents of a run's folder for its page: series, evaluations, events, settings. Torch-free.
+"""Reader of a run's folder: series, evaluations, events, settings. Torch-free.
 
-Lines that cannot be read, values of a wrong type and missing files give one problem line each, and no error. Per-layer
-statistics of long runs are read at regular intervals only, because their lines are long.
+Each kind of record says how it is read; numbers of other kinds are series by field. Lines that cannot be read, values
+of a wrong type and missing files give one problem line each, and no error. Per-layer statistics of long runs are read
+at regular intervals only, because their lines are long.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import checkpoint_directory, read_json, read_tracker
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.safe_files import open_regular
-from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, Record, decode, record_losses
+from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, Record, decode
+from megatron.training.observe.records import kinds
 
 STATISTICS_POINTS = 1000
 """Iterations whose per-layer statistics are read."""
@@ -26,6 +28,8 @@ COMMON_FOLDERS = re.compile(r"(?i)(checkpoint|ckpt|log|model|output|run|save|wei
 QUIET_SECONDS = 600.0
 """A run without a recorded end is running if its files changed within this time, or within ten log intervals."""
 LOG_LINES = 200
+HEAD = ("iteration", "consumed_samples", "time")
+"""Numbers in every record."""
 _STATISTICS = b', "statistics": {'  # the last key, as train_record writes it
 _NOTABLE = re.compile(r"(?i)\b(error|warning|traceback|exception|failed|fault|killed)\b")
 
@@ -41,6 +45,11 @@ class Series:
         self.x.append(x)
         self.y.append(y)
 
+    def over(self, positions: Mapping[int, float]) -> Series:
+        """Return the points whose iteration has a position (samples, tokens), over positions."""
+        points = [(positions[x], y) for x, y in zip(self.x, self.y) if x in positions]
+        return Series(*map(list, zip(*points))) if points else Series()
+
 
 class Event(NamedTuple):
     """Row of the timeline."""
@@ -53,29 +62,27 @@ class Event(NamedTuple):
     """Unix seconds."""
 
 
-class SampleText(NamedTuple):
-    """Text that the model wrote after ``iteration``."""
-
-    iteration: int
-    prompt: str
-    text: str
-    cut: bool = False
-    """Whether the text ended at --sample-tokens, not at an end-of-document token."""
-
-
 @dataclass
 class Run:
     """A run as its files describe it."""
 
     folder: Path
+    label: str = ""
+    """Name next to other runs."""
     status: str = ""
     """running, finished, stopped, failed or silent."""
     reason: str = ""
     train: dict[str, Series] = field(default_factory=dict)
     evaluation: dict[tuple[str, str], Series] = field(default_factory=dict)
     """By (loss, data set); "validation", "test" or ``SPLIT-NAME``."""
-    texts: dict[int, list[SampleText]] = field(default_factory=dict)
-    """Texts by number of the prompt, in the order of iterations."""
+    scores: dict[tuple[str, str], Series] = field(default_factory=dict)
+    """By (metric, task) of --eval-tasks."""
+    numbers: dict[str, dict[str, Series]] = field(default_factory=dict)
+    """Numbers by kind and field, of kinds without a reading function; ``FIELD/NAME`` from tables of a record."""
+    records: dict[str, list[Record]] = field(default_factory=dict)
+    """Complete records by kind, of kinds that keep them."""
+    consumed: dict[int, int] = field(default_factory=dict)
+    """Samples by iteration."""
     statistics: dict[str, Series] = field(default_factory=dict)
     timing: dict[str, Series] = field(default_factory=dict)
     """Measured values by name; ``parts/NAME`` and ``memory/NAME`` from the tables of a record."""
@@ -83,8 +90,10 @@ class Run:
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock seconds by use: iterations, evaluation, samples, checkpoint saving, repeated iterations."""
-    wall: float | None = None
-    """Seconds from the first start to the last record."""
+    first_start: float | None = None
+    """Time of the first start, Unix seconds."""
+    last_time: float | None = None
+    """Time of the last record."""
     num_skipped: int = 0
     num_nan: int = 0
     tokens: float = 0.0
@@ -95,8 +104,6 @@ class Run:
     device: str = ""
     start: Record = field(default_factory=dict)
     """Start record of the last process."""
-    plan: Record = field(default_factory=dict)
-    """Last comparison with the plan."""
     settings: dict[str, object] = field(default_factory=dict)
     """Settings that were given or differ from defaults."""
     all_settings: dict[str, object] = field(default_factory=dict)
@@ -104,6 +111,11 @@ class Run:
     versions: dict[str, object] = field(default_factory=dict)
     log_lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def wall(self) -> float | None:
+        """Seconds from the first start to the last record."""
+        return None if self.first_start is None or self.last_time is None else self.last_time - self.first_start
 
     @property
     def name(self) -> str:
@@ -128,6 +140,26 @@ class Run:
         if not (layers and width):
             return ""
         return f"{counted(layers, 'layer')} of {width}" + (f", {counted(experts, 'expert')}" if experts else "")
+
+    def add_numbers(self, record: Record) -> None:
+        """Add the numbers of a record to :attr:`numbers`."""
+        series = self.numbers.setdefault(record["kind"], {})
+        for key, value in flattened(record):
+            if key not in HEAD:
+                series.setdefault(key, Series()).add(record["iteration"], value)
+
+    def spend(self, use: str, seconds: float) -> None:
+        """Add seconds of a use of time."""
+        self.seconds[use] = self.seconds.get(use, 0.0) + seconds
+
+
+def flattened(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield name and value of the numbers of a record and of its tables."""
+    for key, value in record.items():
+        if isinstance(value, dict) and not prefix:
+            yield from flattened(value, f"{key}/")
+        elif is_number(value):
+            yield f"{prefix}{key}", value
 
 
 def is_number(value: object) -> bool:
@@ -155,18 +187,21 @@ def table(record: Record, key: str) -> dict[str, object]:
 def read_run(path: Path, now: float, log: Path | None = None) -> Run:
     """Read the run in ``path``, a folder or a metrics file. ``now``: Unix seconds, which decide whether a run without a
     recorded end is running. ``log``: file whose warnings and errors are listed. UserError without records."""
-    folder = path if path.is_dir() else path.parent
+    folder, known = path if path.is_dir() else path.parent, kinds()
     metrics = folder / METRICS_FILE if path.is_dir() else path
-    files = [file for file in (metrics, folder / TIMING_FILE) if file.is_file()]
+    names = sorted({kind.file for kind in known.values() if kind.file} - {METRICS_FILE})
+    files = [file for file in (metrics, *(folder / name for name in names)) if file.is_file()]
     if not files:
         raise UserError(f"{path}: no {METRICS_FILE} there; give the folder of --save or --tensorboard-dir")
     run = Run(folder)
-    if metrics.is_file():
-        for record in records(metrics, run.problems, every_statistics=_stride(metrics)):
-            _add_metrics(run, record)
-    else:
-        run.problems.append(f"{metrics.name}: missing: no losses")
-    _add_times(run)
+    for file, content in (metrics, "losses"), (folder / TIMING_FILE, "rates, memory, times and settings of processes"):
+        if file not in files:
+            run.problems.append(f"{file.name}: missing: no {content}")
+    for file in files:
+        for record in records(file, run.problems, every_statistics=_stride(file)):
+            kind = known.get(record["kind"])
+            (Run.add_numbers if kind is None or kind.read is None else kind.read)(run, record)
+            run.last_time = unix_time(record) or run.last_time
     if not run.train and not run.evaluation and not run.start:
         raise UserError(f"{metrics}: no record in it yet")
     _add_cuts(run)
@@ -206,120 +241,6 @@ def records(path: Path, problems: list[str], every_statistics: int = 1) -> Itera
         problems.append(f"{path.name}: {counted(bad, 'unreadable line')} skipped")
 
 
-def _add_metrics(run: Run, record: Record) -> None:
-    kind, iteration = record["kind"], record["iteration"]
-    if kind in ("valid", "test"):
-        name = record.get("dataset")
-        data = ("validation" if kind == "valid" else "test") + (f"-{name}" if isinstance(name, str) else "")
-        for loss, value in record_losses(record).items():
-            if is_number(value):
-                run.evaluation.setdefault((loss, data), Series()).add(iteration, value)
-        return
-    if kind == "sample":
-        which, prompt, text = (record.get(key) for key in ("number", "prompt", "text"))
-        if isinstance(which, int) and isinstance(prompt, str) and isinstance(text, str):
-            texts = run.texts.setdefault(which, [])
-            if texts and texts[-1].iteration == iteration:  # a complete run that was started again
-                texts.pop()
-            texts.append(SampleText(iteration, prompt, text, record.get("cut") is True))
-        return
-    if kind != "train":
-        return
-    for key, value in record.items():
-        if is_number(value) and key not in ("iteration", "consumed_samples"):
-            run.train.setdefault(key, Series()).add(iteration, value)
-    for key, statistic in table(record, "statistics").items():
-        if is_number(statistic):
-            run.statistics.setdefault(key, Series()).add(iteration, statistic)  # type: ignore[arg-type]
-    run.iteration, run.samples = iteration, int(number(record, "consumed_samples"))
-    run.tokens += number(record, "num_tokens")
-    if not run.losses:
-        run.losses = [name for name, value in record_losses(record).items() if is_number(value)]
-    if record.get("skipped") is True:
-        run.num_skipped += 1
-        run.events.append(Event(iteration, "skipped", "the weights were not updated"))
-    if record.get("nan") is True:
-        run.num_nan += 1
-        run.events.append(Event(iteration, "NaN", "a loss is NaN"))
-
-
-def _add_times(run: Run) -> None:
-    path = run.folder / TIMING_FILE
-    if not path.exists():
-        run.problems.append(f"{TIMING_FILE}: missing: no rates, memory, times and settings of processes")
-        return
-    first_start, last = None, None
-    for record in records(path, run.problems):
-        kind, iteration = record["kind"], record["iteration"]
-        when = unix_time(record)
-        last = when or last
-        if kind == "timing":
-            _add_timing(run, record)
-        elif kind == "save":
-            seconds, size = number(record, "seconds"), number(record, "bytes")
-            run.events.append(Event(iteration, "save", f"{seconds:.3g} s, {size / 1e9:.3g} GB", when))
-            _spend(run, "checkpoint saving", number(record, "stall_seconds"))
-        elif kind == "evaluation":
-            run.events.append(Event(iteration, "evaluation", f"{number(record, 'seconds'):.3g} s", when))
-            _spend(run, "evaluation", number(record, "seconds"))
-        elif kind == "generation":
-            _spend(run, "samples", number(record, "seconds"))
-        elif kind == "plan":
-            run.plan = record
-        elif kind in ("start", "end"):
-            _add_process(run, record, when)
-            first_start = when if first_start is None and kind == "start" else first_start
-    if first_start is not None and last is not None:
-        run.wall = last - first_start
-
-
-def _spend(run: Run, use: str, seconds: float) -> None:
-    run.seconds[use] = run.seconds.get(use, 0.0) + seconds
-
-
-def _add_timing(run: Run, record: Record) -> None:
-    for key in ("seconds_per_iteration", "tokens_per_second", "tflops_per_device", "mfu"):
-        if is_number(record.get(key)):
-            run.timing.setdefault(key, Series()).add(record["iteration"], record[key])
-    for prefix, key in (("memory", "memory"), ("parts", "parts_seconds")):
-        for name, value in table(record, key).items():
-            if is_number(value):
-                run.timing.setdefault(f"{prefix}/{name}", Series()).add(record["iteration"], value)  # type: ignore[arg-type]
-    _spend(run, "iterations", number(record, "iterations") * number(record, "seconds_per_iteration"))
-    run.device, run.world_size = str(record.get("device", "")), int(number(record, "world_size"))
-
-
-def _add_process(run: Run, record: Record, when: float | None) -> None:
-    iteration = record["iteration"]
-    if record["kind"] == "end":
-        failed = record.get("ending") == "failed"
-        run.status, run.reason = str(record.get("ending")), str(record.get("reason", ""))
-        run.events.append(Event(iteration, "failure" if failed else "end", run.reason, when))
-        return
-    is_restart = bool(run.start)
-    changed = changes(table(run.start, "settings"), table(record, "settings")) if is_restart else ""
-    text = f"{int(number(record, 'world_size'))} ranks" + (f"; changed settings: {changed}" if changed else "")
-    if is_restart and run.status == "" and not _cut_end(run.folder, iteration):
-        text += "; the process before recorded no end"
-    run.events.append(Event(iteration, "restart" if is_restart else "start", text, when))
-    run.start, run.status, run.reason = record, "", ""
-    run.settings, run.versions = table(record, "settings"), table(record, "environment")
-    run.train_iters = int(number(record, "train_iters"))
-    run.world_size = int(number(record, "world_size"))
-
-
-def _cut_end(folder: Path, iteration: int) -> bool:
-    """Whether a process that continued from ``iteration`` moved the end of an earlier one aside."""
-    path = folder / f"{TIMING_FILE}.cut-{iteration}"
-    return path.exists() and any(record["kind"] == "end" for record in records(path, []))
-
-
-def changes(before: dict[str, object], after: dict[str, object]) -> str:
-    """Return the settings that differ, such as ``lr 0.001 -> 0.002``."""
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return ", ".join(f"{name} {before.get(name)} -> {after.get(name)}" for name in names)
-
-
 def _add_cuts(run: Run) -> None:
     """Rollbacks: records that a resumed process moved to ``….cut-ITERATION``, their ends, and their lost time."""
     for path in sorted(run.folder.glob(f"{METRICS_FILE}.cut-*")):
@@ -335,7 +256,7 @@ def _add_cuts(run: Run) -> None:
         for record in records(path, []):
             if record["kind"] == "timing":
                 seconds = number(record, "iterations") * number(record, "seconds_per_iteration")
-                _spend(run, "repeated iterations", seconds)
+                run.spend("repeated iterations", seconds)
             elif record["kind"] == "end" and record.get("ending") == "failed":
                 text = str(record.get("reason", ""))
                 run.events.append(Event(record["iteration"], "failure", text, unix_time(record)))
