@@ -59,14 +59,12 @@ class Interval:
         if not steps:
             return None
         seconds, last = sum(step.metrics.elapsed for step in steps), steps[-1].metrics
-        rate = throughput.rate(flops, sum(float(step.metrics.num_tokens) for step in steps), seconds)
+        num_tokens = sum(float(step.metrics.num_tokens) for step in steps)
         names = ("learning_rate", "global_batch_size", "loss_scale", "grad_norm", "num_zeros", "params_norm")
         return {
             "iterations": len(steps),
             "seconds": seconds,
-            "tokens_per_second": rate.tokens_per_second,
-            "tflops_per_device": rate.tflops,
-            "mfu": rate.mfu,
+            **throughput.rate(flops, num_tokens, seconds),
             "parts_seconds": mean_parts([step.metrics.step_marks for step in steps]),
             "losses": mean_losses(steps),
             **{name: getattr(last, name) for name in names},

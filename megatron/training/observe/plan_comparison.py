@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from megatron.training.observe.metrics import Record
+
 SLOWER = 1.05
 HIDDEN = 0.02
 """Share of a step that the host must wait for the device, else the step is bound by the host."""
@@ -32,39 +34,24 @@ class Prediction(NamedTuple):
     """Relative error of the planner."""
 
 
-class Comparison(NamedTuple):
-    """Measured and predicted seconds of a step."""
+def worst_part(comparison: Record) -> str:
+    """Return the part with the largest excess."""
+    parts = comparison["parts_seconds"]
+    return max(parts, key=lambda name: parts[name]["measured"] - parts[name]["predicted"])
 
-    predicted: float
-    measured: float
-    limit: float
-    """Seconds above which the run is slower than planned."""
-    parts: dict[str, tuple[float, float]]
-    """(predicted, measured) seconds by part; both add up to about the step."""
-    apart: dict[str, float]
-    """Seconds per iteration outside of steps: evaluation, checkpoint saving."""
 
-    @property
-    def is_slower(self) -> bool:
-        return self.measured > self.limit
-
-    @property
-    def worst(self) -> str:
-        """Part with the largest excess."""
-        return max(self.parts, key=lambda name: self.parts[name][1] - self.parts[name][0])
-
-    def message(self, prediction: Prediction) -> str:
-        """Return the warning for the log, on one line."""
-        planned, measured = self.parts[self.worst]
-        shares = plan_shares(prediction.parts)
-        apart = "".join(f", {name} {seconds:.3g} s per iteration" for name, seconds in self.apart.items())
-        return (
-            f"an iteration takes {self.measured:.4g} s, planned on {prediction.gpu}: {self.predicted:.4g} s"
-            f" ({self.measured / self.predicted - 1:+.0%}; the planner's error is {prediction.error:.0%}). The largest"
-            f" difference is in {self.worst}: {measured:.3g} s, planned {planned:.3g} s. Plan: "
-            + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in shares.items())
-            + f". Outside of iterations{apart or ' nothing'}. See docs/guides/watching_a_run.md"
-        )
+def message(comparison: Record, prediction: Prediction) -> str:
+    """Return the warning for the log, on one line."""
+    worst, measured = worst_part(comparison), comparison["measured_seconds"]
+    times, shares = comparison["parts_seconds"][worst], plan_shares(prediction.parts)
+    apart = "".join(f", {name} {value:.3g} s per iteration" for name, value in comparison["apart_seconds"].items())
+    return (
+        f"an iteration takes {measured:.4g} s, planned on {prediction.gpu}: {prediction.seconds:.4g} s"
+        f" ({measured / prediction.seconds - 1:+.0%}; the planner's error is {prediction.error:.0%}). The largest"
+        f" difference is in {worst}: {times['measured']:.3g} s, planned {times['predicted']:.3g} s. Plan: "
+        + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in shares.items())
+        + f". Outside of iterations{apart or ' nothing'}. See docs/guides/watching_a_run.md"
+    )
 
 
 def plan_shares(parts: Mapping[str, float]) -> dict[str, float]:
@@ -78,9 +65,9 @@ def plan_shares(parts: Mapping[str, float]) -> dict[str, float]:
 
 def compare(
     prediction: Prediction, seconds: float, parts: Mapping[str, float], apart: Mapping[str, float] | None = None
-) -> Comparison:
-    """Compare one mean step of ``seconds``. ``parts``: as ``step_parts.mean_parts``; ``apart``: seconds outside of
-    steps."""
+) -> Record:
+    """Compare one mean step of ``seconds``; return the fields of a record of kind ``plan``. ``parts``: as
+    ``step_parts.mean_parts``; ``apart``: seconds outside of steps."""
     update = sum(prediction.parts.get(name, 0.0) for name in UPDATE_PARTS)
     host = prediction.parts.get("host", 0.0)
     planned = {FORWARD: prediction.seconds - update - host, UPDATE: update, DATA: 0.0, HOST: host}
@@ -91,44 +78,10 @@ def compare(
         measured = {FORWARD: min(planned[FORWARD], seconds), UPDATE: min(update, seconds)}
     measured[DATA] = min(data_wait, max(seconds - sum(measured.values()), 0.0))
     measured[HOST] = max(seconds - sum(measured.values()), 0.0)
-    return Comparison(
-        prediction.seconds,
-        seconds,
-        prediction.seconds * (1 + prediction.error) * SLOWER,
-        {name: (planned[name], measured[name]) for name in planned},
-        {name: value for name, value in (apart or {}).items() if value > 0},
-    )
-
-
-class PlanWatch:
-    """Collects the iterations after a warm-up, until there are enough to compare them with the plan once. Iterations
-    with another batch size than the planned one, and skipped ones, do not count."""
-
-    WARM_UP, ENOUGH = 10, 20
-
-    def __init__(self, prediction: Prediction, first_iteration: int) -> None:
-        self.prediction, self.first_iteration = prediction, first_iteration
-        self.steps, self.seconds, self.done = 0, 0.0, False
-        self.parts: dict[str, float] = {}
-        self.apart: dict[str, float] = {}
-
-    def add_apart(self, name: str, seconds: float) -> None:
-        """Add seconds of an evaluation or a save after the warm-up."""
-        if self.steps == 0 or self.done:
-            return
-        self.apart[name] = self.apart.get(name, 0.0) + seconds
-
-    def add(self, first: int, number: int, seconds: float, parts: Mapping[str, float]) -> Comparison | None:
-        """Add ``number`` iterations from ``first`` on, of ``seconds`` in total, with mean ``parts``. Return the
-        comparison once there are enough iterations, else None."""
-        if self.done or first < self.first_iteration + self.WARM_UP:
-            return None
-        self.steps, self.seconds = self.steps + number, self.seconds + seconds
-        for name, value in parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + value * number
-        if self.steps < self.ENOUGH:
-            return None
-        self.done = True
-        means = {name: value / self.steps for name, value in self.parts.items()}
-        apart = {name: value / self.steps for name, value in self.apart.items()}
-        return compare(self.prediction, self.seconds / self.steps, means, apart)
+    return {
+        "predicted_seconds": prediction.seconds,
+        "measured_seconds": seconds,
+        "limit_seconds": prediction.seconds * (1 + prediction.error) * SLOWER,
+        "parts_seconds": {name: {"predicted": planned[name], "measured": measured[name]} for name in planned},
+        "apart_seconds": {name: value for name, value in (apart or {}).items() if value > 0},
+    }

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -79,17 +78,6 @@ def mfu(tflops: float, device_name: str, precision: str = "bf16") -> float | Non
     return share
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Throughput per device and in total."""
-
-    tflops: float | None
-    """Model TFLOP/s per device; None for a task that does not count FLOPs."""
-    tokens_per_second: float
-    """Tokens per second, summed over all devices."""
-    mfu: float | None
-
-
 class Throughput:
     """Converts counts and seconds to rates for one kind of device. An MFU above 1 is logged as an error, once."""
 
@@ -97,24 +85,20 @@ class Throughput:
         self.world_size, self.device_name, self.precision = world_size, device_name, precision
         self._reported = False
 
-    def rate(self, flops: float, num_tokens: float, elapsed: float) -> Rate:
-        """Return the rates for ``flops`` (0: not counted) and ``num_tokens``, both of all devices, in ``elapsed``
-        seconds. Without flops, tflops and mfu are None; without elapsed time, all rates are 0 or None. An MFU above 1
-        becomes None and is logged once; nothing is raised."""
-        if elapsed <= 0:
-            return Rate(None, 0.0, None)
-        tokens = num_tokens / elapsed
-        if flops <= 0:
-            return Rate(None, tokens, None)
-        tflops = flops / elapsed / self.world_size / 1e12
+    def rate(self, flops: float, num_tokens: float, elapsed: float) -> dict[str, float | None]:
+        """Return ``tokens_per_second`` of all devices, ``tflops_per_device`` and ``mfu`` for ``flops`` (0: not counted)
+        and ``num_tokens``, both of all devices, in ``elapsed`` seconds. Unknown values are None; without time the token
+        rate is 0. An MFU above 1 becomes None and is logged once; nothing is raised."""
+        tokens = num_tokens / elapsed if elapsed > 0 else 0.0
+        tflops = flops / elapsed / self.world_size / 1e12 if elapsed > 0 and flops > 0 else None
         try:
-            share = mfu(tflops, self.device_name, self.precision)
+            share = None if tflops is None else mfu(tflops, self.device_name, self.precision)
         except ThroughputError as error:
             share = None
             if not self._reported:
                 logger.error("%s", error)
             self._reported = True
-        return Rate(tflops, tokens, share)
+        return {"tokens_per_second": tokens, "tflops_per_device": tflops, "mfu": share}
 
 
 def device_name() -> str:

@@ -6,7 +6,7 @@ from html import escape
 
 from megatron.training.observe.metrics import TIMING_FILE, Record
 from megatron.training.observe.page.charts import Section
-from megatron.training.observe.plan_comparison import Comparison, plan_shares
+from megatron.training.observe.plan_comparison import plan_shares
 from megatron.training.observe.records import RecordKind
 from megatron.training.observe.run_folder import Run, is_number, number, table
 
@@ -54,14 +54,3 @@ PLAN = RecordKind(
     page=_sections,
 )
 KINDS = (PLAN,)
-
-
-def plan_values(comparison: Comparison) -> Record:
-    """Return the fields of a record of :data:`PLAN`."""
-    return {
-        "predicted_seconds": comparison.predicted,
-        "measured_seconds": comparison.measured,
-        "limit_seconds": comparison.limit,
-        "parts_seconds": {name: {"predicted": a, "measured": b} for name, (a, b) in comparison.parts.items()},
-        "apart_seconds": comparison.apart,
-    }

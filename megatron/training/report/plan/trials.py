@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from megatron.core.config.errors import UserError
 from megatron.core.models.registry import programs
+from megatron.training.observe.run_folder import Series, read_run
 from megatron.training.report.plan.search import Layout
 
 ITERATIONS, WARMUP = 8, 3
@@ -46,7 +46,5 @@ def try_layout(layout: Layout, ranks: int, program: str, flags: Sequence[str], t
         if result.returncode:
             sys.stderr.write("".join(result.stderr.splitlines(keepends=True)[-5:]))
             return None
-        lines = (Path(folder) / "timing.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    seconds = [record["seconds_per_iteration"] for record in records if record.get("kind") == "timing"]
+        seconds = read_run(Path(folder), 0.0).timing.get("seconds_per_iteration", Series()).y
     return statistics.median(seconds[WARMUP:]) if len(seconds) > WARMUP else None

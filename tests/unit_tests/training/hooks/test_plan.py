@@ -7,9 +7,13 @@ import pytest
 from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.plan import PlanHook
 from megatron.training.hooks.sinks import FileSink
+from megatron.training.observe.kinds.evaluation import EVALUATION
+from megatron.training.observe.kinds.train import INTERVAL
 from megatron.training.observe.metrics import read_metrics
 from megatron.training.observe.plan_comparison import Prediction
+from megatron.training.observe.records import RunInfo
 from megatron.training.observe.step_parts import StepMarks, mark, mean_parts
+from megatron.training.train_state import TrainState
 from tests.unit_tests.training.hooks.conftest import BATCH, step_metrics
 
 PREDICTION = Prediction("H100", 0.2, {"GEMM": 0.18, "optimizer": 0.02}, error=0.03)
@@ -56,6 +60,29 @@ def test_time_of_saves_and_evaluations_is_apart(tmp_path, simulated_run, monkeyp
     (record,) = (record for record in read_metrics(tmp_path / "timing.jsonl") if record["kind"] == "plan")
     times = {"evaluation": pytest.approx(3 / 20), "checkpoint saving": pytest.approx(0.5 / 20)}
     assert record["apart_seconds"] == times
+
+
+def test_the_plan_is_compared_once_after_the_warm_up():
+    """Intervals of a run that resumed at iteration 100."""
+    emitted, hook = [], PlanHook(PREDICTION, BATCH)
+    emit = lambda kind, values: emitted.append(values)  # noqa: E731
+    hook.on_start(RunInfo(state=TrainState(100), train_iters=300, emit=emit))
+
+    def add(first, number, seconds, update):
+        parts = {"forward_backward": 0.85, "update": update, "data_wait": 0.2, "device_wait": 0.5}
+        values = {"iterations": number, "seconds": seconds, "parts_seconds": parts}
+        hook.on_record(INTERVAL, INTERVAL.record(first + number - 1, 0, values))
+
+    add(101, 1, 60.0, 0.15)  # compiles
+    add(102, 9, 90.0, 0.15)
+    hook.on_record(EVALUATION, EVALUATION.record(110, 0, {"seconds": 100.0}))  # in the warm-up
+    add(111, 10, 13.0, 0.15)
+    hook.on_record(EVALUATION, EVALUATION.record(120, 0, {"seconds": 4.0}))
+    add(121, 10, 11.0, 0.35)
+    add(131, 50, 500.0, 0.15)
+    (comparison,) = emitted
+    assert comparison["measured_seconds"] == pytest.approx(1.2) and comparison["apart_seconds"] == {"evaluation": 0.2}
+    assert comparison["parts_seconds"]["update"]["measured"] == pytest.approx(0.25)
 
 
 class Event:

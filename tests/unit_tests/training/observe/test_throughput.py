@@ -67,26 +67,26 @@ def test_mfu_above_one_is_an_error():
 def test_mfu_of_an_unknown_device_is_not_guessed():
     assert mfu(123.0, "CPU") is None
     rate = Throughput(2, "CPU").rate(flops=2e12, num_tokens=1000, elapsed=0.5)
-    assert rate.tflops == 2.0 and rate.mfu is None
+    assert rate["tflops_per_device"] == 2.0 and rate["mfu"] is None
 
 
 def test_rates_per_device_and_in_all():
     rate = Throughput(4, "NVIDIA H200").rate(flops=4 * 395.76e12 * 2, num_tokens=8000, elapsed=2.0)
-    assert rate.tflops == pytest.approx(395.76) and rate.mfu == pytest.approx(0.4)
-    assert rate.tokens_per_second == 4000
+    assert rate["tflops_per_device"] == pytest.approx(395.76) and rate["mfu"] == pytest.approx(0.4)
+    assert rate["tokens_per_second"] == 4000
 
 
 def test_impossible_rates_are_logged_as_an_error_once_and_not_reported(caplog):
     throughput = Throughput(1, "NVIDIA H200")
     with caplog.at_level(logging.ERROR):
         rates = [throughput.rate(flops=5e15, num_tokens=1, elapsed=1.0) for _ in range(3)]
-    assert all(rate.mfu is None for rate in rates) and len(caplog.records) == 1
+    assert all(rate["mfu"] is None for rate in rates) and len(caplog.records) == 1
 
 
 def test_no_time_and_no_flops_give_no_number():
-    assert Throughput(1, H100).rate(1e12, 10, 0.0).tflops is None
+    assert Throughput(1, H100).rate(1e12, 10, 0.0)["tflops_per_device"] is None
     rate = Throughput(1, H100).rate(0.0, 10, 1.0)
-    assert rate.tflops is None and rate.mfu is None and rate.tokens_per_second == 10
+    assert rate == {"tokens_per_second": 10, "tflops_per_device": None, "mfu": None}
 
 
 def test_memory_of_a_cpu_process_is_its_resident_set():

@@ -7,8 +7,6 @@ import pytest
 
 from megatron.console import run_tool
 from megatron.core.config.errors import UserError
-from megatron.core.pipeline_parallel.choose import choose_schedule
-from megatron.core.pipeline_parallel.simulate import simulate, unit_costs
 from megatron.tools.plan import parse_count
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
@@ -18,7 +16,7 @@ from megatron.training.report.plan import search as search_module
 from megatron.training.report.plan import step_time
 from megatron.training.report.plan.bounds import Bounds
 from megatron.training.report.plan.cluster import build_cluster, find_gpu, gpu_kinds, kind_of_device
-from megatron.training.report.plan.goodput import expected_maximum, goodput, simulate_ranks
+from megatron.training.report.plan.goodput import expected_maximum, goodput
 from megatron.training.report.plan.search import HEADROOM, RECOMPUTATION, apply, layout_sizes, layout_variants, search
 from megatron.training.report.plan.step_time import gemm_seconds, predict_step
 from megatron.training.report.plan.summary import predict_run, prediction_rows, straggler_factor
@@ -351,14 +349,6 @@ def test_goodput_matches_youngs_interval():
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 0.0), (8, 1.42), (100, 2.51), (1000, 3.24), (16384, 3.97)])
 def test_expected_maximum_of_ranks(ranks, expected):
     assert expected_maximum(ranks) == pytest.approx(expected, abs=0.02)
-
-
-def test_simulation_of_16384_ranks_matches_one_replica_without_noise():
-    schedule = choose_schedule(None, 16, 8, 64)
-    expected = simulate(schedule, unit_costs()).duration
-    assert simulate_ranks(schedule, unit_costs(), 1024, tp=8, noise=0.0) == pytest.approx(expected)
-    slow = simulate_ranks(schedule, unit_costs(), 1024, tp=8, noise=0.0, slow={5000: 1.3})
-    assert 1.2 < slow / expected < 1.31
 
 
 def test_trial_runs_a_tiny_model_on_gloo():
