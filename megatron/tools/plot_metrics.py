@@ -70,7 +70,7 @@ def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
         tokens = dict(zip(counts.x, itertools.accumulate(counts.y)))
         positions: Mapping[int, float] = run.consumed if x_axis == "samples" else tokens
         run.train = {name: series.over(positions) for name, series in run.train.items()}
-        run.timing = {name: series.over(positions) for name, series in run.timing.items()}
+        run.numbers["timing"] = {name: series.over(positions) for name, series in run.timing.items()}
         run.evaluation = {name: series.over(positions) for name, series in run.evaluation.items()}
     return run
 
@@ -153,7 +153,7 @@ def draw(runs: list[Run], output: Path, *, keys: list[str] | None, smooth: float
 def draw_panel(axes: Axes, runs: list[Run], key: str, smooth: float | None, x_label: str, is_main: bool) -> None:
     """Draw one metric of all runs: raw training curve, smoothed curve on top, evaluations with markers."""
     noisy, limit = key.endswith(("loss", "norm")), spike_limit(runs, key)
-    for run, color in zip(runs, colors_for(len(runs))):
+    for run, color in zip(runs, itertools.cycle(COLORS)):
         prefix = f"{run.label}: " if len(runs) > 1 else ""
         sets = [(name, points) for (loss, name), points in run.evaluation.items() if loss == key]
         series = run.train.get(key) or run.timing.get(key)
@@ -237,10 +237,6 @@ def draw_line(axes: Axes, series: Series, color: str, label: str, smooth: float 
     points = [(x, y) for x, y in zip(series.x, series.y) if y <= limit]
     mean = smoothed(Series(*map(list, zip(*points))), smooth or max(1.0, len(series.x) / 100))
     axes.plot(mean.x, mean.y, color=color, linewidth=1.8, label=f"{label}, smoothed")
-
-
-def colors_for(count: int) -> list[str]:
-    return [COLORS[index % len(COLORS)] for index in range(count)]
 
 
 # ---- terminal

@@ -77,7 +77,7 @@ TRAINING = {
     "trained_model": "core arguments checkpoint config initialize stored_settings tasks",
     "components": "core checkpoint data evaluate hooks start tasks train_state",
     "checks": "core components config exits hooks observe train_state",
-    "generation": "core components config observe rules",
+    "generation": "core components config exits observe rules",
     "trainer": "core checkpoint checks components config evaluate exits generation hooks initialize observe start",
     "watchdog": "components core config exits hooks initialize observe start train_state",
     "run":

@@ -9,8 +9,7 @@ from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.generation.task_scores import TaskScores
 from megatron.training.generation.text_samples import TextSamples
-from megatron.training.observe.metrics import Record
-from megatron.training.observe.records import RecordKind
+from megatron.training.observe.records import Record, RecordKind
 
 
 class PeriodicWork(Protocol):

@@ -15,8 +15,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exits.conditions import every
 from megatron.training.generation.live_engine import LiveEngine
 from megatron.training.observe.kinds.evaluation import TASK
-from megatron.training.observe.metrics import Record
-from megatron.training.observe.records import RecordKind
+from megatron.training.observe.records import Record, RecordKind
 
 FLAG = "--eval-tasks"
 _SEQUENCES = 16

@@ -16,8 +16,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exits.conditions import every
 from megatron.training.generation.live_engine import LiveEngine
 from megatron.training.observe.kinds.sample import GENERATION, SAMPLE
-from megatron.training.observe.metrics import Record
-from megatron.training.observe.records import RecordKind
+from megatron.training.observe.records import Record, RecordKind
 from megatron.training.rules.inputs import read_sample_prompts
 
 FLAG = "--sample-prompts"

@@ -9,8 +9,8 @@ from megatron.core.config.errors import UserError
 from megatron.training.hooks.interval import Interval
 from megatron.training.observe.kinds.process import START, start_values
 from megatron.training.observe.kinds.train import INTERVAL, TRAIN, train_values
-from megatron.training.observe.metrics import Record, StepMetrics
-from megatron.training.observe.records import RecordKind, RunInfo, register
+from megatron.training.observe.metrics import StepMetrics
+from megatron.training.observe.records import Record, RecordKind, RunInfo, register
 from megatron.training.observe.throughput import Throughput
 from megatron.training.train_state import TrainState
 

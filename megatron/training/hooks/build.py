@@ -18,7 +18,6 @@ from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook, tr
 from megatron.training.hooks.progress import ProgressHook
 from megatron.training.hooks.sinks import FileSink, PageHook, TensorBoardSink, WandbSink, missing_package
 from megatron.training.hooks.timing import TimingHook
-from megatron.training.observe.metrics import metrics_directory
 from megatron.training.observe.records import RunInfo
 
 logger = logging.getLogger(__name__)
@@ -31,8 +30,8 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     last the page of the run, which reads the files.
     Raises UserError on a rank whose hook lacks its package or companion flag."""
     checkpoint = cfg.checkpoint
-    directory = metrics_directory(checkpoint.save, cfg.logging.tensorboard_dir)
-    files = FileSink(directory) if run.is_log_rank and directory else None
+    folder = checkpoint.save or cfg.logging.tensorboard_dir
+    files = FileSink(Path(folder)) if run.is_log_rank and folder else None
     hooks: list[Hook] = [] if files is None else [files]
     if run.is_log_rank:
         hooks.append(console(cfg))
@@ -53,8 +52,8 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
 
         hooks.append(HuggingFaceHook(checkpoint.save, checkpoint.save_hf_interval, checkpoint.load_hf))
     hooks += profilers(cfg, run)
-    if files and directory and cfg.logging.write_report and run.trains:
-        hooks.append(only_for("report.html", PageHook(directory)))
+    if files and folder and cfg.logging.write_report and run.trains:
+        hooks.append(only_for("report.html", PageHook(Path(folder))))
     return hooks
 
 

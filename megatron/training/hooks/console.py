@@ -8,14 +8,15 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TextIO
 
 from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.kinds.train import INTERVAL
-from megatron.training.observe.metrics import Record, StepMetrics
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.metrics import StepMetrics
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 from megatron.training.observe.throughput import cuda_memory_megabytes
 from megatron.training.train_state import TrainState
 
@@ -57,36 +58,30 @@ def stdout_logger() -> logging.Logger:
     return lines
 
 
-class RemainingTime:
-    """Estimate of the remaining training time from the pace since the first log point. Evaluations and checkpoints are
-    included; the first iteration, which compiles and allocates, is not."""
+@dataclass
+class Pace:
+    """Pace since a first iteration, with evaluations and checkpoints."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self.clock = clock
-        self.first: tuple[int, float] | None = None
-        self.said = 0.0
+    first: tuple[int, float] | None = None
 
-    def line(self, iteration: int, train_iters: int, now: datetime) -> str | None:
-        """Return the line with the remaining time and the expected end. Returns None at the first call, which starts
-        the measurement, within ``REMAINING_SECONDS`` after the last line, and at the end of training."""
-        seconds = self.clock()
-        if self.first is None:
-            self.first, self.said = (iteration, seconds), seconds
+    def start(self, iteration: int, now: float) -> bool:
+        """Start at this iteration and time unless the pace has started; return whether it starts now."""
+        starts = self.first is None
+        self.first = self.first or (iteration, now)
+        return starts
+
+    def remaining(self, iteration: int, train_iters: int, now: float) -> float | None:
+        """Return the remaining seconds at ``now``; None if unknown."""
+        if self.first is None or iteration <= self.first[0]:
             return None
-        if seconds - self.said < REMAINING_SECONDS or iteration >= train_iters:
-            return None
-        self.said = seconds
-        first_iteration, first_seconds = self.first
-        pace = (seconds - first_seconds) / (iteration - first_iteration)
-        left = timedelta(seconds=round(pace * (train_iters - iteration)))
-        return f"     time remaining: {left} | complete about: {now + left:%Y-%m-%d %H:%M}"
+        return (now - self.first[1]) / (iteration - self.first[0]) * (train_iters - iteration)
 
 
 class ConsoleHook(Hook):
     """Prints the lines of records. Use on the last rank."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self.remaining = RemainingTime(clock)
+        self.clock, self.pace, self.last_estimate = clock, Pace(), 0.0
         self.lines = stdout_logger()
 
     def on_start(self, run: RunInfo) -> None:
@@ -97,9 +92,17 @@ class ConsoleHook(Hook):
         for line in kind.console(record, self.run):
             self.lines.info("%s", line)
         if kind is INTERVAL:
-            time_left = self.remaining.line(record["iteration"], self.run.train_iters, datetime.now())
-            if time_left is not None:
-                self.lines.info("%s", time_left)
+            self._estimate(record["iteration"], self.clock())
+
+    def _estimate(self, iteration: int, now: float) -> None:
+        # the first iteration compiles and allocates: the pace starts after it
+        if self.pace.start(iteration, now) or iteration >= self.run.train_iters:
+            self.last_estimate = self.last_estimate or now
+        elif now - self.last_estimate >= REMAINING_SECONDS:
+            self.last_estimate = now
+            left = timedelta(seconds=round(self.pace.remaining(iteration, self.run.train_iters, now) or 0.0))
+            end = datetime.now() + left
+            self.lines.info("     time remaining: %s | complete about: %s", left, f"{end:%Y-%m-%d %H:%M}")
 
 
 class MemoryHook(Hook):

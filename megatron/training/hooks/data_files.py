@@ -21,8 +21,8 @@ from megatron.training.exits.conditions import every
 from megatron.training.exits.endings import notify_launcher, say
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.kinds.save import SAVING
-from megatron.training.observe.metrics import Record, StepMetrics
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.metrics import StepMetrics
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from megatron.export.hf.side_files import CONFIG
 from megatron.export.native import load_native
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.kinds.save import SAVE
-from megatron.training.observe.metrics import Record
-from megatron.training.observe.records import RecordKind
+from megatron.training.observe.records import Record, RecordKind
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.training.hooks.base import Hook
+from megatron.training.hooks.console import Pace
 from megatron.training.observe.kinds.evaluation import SPLITS, TASK, TEST, VALID
 from megatron.training.observe.kinds.timing import TIMING
 from megatron.training.observe.kinds.train import INTERVAL, TRAIN
-from megatron.training.observe.metrics import Record, StepMetrics, record_losses
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.metrics import StepMetrics, record_losses
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 from megatron.training.train_state import TrainState
 
 REDRAW_SECONDS = 0.25
@@ -37,7 +38,7 @@ class LiveHook(Hook):
         self.console = Console(file=sys.stdout, force_terminal=True)
         self.live = Live(console=self.console, auto_refresh=False, transient=False, vertical_overflow="visible")
         self.train_iters, self.iteration, self.drawn = 0, 0, -REDRAW_SECONDS
-        self.first: tuple[int, float] | None = None
+        self.pace = Pace()
         self.rows: dict[str, str] = {}
         self.handlers: list[logging.StreamHandler] = []
 
@@ -56,8 +57,7 @@ class LiveHook(Hook):
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
         """Advance the bar; redraws at most every ``REDRAW_SECONDS`` and reads no device value."""
         self.iteration, now = state.iteration, self.seconds()
-        if self.first is None:
-            self.first = state.iteration, now  # without the first iteration, which compiles and allocates
+        self.pace.start(state.iteration, now)  # without the first iteration, which compiles and allocates
         if now - self.drawn >= REDRAW_SECONDS:
             self._draw(now)
 
@@ -98,15 +98,9 @@ class LiveHook(Hook):
             handler.setStream(sys.stdout)
         self.handlers.clear()
 
-    def remaining(self, now: float) -> float | None:
-        """Return the seconds that are left by the pace since the first iteration of this process; None if unknown."""
-        if self.first is None or self.iteration <= self.first[0]:
-            return None
-        return (now - self.first[1]) / (self.iteration - self.first[0]) * (self.train_iters - self.iteration)
-
     def _draw(self, now: float) -> None:
         self.drawn = now
-        left = self.remaining(now)
+        left = self.pace.remaining(self.iteration, self.train_iters, now)
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)

@@ -11,9 +11,8 @@ from megatron.training.observe.kinds.plan import PLAN
 from megatron.training.observe.kinds.sample import GENERATION
 from megatron.training.observe.kinds.save import SAVE
 from megatron.training.observe.kinds.train import INTERVAL, TRAIN
-from megatron.training.observe.metrics import Record
 from megatron.training.observe.plan_comparison import Prediction, compare, message
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 
 logger = logging.getLogger(__name__)
 

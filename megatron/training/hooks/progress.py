@@ -10,8 +10,7 @@ from pathlib import Path
 from megatron.core.safe_files import open_to_append, read_file
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.kinds.save import SAVE, SAVING
-from megatron.training.observe.metrics import Record
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from megatron.training.config.logging import LoggingConfig
 from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.kinds.train import TRAIN
-from megatron.training.observe.metrics import METRICS_FILE, MetricsFile, Record, read_metrics
+from megatron.training.observe.metrics import METRICS_FILE, MetricsFile, read_metrics
 from megatron.training.observe.page.page import PAGE_FILE, write_page
-from megatron.training.observe.records import RecordKind, RunInfo, kinds, points
+from megatron.training.observe.records import Record, RecordKind, RunInfo, kinds, points
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -6,8 +6,7 @@ from megatron.core.timers import Timers
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.kinds.timing import TIMERS, TIMING
 from megatron.training.observe.kinds.train import INTERVAL
-from megatron.training.observe.metrics import Record
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 from megatron.training.observe.throughput import memory_bytes
 
 

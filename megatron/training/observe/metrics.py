@@ -201,12 +201,6 @@ def read_metrics(path: str | os.PathLike) -> Iterator[Record]:
                 yield record
 
 
-def metrics_directory(save: str | None, tensorboard_dir: str | None) -> Path | None:
-    """Return the folder of a run's metrics files: --save, else --tensorboard-dir, else None."""
-    directory = save or tensorboard_dir
-    return Path(directory) if directory else None
-
-
 class MetricsFile:
     """Append-only file of JSON lines, written by one rank. Its errors never stop training: if the disk is full or not
     writable, warn once, truncate the file to its last complete record, and buffer the records in memory (at most

@@ -78,14 +78,12 @@ class Run:
     scores: dict[tuple[str, str], Series] = field(default_factory=dict)
     """By (metric, task) of --eval-tasks."""
     numbers: dict[str, dict[str, Series]] = field(default_factory=dict)
-    """Numbers by kind and field, of kinds without a reading function; ``FIELD/NAME`` from tables of a record."""
+    """Numbers by kind and field, or ``FIELD/NAME`` from tables; of ``timing`` and kinds without a reading function."""
     records: dict[str, list[Record]] = field(default_factory=dict)
     """Complete records by kind, of kinds that keep them."""
     consumed: dict[int, int] = field(default_factory=dict)
     """Samples by iteration."""
     statistics: dict[str, Series] = field(default_factory=dict)
-    timing: dict[str, Series] = field(default_factory=dict)
-    """Measured values by name; ``parts/NAME`` and ``memory/NAME`` from the tables of a record."""
     losses: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -111,6 +109,11 @@ class Run:
     versions: dict[str, object] = field(default_factory=dict)
     log_lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def timing(self) -> dict[str, Series]:
+        """Measured values by field."""
+        return self.numbers.setdefault("timing", {})
 
     @property
     def wall(self) -> float | None:
@@ -154,7 +157,7 @@ class Run:
 
 
 def flattened(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield name and value of the numbers of a record and of its tables."""
+    """Yield name and value of each number of a record and its tables."""
     for key, value in record.items():
         if isinstance(value, dict) and not prefix:
             yield from flattened(value, f"{key}/")

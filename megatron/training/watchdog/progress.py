@@ -18,8 +18,8 @@ from megatron.training.hooks.base import Hook
 from megatron.training.observe.kinds.evaluation import TASK, TEST, VALID
 from megatron.training.observe.kinds.sample import SAMPLE
 from megatron.training.observe.kinds.save import SAVE, SAVE_WAIT, SAVING
-from megatron.training.observe.metrics import Record, StepMetrics
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.metrics import StepMetrics
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 from megatron.training.train_state import TrainState
 
 STARTING = "starting"

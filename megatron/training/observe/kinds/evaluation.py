@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, Record, record_losses
+from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, record_losses
 from megatron.training.observe.page.charts import Chart, Line, Section, slug
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 from megatron.training.observe.run_folder import Event, Run, Series, is_number, number, unix_time
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from megatron.training.observe.metrics import TIMING_FILE, Record
+from megatron.training.observe.metrics import TIMING_FILE
 from megatron.training.observe.page.charts import Section
 from megatron.training.observe.plan_comparison import plan_shares
-from megatron.training.observe.records import RecordKind
+from megatron.training.observe.records import Record, RecordKind
 from megatron.training.observe.run_folder import Run, is_number, number, table
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from megatron.training.observe.metrics import TIMING_FILE, Record
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.metrics import TIMING_FILE
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 from megatron.training.observe.run_folder import Event, Run, number, records, table, unix_time
 
 Ending = Literal["finished", "stopped", "failed"]

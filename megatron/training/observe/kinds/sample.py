@@ -6,15 +6,15 @@ import json
 from html import escape
 
 from megatron.core.config.errors import printable
-from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, Record
+from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE
 from megatron.training.observe.page.charts import Section, evenly
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 from megatron.training.observe.run_folder import Run, number
 
 MOST_TEXTS = 8
 """Samples per prompt on a page, evenly spaced over the run, the first and the last among them."""
 MOST_CHARACTERS = 4000
-"""Characters of a prompt and of a text on a page."""
+"""Characters of a prompt or text on a page."""
 
 
 def _lines(record: Record, run: RunInfo) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.training.observe.metrics import TIMING_FILE, Record
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.metrics import TIMING_FILE
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 from megatron.training.observe.run_folder import Event, Run, number, unix_time
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.training.observe.metrics import TIMING_FILE, Record
+from megatron.training.observe.kinds.train import RATES
+from megatron.training.observe.metrics import TIMING_FILE
 from megatron.training.observe.page.charts import Chart, Line, Section, slug
-from megatron.training.observe.records import RecordKind, RunInfo
-from megatron.training.observe.run_folder import Run, Series, is_number, number, table
+from megatron.training.observe.records import Record, RecordKind, RunInfo
+from megatron.training.observe.run_folder import Run, Series, number
 
 PARTS = {
-    "parts/forward_backward": "forward and backward",
-    "parts/update": "update and reduction",
-    "parts/data_wait": "host waits for data",
-    "parts/device_wait": "host waits for device",
+    "parts_seconds/forward_backward": "forward and backward",
+    "parts_seconds/update": "update and reduction",
+    "parts_seconds/data_wait": "host waits for data",
+    "parts_seconds/device_wait": "host waits for device",
 }
 
 
@@ -31,13 +32,7 @@ def _timing_tags(record: Record, run: RunInfo) -> Mapping[str, float | None]:
 
 
 def _read_timing(run: Run, record: Record) -> None:
-    for key in ("seconds_per_iteration", "tokens_per_second", "tflops_per_device", "mfu"):
-        if is_number(record.get(key)):
-            run.timing.setdefault(key, Series()).add(record["iteration"], record[key])
-    for prefix, key in (("memory", "memory"), ("parts", "parts_seconds")):
-        for name, value in table(record, key).items():
-            if is_number(value):
-                run.timing.setdefault(f"{prefix}/{name}", Series()).add(record["iteration"], value)  # type: ignore[arg-type]
+    run.add_numbers(record)
     run.spend("iterations", number(record, "iterations") * number(record, "seconds_per_iteration"))
     run.device, run.world_size = str(record.get("device", "")), int(number(record, "world_size"))
 
@@ -75,9 +70,7 @@ TIMING = RecordKind(
     fields={
         "iterations": "iterations since the last log point",
         "seconds_per_iteration": "mean seconds, without evaluation and saving",
-        "tokens_per_second": "tokens that the loss counts, of all devices",
-        "tflops_per_device": "model TFLOP/s per device; null for a task that does not count FLOPs",
-        "mfu": "model TFLOP/s over the dense peak; null for unknown devices",
+        **RATES,
         "world_size": "ranks",
         "device": "name of the device",
         "memory": "bytes by name: memory_bytes",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 
-from megatron.training.observe.metrics import METRICS_FILE, Record, StepMetrics, record_losses
+from megatron.training.observe.metrics import METRICS_FILE, StepMetrics, record_losses
 from megatron.training.observe.page.charts import Chart, Line, Section, evenly, slug
-from megatron.training.observe.records import RecordKind, RunInfo
+from megatron.training.observe.records import Record, RecordKind, RunInfo
 from megatron.training.observe.run_folder import HEAD, Event, Run, Series, is_number, number, table
 
 MOST_LAYERS = 8
@@ -192,12 +192,17 @@ def _interval_lines(record: Record, run: RunInfo) -> list[str]:
     return [*lines, rate_line(record, run.world_size)] if with_rates else lines
 
 
+RATES = {
+    "tokens_per_second": "tokens that the loss counts, of all devices",
+    "tflops_per_device": "model TFLOP/s per device; null for a task that does not count FLOPs",
+    "mfu": "model TFLOP/s over the dense peak; null for unknown devices",
+}
 INTERVAL = RecordKind(
     name="interval",
     fields={
         "iterations": "iterations since the last log point, of which num_skipped, num_nan",
         "seconds": "their seconds, without evaluation and saving; per iteration by part: parts_seconds",
-        "tokens_per_second": "tokens that the loss counts, of all devices; also tflops_per_device, mfu",
+        **RATES,
         "losses": "mean of each loss over iterations that were not skipped",
         "learning_rate": "of the last iteration, like global_batch_size, loss_scale, grad_norm, num_zeros, params_norm",
         "skipped_samples": "samples skipped since the start of the run",

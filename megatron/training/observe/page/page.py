@@ -165,10 +165,14 @@ def x_range(run: Run) -> tuple[int, int]:
 
 
 def kind_sections(run: Run) -> list[Section]:
-    """Return the sections of all kinds of records, and of unknown kinds in the files."""
+    """Return the sections of all kinds of records, unknown kinds in the files included."""
     known = kinds()
     pages = [kind.page(run) for kind in known.values() if kind.page is not None]
-    numbers = [_number_section(known.get(name), name, series) for name, series in run.numbers.items()]
+    numbers = [
+        _number_section(known.get(name), name, series)
+        for name, series in run.numbers.items()
+        if getattr(known.get(name), "page", None) is None
+    ]
     return sorted([*(section for page in pages for section in page), *numbers], key=lambda section: section.position)
 
 

@@ -34,6 +34,12 @@ def config(**changed):
     return compose(FlatConfig(**({"log_interval": 5, "seq_length": 64} | changed)))
 
 
+def test_files_are_in_the_save_directory_else_with_tensorboard(simulated_run):
+    for flags, folder in (({"save": "a", "tensorboard_dir": "b"}, "a"), ({"tensorboard_dir": "b"}, "b")):
+        sink = build_hooks(config(**flags), simulated_run().info(), Timers())[0]
+        assert [str(file.path) for file in sink.files.values()] == [f"{folder}/metrics.jsonl", f"{folder}/timing.jsonl"]
+
+
 def test_by_default_the_last_rank_prints(simulated_run):
     assert names_of(config(), simulated_run(rank=1, world_size=2).info()) == ["ConsoleHook", "TimingHook"]
     assert names_of(config(), simulated_run(rank=0, world_size=2).info()) == []

@@ -20,7 +20,6 @@ from megatron.training.observe.metrics import (
     decode,
     encode,
     materialize,
-    metrics_directory,
     read_metrics,
     record_losses,
 )
@@ -291,12 +290,6 @@ def test_an_unwritable_directory_warns_once(tmp_path, caplog):
         file.flush()
     assert len(caplog.records) == 1
     assert "metrics.jsonl" in caplog.text
-
-
-def test_the_files_lie_in_save_else_in_the_tensorboard_directory():
-    assert str(metrics_directory("a", "b")) == "a"
-    assert str(metrics_directory(None, "b")) == "b"
-    assert metrics_directory(None, None) is None
 
 
 # NaN
