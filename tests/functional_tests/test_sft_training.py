@@ -6,9 +6,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
-from tests.test_utils.chats import sums, tokenizer_folder, write_lines
+from tests.test_utils.chats import CHATML, sums, tokenizer_folder, write_lines
 from tests.test_utils.gpt_runs import MODEL_FLAGS, read_records, train, train_with_errors
+from tests.test_utils.hf_folders import LLAMA, tiny_llama
 
 SFT = [
     "--sft", "--micro-batch-size", "1", "--seq-length", "96", "--max-position-embeddings", "96", "--log-interval", "1",
@@ -106,15 +108,15 @@ def test_packed_rows_train_as_separate_rows(gloo_pool, data, tmp_path, layout):
             np.testing.assert_allclose(first[name], second[name], rtol=3e-6, err_msg=name)
 
 
-def rows(data):
+def rows(data, length=96):
     """Rows of an epoch."""
     from megatron.core.datasets.conversations.packing import best_fit_decreasing
     from megatron.core.datasets.conversations.prepare import prepared
     from megatron.core.tokenizers.huggingface import build_huggingface
 
     arrays, *_ = prepared(data[-1], build_huggingface(data[data.index("--tokenizer-model") + 1]), None)
-    lengths = np.minimum(arrays["lengths"] - 1, 96)
-    return len(best_fit_decreasing(np.sort(lengths)[::-1].tolist(), 96))
+    lengths = np.minimum(arrays["lengths"] - 1, length)
+    return len(best_fit_decreasing(np.sort(lengths)[::-1].tolist(), length))
 
 
 def test_two_epochs_read_all_rows_twice(data):
@@ -162,3 +164,35 @@ def test_bad_line_ends_the_run_with_one_message(gloo_pool, data, tmp_path):
     assert {code for code, _ in results} == {2}
     texts = [text for _, text in results if "bad.jsonl" in text]
     assert len(texts) == 1 and texts[0].count("line 4: has no known keys") == 1
+
+
+def test_losses_equal_a_loop_of_transformers(gloo_pool, tmp_path):
+    """Each conversation alone, masked by ``apply_chat_template``; sums of token losses over the number of tokens in the
+    loss; three steps of AdamW."""
+    transformers = pytest.importorskip("transformers")
+    folder, chats = tiny_llama(tmp_path / "hf", 1024), sums(24, turns=1)
+    tokenizer_folder(folder, CHATML)
+    path = write_lines(tmp_path / "chats.jsonl", chats)
+    flags = [*SFT, *EXACT, "--load-hf", str(folder), "--train-data-path", path, "--lr-warmup-iters", "0", "--clip-grad",
+             "0", "--lr-decay-style", "constant", "--weight-decay", "0", "--seq-length", "64"]  # fmt: skip
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder), "--vocab-size", "1024"]
+    size = rows([*flags, path], 64)
+    logged = records(gloo_pool, tmp_path / "out", 1, [*flags, *LLAMA, "--global-batch-size", str(size)])
+
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="</s>")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    for record in logged:
+        total, count = torch.zeros(()), 0
+        for chat in chats:
+            encoded = tokenizer.apply_chat_template(
+                chat["messages"], chat_template=CHATML, return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, mask = torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"])
+            losses = torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
+            total, count = total + (losses * mask[1:]).sum(), count + int(mask[1:].sum())
+        assert record["num_tokens"] == count
+        np.testing.assert_allclose(record["lm loss"], float(total) / count, rtol=1e-5)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()

@@ -9,6 +9,7 @@ import re
 import sys
 
 SUBCOMMANDS = {
+    "sft": "sft",
     "preprocess_data": "preprocess",
     "train_tokenizer": "train-tokenizer",
     "check_dataset": "check-data",

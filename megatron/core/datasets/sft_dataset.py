@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from megatron.core.config.errors import UserError, counted
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.conversations.packing import Rows, best_fit_decreasing, pack_epochs
-from megatron.core.datasets.conversations.prepare import prepared
+from megatron.core.datasets.conversations.prepare import DTYPES, prepared
 from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, Sample
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_cache import IndexCache, Layout
@@ -42,7 +43,7 @@ class ConversationFile:
 
     def __init__(self, path: str, config: SFTDatasetConfig) -> None:
         arrays, self.report, self.key = prepared(path, config.tokenizer, config.path_to_cache)
-        self.path, self.tokens, self.lengths, self.lines = path, arrays["tokens"], arrays["lengths"], arrays["lines"]
+        self.tokens, self.lengths, self.firsts, self.lines = (arrays[name] for name in DTYPES)
         self.starts = np.cumsum(self.lengths) - self.lengths
 
     def sequence(self, number: int, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -50,13 +51,6 @@ class ConversationFile:
         start = int(self.starts[number])
         stored = self.tokens[start : start + min(int(self.lengths[number]), most)].astype(np.int64)
         return np.where(stored < 0, -1 - stored, stored), stored >= 0
-
-    def loss_tokens(self, most: int) -> np.ndarray:
-        """Return the number of tokens with a loss in the first ``most`` tokens of each sequence, int64 [sequences]."""
-        # of the first token there is no loss: nothing predicts it
-        bounds = np.stack([self.starts + 1, self.starts + np.minimum(self.lengths, most)])
-        total = np.concatenate([[0], np.cumsum(np.asarray(self.tokens) >= 0)])
-        return total[np.maximum(bounds[1], bounds[0])] - total[bounds[0]]
 
 
 class SFTDataset(MegatronDataset):
@@ -87,7 +81,7 @@ class SFTDataset(MegatronDataset):
         file, most = self.dataset, self.config.sequence_length + 1
         first, last = (int(self.indices[0]), int(self.indices[-1]) + 1) if len(self.indices) else (0, 0)
         chosen = np.arange(*np.searchsorted(file.lines, [first + 1, last + 1]))
-        has_loss = file.loss_tokens(most)[chosen] > 0
+        has_loss = file.firsts[chosen] < most
         self.sequences = chosen[has_loss]
         self.lost = chosen[~has_loss]
         """Sequences without a token to train on in the first s + 1 tokens."""
@@ -99,7 +93,7 @@ class SFTDataset(MegatronDataset):
                 f"{most - 1}{line}; raise --seq-length, or give this split a larger share in --split"
             )
 
-    @property
+    @cached_property
     def positions(self) -> np.ndarray:
         """Positions that each selected sequence takes of a row, int64."""
         return np.minimum(self.dataset.lengths[self.sequences], self.config.sequence_length + 1) - 1
@@ -135,25 +129,16 @@ class SFTDataset(MegatronDataset):
     def _log(self) -> None:
         file, config, split = self.dataset, self.config, self.index_split
         lengths, level = file.lengths[self.sequences], config.source_log_level(split)
-        cut = lengths > config.sequence_length + 1
+        beyond = lengths - config.sequence_length - 1
         fill = self.positions.sum() / (self.rows_per_epoch * config.sequence_length)
-        logger.log(
-            level,
-            "%s of %s: %d sequences in %d rows of %d tokens (%.1f %% filled), %d rows in %d epoch(s); %d sequences cut "
-            "at the end (%d tokens), %d left out because no answer begins before the cut%s",
-            split.name,
-            self.dataset_path,
-            len(lengths),
-            self.rows_per_epoch,
-            config.sequence_length,
-            100 * fill,
-            self.count,
-            self.num_epochs,
-            int(cut.sum()),
-            int((lengths - config.sequence_length - 1)[cut].sum()),
-            len(self.lost),
-            f" (first: line {file.lines[self.lost[0]]})" if len(self.lost) else "",
+        first = f" (first: line {file.lines[self.lost[0]]})" if len(self.lost) else ""
+        text = (
+            f"{split.name} of {self.dataset_path}: {len(lengths)} sequences in {self.rows_per_epoch} rows of "
+            f"{config.sequence_length} tokens ({fill:.1%} filled), {self.count} rows in {self.num_epochs} epoch(s); "
+            f"{int((beyond > 0).sum())} sequences cut at the end ({int(beyond.clip(min=0).sum())} tokens), "
+            f"{len(self.lost)} left out because no answer begins before the cut{first}"
         )
+        logger.log(level, "%s", text)
         if split.name == "train":
             for sentence in file.report.text():
                 logger.log(level, "  %s", sentence)
@@ -166,10 +151,13 @@ class SFTDataset(MegatronDataset):
         """Return the numbers in the file of the sequences of a row."""
         return self.sequences[self.rows.order[self.rows.bounds[row] : self.rows.bounds[row + 1]]]
 
+    @cached_property
+    def _squares(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.positions[self.rows.order] ** 2)])
+
     def attention_costs(self, rows: np.ndarray) -> np.ndarray:
         """Return the sum of squared lengths of the sequences of each of ``rows``, int64, without reading tokens."""
-        squares = np.concatenate([[0], np.cumsum(self.positions[self.rows.order] ** 2)])
-        return squares[self.rows.bounds[rows + 1]] - squares[self.rows.bounds[rows]]
+        return self._squares[self.rows.bounds[rows + 1]] - self._squares[self.rows.bounds[rows]]
 
     def __getitem__(self, idx: int) -> Sample:
         if not 0 <= idx < self.count:

@@ -18,7 +18,9 @@ from megatron.core.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
 from megatron.core.tokenizers.tik_token import TikTokenizer
 
 NOT_YET = ("MultimodalTokenizer", "NullMultimodalTokenizer")
-DEFINITION = "tokenizer/tokenizer.json"
+DEFINITION, TEMPLATE = "tokenizer/tokenizer.json", "tokenizer/chat_template.jinja"
+OF_DEFINITION = ("HuggingFaceTokenizer", "SFTTokenizer")
+"""Types that read tokenizer.json."""
 TOKENIZER_TYPES = get_args(TokenizerType)
 
 
@@ -46,7 +48,7 @@ def _build(cfg: TokenizerConfig) -> Tokenizer:
         return SentencePieceTokenizer(
             kind, cfg.tokenizer_model, legacy=legacy, extra_ids=extra_ids, special_tokens=cfg.tokenizer_special_tokens
         )
-    if kind in ("HuggingFaceTokenizer", "SFTTokenizer"):
+    if kind in OF_DEFINITION:
         include = not cfg.tokenizer_hf_no_include_special_tokens
         tokenizer = build_huggingface(cfg.tokenizer_model, cfg.tokenizer_special_tokens, include, extra_ids)
         if kind == "SFTTokenizer" and cfg.sft_tokenizer_prompt_format in PROMPT_FORMATS:
@@ -86,12 +88,15 @@ def is_unnamed(cfg: TokenizerConfig) -> bool:
 def with_copies(cfg: TokenizerConfig, copies: Mapping[str, Path]) -> TokenizerConfig:
     """Return ``cfg`` with those of its files that are in ``copies`` (``tokenizer/<name>`` -> path, of a checkpoint); a
     tokenizer.json there also serves for an unnamed tokenizer."""
-    if DEFINITION in copies and (is_unnamed(cfg) or cfg.tokenizer_type == "HuggingFaceTokenizer"):
-        return replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(copies[DEFINITION]))
     values = {name: getattr(cfg, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
     paths: dict[str, Any] = {
         name: str(copies.get(f"tokenizer/{Path(value).name}", value)) for name, value in values.items() if value
     }
+    if cfg.chat_template:
+        paths["chat_template"] = str(copies.get(TEMPLATE, cfg.chat_template))
+    if DEFINITION in copies and (is_unnamed(cfg) or cfg.tokenizer_type in OF_DEFINITION):
+        kind = "HuggingFaceTokenizer" if is_unnamed(cfg) else cfg.tokenizer_type
+        return replace(cfg, tokenizer_type=kind, **{**paths, "tokenizer_model": str(copies[DEFINITION])})
     return replace(cfg, **paths)
 
 

@@ -316,6 +316,8 @@ def tokenizer_files(cfg: PretrainConfig) -> dict[str, Path]:
             files |= side_files(Path(value), (*TOKENIZER, GENERATION))
         elif value and os.path.isfile(value):
             files[Path(value).name] = Path(value)
-            if cfg.tokenizer.tokenizer_type == "HuggingFaceTokenizer":
+            if cfg.tokenizer.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer"):
                 files |= side_files(Path(value).parent, OF_DEFINITION)
+    if cfg.tokenizer.chat_template:
+        files["chat_template.jinja"] = Path(cfg.tokenizer.chat_template)
     return {name: path for file, path in files.items() if ASSET_NAME.fullmatch(name := f"tokenizer/{file}")}

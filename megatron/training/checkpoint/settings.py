@@ -56,7 +56,8 @@ DATA_STREAM = (
     "data_args_path", "per_split_data_args_path", "mock_data", "dataloader_type", "reset_position_ids",
     "reset_attention_mask", "eod_mask_loss", "allow_ambiguous_pad_tokens", "mid_level_dataset_surplus",
     "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "mask_prob", "short_seq_prob",
-    "decoder_seq_length", "train_iters", "train_samples",
+    "decoder_seq_length", "sft", "sft_packing", "chat_template", "sft_tokenizer_prompt_format", "train_iters",
+    "train_samples",
 )  # fmt: skip
 """Settings that determine which samples come next; the last two fix the number of epochs and thus the order."""
 

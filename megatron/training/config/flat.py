@@ -21,6 +21,7 @@ from megatron.core.config.optional import (
     UpcyclingConfig,
     VariableLengthConfig,
 )
+from megatron.core.config.sft import FineTuningConfig
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.models import registry
 from megatron.core.models.bert.config import BertConfig
@@ -61,6 +62,7 @@ class FlatConfig(
     CheckpointConfig,
     UpcyclingConfig,
     LoraConfig,
+    FineTuningConfig,
     LoggingConfig,
     SelfCheckConfig,
     ProfilingConfig,

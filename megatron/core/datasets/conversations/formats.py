@@ -53,15 +53,13 @@ class Format:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"system": "system", "function_call": "function_call"} | {
-    name: role
-    for role, names in {
-        "user": "human user",
-        "assistant": "gpt chatgpt assistant model bot",
-        "tool": "tool observation function_response",
-    }.items()
-    for name in names.split()
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("chatgpt", "assistant", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    **{name: name for name in ("system", "function_call")},
 }
+"""The value of ``from`` -> role. ``chat`` may be left out."""
 
 
 def recognize(line: Line) -> Format:
@@ -96,7 +94,7 @@ def _sharegpt(line: Line) -> Iterator[Conversation]:
         if "from" not in turn or "value" not in turn:
             messages.append(turn)  # some files have role and content; the check names what is missing
             continue
-        role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+        role = SHAREGPT_ROLES.get(str(turn["from"])) or SHAREGPT_ROLES.get(f"chat{turn['from']}")
         if role is None:
             choices = ", ".join(SHAREGPT_ROLES)
             raise UserError(f"conversations[{number}]: from is {turn['from']!r:.40}; it must be one of {choices}")

@@ -47,8 +47,6 @@ PARALLEL_BYTES = 4 << 20
 """A smaller file is tokenized in this process."""
 MAX_WORKERS = 16
 PROGRESS_SECONDS = 10.0
-REPORTED = ("blank", "without_answer", "rendered_separately", "changed")
-"""Counts of the report, each with the first line that it counts."""
 
 
 @dataclass
@@ -58,7 +56,7 @@ class Report:
     lines: int = 0
     conversations: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """By the names of ``REPORTED``, and ``key NAME`` for keys of lines that no format has."""
+    """By reason; ``key NAME``: lines with a key that their format does not have."""
     first: dict[str, int] = field(default_factory=dict)
     """First line of each count."""
     formats: dict[str, int] = field(default_factory=dict)
@@ -93,15 +91,20 @@ class Report:
             yield f"{number} {sentence} (first: line {self.first[name]})"
 
 
+DTYPES = {"tokens": "int32", "lengths": "int64", "firsts": "int64", "lines": "int64"}
+
+
 class Part(NamedTuple):
     """Tokenized lines."""
 
     tokens: np.ndarray
     """int32 [tokens]: the id, or -1 - id without a loss."""
     lengths: np.ndarray
-    """int64 [sequences]"""
+    """int64 [sequences], as the next two."""
+    firsts: np.ndarray
+    """Index of the first label with a loss, at least 1."""
     lines: np.ndarray
-    """Line of each sequence from 1, int64 [sequences]."""
+    """Line of each sequence, from 1."""
     report: Report
 
 
@@ -113,9 +116,8 @@ def template_hash(tokenizer: Tokenizer) -> str:
 
 
 def prepared(path: str, tokenizer: Tokenizer, folder: str | None) -> tuple[Arrays, Report, str]:
-    """Return the arrays ``tokens``, ``lengths`` and ``lines`` of :class:`Part` for the file ``path``, its report, and
-    the key of the stored arrays. Tokenizes the file in one process, others wait for it. Raises UserError, with file and
-    line, for a line that cannot be read."""
+    """Return the arrays of :class:`Part` for the file ``path``, its report, and the key of the stored arrays. One
+    process tokenizes the file, others wait for it. Raises UserError, with file and line, for an unreadable line."""
     try:
         stamp = file_stamp(path)
     except OSError as error:
@@ -127,8 +129,7 @@ def prepared(path: str, tokenizer: Tokenizer, folder: str | None) -> tuple[Array
         "tokenizer": tokenizer.fingerprint,
         "chat_template": template_hash(tokenizer),
     }
-    dtypes = {"tokens": "int32", "lengths": "int64", "lines": "int64", "report": "uint8"}
-    layout: Layout = {name: ((None,), dtype) for name, dtype in dtypes.items()}
+    layout: Layout = {name: ((None,), dtype) for name, dtype in {**DTYPES, "report": "uint8"}.items()}
     cache = IndexCache(folder or f"{path}.cache", "conversations", identity, layout)
     arrays = dict(cache.get(partial(_build, path, tokenizer)))
     stored = json.loads(bytes(arrays.pop("report")))
@@ -145,8 +146,8 @@ def _build(path: str, tokenizer: Tokenizer) -> Arrays:
             reason = f"has the format {second}, line {start} has {first}"
             raise UserError(f"{path}, line {line}: {reason}; put each format in a separate file")
     arrays = {
-        name: np.concatenate([getattr(part, name) for part in parts]) if parts else np.empty(0, dtype)
-        for name, dtype in (("tokens", "int32"), ("lengths", "int64"), ("lines", "int64"))
+        name: np.concatenate([np.empty(0, dtype), *(getattr(part, name) for part in parts)])
+        for name, dtype in DTYPES.items()
     }
     return {**arrays, "report": np.frombuffer(json.dumps(vars(report)).encode(), dtype=np.uint8)}
 
@@ -224,8 +225,10 @@ def tokenize_lines(path: str, tokenizer: Tokenizer, lines: Iterable[NumberedLine
         except UserError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
     ids = [np.where(trained, ids, -1 - ids).astype(np.int32) for ids, trained in sequences]
-    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-    return Part(np.concatenate([np.empty(0, np.int32), *ids]), lengths, np.array(places, dtype=np.int64), report)
+    firsts = [1 + int(trained[1:].argmax()) for _, trained in sequences]
+    integers = partial(np.array, dtype=np.int64)
+    columns = integers(list(map(len, ids))), integers(firsts), integers(places)
+    return Part(np.concatenate([np.empty(0, np.int32), *ids]), *columns, report)
 
 
 def _parse(line: bytes, report: Report, number: int) -> Iterator[Item]:
@@ -257,7 +260,7 @@ def _sequences(tokenizer: Tokenizer, item: Item, report: Report, number: int) ->
         raise UserError(f"the {tokenizer.tokenizer_type} has no chat template; give one by --chat-template FILE")
     rendered = list(answer_spans(tokenizer, item))
     sequences = [tokenize_answers(tokenizer, text, spans) for text, spans in rendered]
-    if not any(tokens.trained.any() for tokens in sequences):
+    if not sequences:
         report.count("without_answer", number)
         return []
     if len(sequences) > 1:

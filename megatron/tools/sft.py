@@ -1,0 +1,100 @@
+"""Fine-tune a Hugging Face model on conversations.
+
+    python tools/sft.py --data chats.jsonl --load-hf FOLDER --save RUN
+    python tools/sft.py --data chats.jsonl --load-hf FOLDER --inspect 2
+
+Short form of pretrain_gpt.py --sft with defaults for fine-tuning: one pass over the conversations at a small learning
+rate. Accepts all flags of that program, which replace the defaults, and --nproc N for N processes on this machine. The
+same command continues a run from its --save folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.errors import UserError, printable
+from megatron.core.dist_checkpointing.files import read_json
+
+MAX_LENGTH = 4096
+"""Default of --seq-length for models of longer contexts."""
+DEFAULTS = {
+    "num-epochs": "1", "micro-batch-size": "1", "global-batch-size": "16", "lr": "1e-5", "min-lr": "1e-6",
+    "lr-decay-style": "cosine", "lr-warmup-fraction": "0.03", "weight-decay": "0", "attention-dropout": "0",
+    "hidden-dropout": "0", "log-interval": "1",
+}  # fmt: skip
+"""Flags of pretrain_gpt.py that this tool sets."""
+
+
+def parse_command_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags of this tool and all others, with --nproc."""
+    text = as_typed(__doc__ or "")
+    parser = argparse.ArgumentParser(description=text, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser.add_argument("--data", required=True, metavar="FILE", help="JSON lines file of conversations")
+    parser.add_argument("--valid-data", metavar="FILE", help="conversations for validation, all of them")
+    parser.add_argument("--load-hf", required=True, metavar="FOLDER", help="model to start from, with its tokenizer")
+    parser.add_argument("--inspect", type=int, metavar="N", help="print N rows with their loss masks, and stop")
+    options, rest = parser.parse_known_args(argv)
+    if options.inspect is not None and options.inspect < 1:
+        raise UserError(f"--inspect {options.inspect}: must be at least 1")
+    if not os.path.isdir(options.load_hf):
+        raise UserError(f"--load-hf {options.load_hf}: there is no such folder; give one of a Hugging Face model")
+    return options, rest
+
+
+def run_flags(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """Return the flags of pretrain_gpt.py: ``rest``, after defaults for flags that it does not have."""
+    defaults = dict(DEFAULTS)
+    config = Path(options.load_hf, "config.json")
+    if config.is_file():
+        length = read_json(config).get("max_position_embeddings")
+        defaults["seq-length"] = str(min(MAX_LENGTH, length if isinstance(length, int) else MAX_LENGTH))
+    names = {word.partition("=")[0].lstrip("-").replace("_", "-") for word in rest if word.startswith("--")}
+    if {"train-iters", "train-samples"} & names:
+        del defaults["num-epochs"]
+    flags = [word for name, value in defaults.items() if name not in names for word in (f"--{name}", value)]
+    if "save" in names and "load" not in names:
+        place = next(index for index, word in enumerate(rest) if word.partition("=")[0] == "--save")
+        flags += ["--load", rest[place].partition("=")[2] or "".join(rest[place + 1 : place + 2])]
+    if not {"bf16", "fp16"} & names and os.path.exists("/dev/nvidiactl"):
+        flags.append("--bf16")
+    validation = ["--eval-iters", "0"]
+    if options.valid_data:
+        validation = ["--valid-data-path", options.valid_data, "--full-validation"]
+    return ["--sft", "--load-hf", options.load_hf, "--train-data-path", options.data, *validation, *flags, *rest]
+
+
+def print_rows(flags: Sequence[str], count: int) -> None:
+    """Print the first ``count`` rows of the packed conversations of a run."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.tokenizers import build_tokenizer
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.checkpoint.other_formats import apply_hf_settings
+    from megatron.training.data.datasets import select_data_set
+    from megatron.training.initialize import configure_logging
+
+    configure_logging()
+    cfg = validate_args(apply_hf_settings(parse_args(flags)), 1, announce=False)
+    kind, config = select_data_set(cfg, build_tokenizer(cfg.tokenizer))
+    data = BlendedMegatronDatasetBuilder(kind, [None, 0, 0], lambda: True, config).build()[0]
+    for row in range(min(count, len(data))):
+        print(f"row {row}:")
+        for text in data.describe(row):
+            print(printable(text))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train, or print samples; return the exit code. Raises UserError: wrong flags, data or model."""
+    options, rest = parse_command_line(argv)
+    from megatron.console import parse_nproc, pretrain
+
+    processes, rest = parse_nproc(rest)
+    if options.inspect:
+        print_rows(run_flags(options, [*rest, "--train-iters", "1"]), options.inspect)
+        return 0
+    flags = run_flags(options, rest)
+    print(as_typed(" ".join(["python pretrain_gpt.py", *flags])), flush=True)
+    return pretrain(["gpt", *(["--nproc", processes] if processes else []), *flags])
