@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError, printable
 from megatron.core.dist_checkpointing.files import read_json
+from megatron.core.models.registry import programs
 
 MAX_LENGTH = 4096
 """Default of --seq-length for models of longer contexts."""
@@ -97,4 +98,4 @@ def main(argv: Sequence[str]) -> int:
         return 0
     flags = run_flags(options, rest)
     print(as_typed(" ".join(["python pretrain_gpt.py", *flags])), flush=True)
-    return pretrain(["gpt", *(["--nproc", processes] if processes else []), *flags])
+    return pretrain([next(iter(programs())), *(["--nproc", processes] if processes else []), *flags])
