@@ -10,8 +10,12 @@ import torch
 from megatron.core.config.cli import ConfigError
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.config.variable_lengths import flops_by_length
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
+from megatron.training.report.pipeline import run_stages
+from megatron.training.report.plan.cluster import build_cluster
+from megatron.training.report.plan.step_time import predict_step, stage_times
 from tests.reference import data, settings
 from tests.reference.model import Model
 from tests.test_utils.gpt_runs import read_records, train, train_with_errors
@@ -313,6 +317,28 @@ def test_the_dry_run_names_the_teacher(teacher):
     count = sum(weight.numel() for weight in teacher_weights(teacher).values())
     assert f"companion teacher          6 layers, width 16, {count:,} frozen parameters, of {teacher}" in report
     assert "  of weights: frozen models at most 0.00 GiB per rank" in report
+
+
+def test_flops_and_predicted_times_include_the_forward_pass_of_the_teacher(teacher):
+    length, vocabulary = 32, VOCAB_SIZE
+    student = length * (4 * (24 * 32**2 + 2 * length * 32) + 2 * 32 * vocabulary)  # a dense GPT layer: 24 h^2 + 2 s h
+    frozen = length * (6 * (8 * 16**2 + 6 * 16 * 24 + 2 * length * 16) + 2 * 16 * vocabulary)  # three matrices in MLPs
+    cfg = settings_of(teacher, "--dry-run")
+    model = cfg.describe(vocabulary)
+    assert model.flops_per_sample == 3 * student + frozen
+    assert f"{(3 * student + frozen) / length:.4g} FLOPs per token" in dry_run_report(cfg)
+    linear, square = flops_by_length(model, length)
+    assert linear * length + square * length**2 == pytest.approx(3 * student + frozen)
+
+    cluster, flags = build_cluster("H200", 1, 2), f"{PP2} --bf16"
+    times = predict_step(settings_of(teacher, flags, 2), cluster, vocabulary, {})
+    argv = [*MODEL, *TEACHER, *VOCABULARY, "--micro-batch-size", "1", "--mock-data", *flags.split()]
+    cfg = validate_args(parse_args(argv), 2)
+    model = cfg.describe(vocabulary)
+    stages = [stage_times(cfg, model, stage, cluster) for stage in run_stages(cfg, vocabulary, model)]
+    forward = sum(seconds for stage in stages for (phase, _), seconds in stage.items() if phase == "F")
+    # micro-batches, average of two ranks; waiting for the host depends a little on settings of training
+    assert times.parts["frozen models"] == pytest.approx(8 * forward / 2, rel=1e-4)
 
 
 def test_settings_that_the_teacher_does_not_fit_are_rejected(teacher, gloo_pool, tmp_path):

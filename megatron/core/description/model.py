@@ -195,6 +195,8 @@ class ModelDescription:
     """Pieces of multi-token prediction. They follow the output layer, on its stage, with a copy of the embedding."""
     needless_flops: float = 0.0
     """Forward FLOPs of one sequence that are computed but not needed for the loss."""
+    companions: tuple[ModelDescription, ...] = ()
+    """Frozen models that compute a forward pass of each batch next to this one."""
 
     @property
     def pieces(self) -> Iterator[Piece]:
@@ -249,7 +251,7 @@ class ModelDescription:
 
     @property
     def flops_per_sample(self) -> float:
-        """Model FLOPs of one sequence, forward and backward, without recomputation.
+        """Model FLOPs of one sequence, forward and backward, without recomputation, and of companions forward.
 
         * A GEMM (m, k) x (k, n) counts 2 m k n; backward counts twice the forward, once for a frozen weight.
         * Causal attention counts half of the full s x s scores, a sliding window only its band: the GEMMs that are
@@ -257,7 +259,13 @@ class ModelDescription:
         * The output layer counts the true vocabulary; look-ups, norms, activations and softmax count nothing.
         """
         backward = sum(op.flops * op.backward for piece in self.pieces for op in piece.ops)
-        return sum(piece.flops for piece in self.pieces) + backward - 3.0 * self.needless_flops
+        frozen = sum(model.forward_flops for model in self.companions)
+        return self.forward_flops + backward - 2.0 * self.needless_flops + frozen
+
+    @property
+    def forward_flops(self) -> float:
+        """Model FLOPs of one sequence in the forward pass, without companions."""
+        return sum(piece.flops for piece in self.pieces) - self.needless_flops
 
     @property
     def costs(self) -> ModelCosts:

@@ -102,7 +102,10 @@ class PretrainConfig:
         model = self.family.describe(self, vocab_size)
         for transform in self.transforms:
             model = transform.describe(model)
-        return model
+        if not self.companions:
+            return model
+        sizes = ((other, max(vocab_size, other.tokenizer.vocab_size or 0)) for other in self.companions.values())
+        return replace(model, companions=tuple(other.describe(size if vocab_size else 0) for other, size in sizes))
 
     @functools.cached_property
     def transforms(self) -> tuple[ModelTransform, ...]:

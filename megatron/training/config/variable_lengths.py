@@ -69,11 +69,12 @@ def plan_ranks(cfg: PretrainConfig) -> Ranks:
 
 def flops_by_length(description: ModelDescription, length: int) -> tuple[float, float]:
     """Return model FLOPs, forward and backward, per token and per squared length of a sample, of a ``description`` for
-    samples of ``length`` tokens. A window counts as if it grew with the sample."""
-    ops = [op for piece in description.pieces for op in piece.ops]
-    square = sum(op.flops for op in ops if op.kind == "attention") / length**2
-    linear = sum(op.flops for op in ops if op.kind != "attention") / length
-    return 3.0 * linear, 3.0 * square
+    samples of ``length`` tokens, and of its companions forward. A window counts as if it grew with the sample."""
+    ops = [(op.kind == "attention", op.flops * (1 + op.backward)) for piece in description.pieces for op in piece.ops]
+    frozen = (op for model in description.companions for piece in model.pieces for op in piece.ops)
+    ops += [(op.kind == "attention", op.flops) for op in frozen]
+    linear, square = (sum(flops for is_square, flops in ops if is_square is which) for which in (False, True))
+    return linear / length, square / length**2
 
 
 def model_cost(cfg: PretrainConfig, description: ModelDescription) -> CostModel:

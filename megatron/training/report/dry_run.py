@@ -26,7 +26,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order, resolve
 from megatron.training.report.advice import fit_rows
 from megatron.training.report.expert_hints import expert_hints
-from megatron.training.report.memory import describe_companion, memory_rows
+from megatron.training.report.memory import memory_rows
 from megatron.training.report.pipeline import pipeline_rows
 from megatron.training.report.plan.summary import prediction_rows
 from megatron.training.report.rates import cost_rows
@@ -167,11 +167,10 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
         shared = config.moe_shared_expert_intermediate_size
         yield "experts", widths + (f", and a shared one of width {shared}" if shared else "")
         yield "active parameters", f"{model.num_active_parameters:,} per token"
-    for name, companion in cfg.companions.items():
+    for (name, companion), description in zip(cfg.companions.items(), model.companions):
         shape = f"{companion.model.num_layers} layers, width {companion.model.hidden_size}"
-        count = describe_companion(companion, vocab_size or 0).num_parameters
         folder = companion.checkpoint.load_hf or companion.checkpoint.load
-        yield f"companion {name}", f"{shape}, {count:,} frozen parameters{without}, of {folder}"
+        yield f"companion {name}", f"{shape}, {description.num_parameters:,} frozen parameters{without}, of {folder}"
 
 
 def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:

@@ -83,16 +83,17 @@ def estimate_memory(cfg: PretrainConfig, vocab_size: int, model: ModelDescriptio
     )
     trained = (_rank_memory(cfg, model, stages[rank::ranks], int(saved[rank])) for rank in range(ranks))
     memories = [replace(memory, host_activations=int(size)) for memory, size in zip(trained, host)]
-    for companion in cfg.companions.values():
-        added = _companion_memory(cfg, companion, vocab_size)
+    for companion, description in zip(cfg.companions.values(), model.companions):
+        added = _companion_memory(cfg, companion, vocab_size, description)
         memories = [memory.with_frozen(*sizes) for memory, sizes in zip(memories, added)]
     return memories
 
 
-def _companion_memory(cfg: PretrainConfig, companion: PretrainConfig, vocab_size: int) -> Iterator[tuple[int, int]]:
+def _companion_memory(
+    cfg: PretrainConfig, companion: PretrainConfig, vocab_size: int, model: ModelDescription
+) -> Iterator[tuple[int, int]]:
     """Yield for each pipeline rank the bytes of a frozen model's weights, which every data-parallel rank holds in full,
     and of its temporary memory: the activations of one piece, since nothing is saved for a backward pass."""
-    model = describe_companion(companion, vocab_size)
     stages = run_stages(companion, vocab_size or None, model)
     ranks = cfg.model.pipeline_model_parallel_size
     for rank in range(ranks):
@@ -100,11 +101,6 @@ def _companion_memory(cfg: PretrainConfig, companion: PretrainConfig, vocab_size
         elements = sum(stored.elements for chunk in pieces for stored in stored_parameters(companion, chunk))
         largest = max((kept_bytes([piece]) for chunk in pieces for piece in chunk), default=0.0)
         yield elements * activation_bytes(companion.model), int(largest * _tokens(cfg))
-
-
-def describe_companion(companion: PretrainConfig, vocab_size: int) -> ModelDescription:
-    """Return the description of a frozen model in a run whose tokenizer has ``vocab_size`` entries (0: unknown)."""
-    return companion.describe(max(vocab_size, companion.tokenizer.vocab_size or 0) if vocab_size else 0)
 
 
 def _rank_memory(

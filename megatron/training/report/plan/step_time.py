@@ -132,6 +132,10 @@ def predict_step(
     stages = run_stages(cfg, vocab_size or None, model)
     factor = calibration_factor(cfg, cluster.gpu, calibration() if factors is None else factors)
     costs = [stage_times(cfg, model, stage, cluster, factor) for stage in stages]
+    for companion, frozen in zip(cfg.companions.values(), model.companions):
+        for cost, stage in zip(costs, run_stages(companion, vocab_size or None, frozen)):
+            times = stage_times(companion, frozen, stage, cluster, factor)
+            cost["F", "frozen models"] += sum(seconds for (phase, _), seconds in times.items() if phase == "F")
     duration, bubble = _pipeline(cfg, costs, cluster, rough)
     number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
     parts: Seconds[str] = Seconds()
