@@ -26,6 +26,7 @@ TOOLS = {
     "merge-data": ("merge_datasets", "join tokenized data sets"),
     "make-corpus": ("make_corpus", "write a sample corpus: stories, or text of Python's standard library"),
     "convert": ("checkpoint.convert", "convert checkpoints: Hugging Face, Megatron-LM, native, safetensors"),
+    "lora": ("lora", "write adapters in PEFT's format, read them, or merge them into the weights"),
     "inspect": ("checkpoint.inspect_checkpoint", "print the tensors of a checkpoint, or compare two"),
     "verify": ("checkpoint.verify", "check that a checkpoint is complete and undamaged"),
     "generate": ("generate", "generate text with a trained GPT or T5 model"),

@@ -21,6 +21,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.export.hf import load_hf_settings
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.checkpoint.base_weights import load_base, with_base
 from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
@@ -104,9 +105,15 @@ def load_trained_model(
     if not tokenizer and found is not None:
         fingerprint = read_manifest(found.directory)["objects"].get("tokenizer")
         settings, built_tokenizer = find_run_tokenizer(settings, found.directory, fingerprint)
-    cfg, groups = _start(replace(parsed, **{name: getattr(settings, name) for name in names}), layout)
+    parsed = with_base(replace(parsed, **{name: getattr(settings, name) for name in names}), folder, step)
+    cfg, groups = _start(parsed, layout)
     built = _build(cfg, groups, built_tokenizer)
-    Checkpointer(cfg, [built.model], None, None, groups=groups, tokenizer=built.tokenizer).load()
+    checkpointer = Checkpointer(cfg, [built.model], None, None, groups=groups, tokenizer=built.tokenizer)
+    if (base := load_base([built.model], cfg, groups)) is not None:
+        checkpointer.name_base(base)
+    checkpointer.load()
+    for transform in cfg.transforms:
+        transform.merge(built.model)
     if (text := cfg.model.rope_parameters) is not None:
         length, original = cfg.data.seq_length or 0, parse_rope_parameters(text).original_max_position_embeddings
         if length > original:
@@ -172,5 +179,8 @@ def _build(cfg: PretrainConfig, groups: ProcessGroups, tokenizer: Tokenizer | No
     ``tokenizer`` is built unless it is given."""
     tokenizer = tokenizer or build_tokenizer(cfg.tokenizer)
     provider = task_class(cfg.model_family)(cfg, tokenizer).model_provider
-    model = provider(groups.pp.is_first, groups.pp.is_last).to(training_device()).eval()
+    model = provider(groups.pp.is_first, groups.pp.is_last).to(training_device())
+    for transform in cfg.transforms:
+        transform.apply(model, groups)
+    model.eval()
     return TrainedModel(cfg, tokenizer, model, num_ranks=groups.world.size)

@@ -242,7 +242,7 @@ class Trainer:
         return self.parts.task.batches.number(size // (self.cfg.training.micro_batch_size * self.parts.groups.dp.size))
 
     def _batch_size(self, consumed: int) -> int:
-        return batch_sizes.running_global_batch_size(self.cfg.flat, consumed, self.parts.groups.dp.size)
+        return batch_sizes.running_global_batch_size(self.cfg.flat, consumed, self.cfg.data_parallel_size)
 
     def _read(self, size: int) -> tuple[Iterator[dict], Tensor]:
         """Return an iterator over this rank's micro-batches of a global batch of ``size`` samples, and their counts.

@@ -324,31 +324,6 @@ def test_sizes_above_one_ceiling_are_found(tmp_path):
     assert all(found["lib/part"].exceeds(limit) for limit in (Size(4, 2, 1), Size(5, 1, 1), Size(5, 2, 0)))
 
 
-SIZES_IN_RANKS = {
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size",
-}  # fmt: skip
-READ_SIZES = (
-    "megatron/core/config/", "megatron/core/description/", "megatron/core/pipeline_parallel/stages.py",
-    "megatron/training/config/", "megatron/training/rules/", "megatron/training/start/", "megatron/training/report/",
-    "megatron/training/initialize.py", "megatron/training/notices.py", "megatron/training/trained_model.py",
-    "megatron/tools/", "megatron/compat/",
-)  # fmt: skip
-"""Files that read sizes as numbers: what runs before there are process groups, or without any."""
-
-
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_layers_and_training_read_groups_instead_of_sizes(path):
-    """After start-up the number of ranks is that of a group: ``groups.tp.size``."""
-    relative = str(path.relative_to(ROOT))
-    pure = relative.startswith("megatron/core/") and path.name.endswith(("description.py", "rules.py", "family.py"))
-    if not relative.startswith("megatron/") or relative.startswith(READ_SIZES) or pure:
-        return
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute):
-            assert node.attr not in SIZES_IN_RANKS, f"{relative}:{node.lineno}: reads {node.attr}"
-
-
 FAMILIES = sorted(path.parent.name for path in (ROOT / "megatron" / "core" / "models").glob("*/family.py"))
 NAME_FAMILIES = (
     *(f"megatron/core/models/{name}/" for name in FAMILIES), "megatron/training/tasks/", "megatron/export/",

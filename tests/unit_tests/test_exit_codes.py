@@ -34,6 +34,7 @@ BAD_INPUT = {
     "verify-generation": "--num-layers -1",
     "check-cluster": "--json nothing/out.json",
     "plan": "--num-layers -1",
+    "lora": "export --load nothing --save out",
     "draw-schedule": "--num-layers -1",
     "inspect-batch": "--load nothing --iteration 1",
     "unigram-baseline": "--num-layers -1",

@@ -28,7 +28,8 @@ from megatron.core.attention.sink import add_sink, has_sink
 from megatron.core.attention.tiles import Visibility
 from megatron.core.attention.token_layout import ANY_ORDER, TokenLayout
 from megatron.core.attention.window import layer_window
-from megatron.core.config.transformer_config import TransformerConfig, check_ranks
+from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.groups.process_groups import ProcessGroups
 
@@ -70,7 +71,11 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.layer_number, self.soft_cap = layer_number, config.attn_logit_softcapping
         self._static, self._sink = TokenLayout.of(groups), has_sink(config)
-        check_ranks(config, "context_parallel_size", self._static.group.size)
+        if config.context_parallel_size != (ranks := self._static.group.size):
+            raise UserError(
+                f"context_parallel_size {config.context_parallel_size}: the process groups have {ranks} "
+                "ranks; pass the same size to initialize_model_parallel(context_parallel_size=...)"
+            )
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         window = layer_window(config.window_size, config.window_attn_skip_freq, layer_number)
         self.is_cross, biased = attention_type == "cross", attention_type == "relative"

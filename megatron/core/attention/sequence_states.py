@@ -73,11 +73,6 @@ class SlotPool:
         """Start to prepare a step."""
         self._written.clear()
 
-    @property
-    def num_free(self) -> int:
-        """Slots without a sequence."""
-        return len(self._free)
-
     def allocate(self) -> int:
         """Return the slot of a new sequence; there is one per running sequence."""
         return self._free.pop()

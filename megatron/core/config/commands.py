@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "checkpoint/convert": "convert",
     "checkpoint/inspect_checkpoint": "inspect",
     "checkpoint/verify": "verify",
+    "lora": "lora",
     "inspect_batch": "inspect-batch",
     "generate": "generate",
     "serve": "serve",

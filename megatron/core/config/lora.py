@@ -34,4 +34,3 @@ class LoraConfig(OptionalGroup):
 
 
 SETTINGS = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora", "lora_use_dora")
-"""Settings that the meaning of adapters depends on."""

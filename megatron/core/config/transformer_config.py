@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Literal
 
 from megatron.core.config.cli import ConfigError, Problem, derived
-from megatron.core.config.errors import UserError
 from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.config.model_rules import invalid_values, library_problems
 from megatron.core.config.model_settings import ModelSettings, following_sizes
@@ -124,13 +123,6 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             raise ConfigError([Problem("virtual_pipeline_model_parallel_size", reason, size, "remove it")])
         if self.virtual_pipeline_model_parallel_size is not None and self.num_virtual_stages_per_pipeline_rank is None:
             self.num_virtual_stages_per_pipeline_rank = self.virtual_pipeline_model_parallel_size
-
-
-def check_ranks(config: TransformerConfig, name: str, ranks: int) -> None:
-    """Raise UserError if the size ``name`` of ``config`` is not that of the process groups, which layers read."""
-    if (size := getattr(config, name)) != ranks:
-        fix = f"pass the same size to initialize_model_parallel({name}=...)"
-        raise UserError(f"{name} {size}: the process groups have {ranks} ranks; {fix}")
 
 
 def _older_name(name: str) -> property:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.attention.cached_layout import Chunk
-from megatron.core.attention.sequence_states import UNUSED, ZERO, StateSlots
 from megatron.core.config.errors import UserError
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.sampling import NOT_FINITE
@@ -40,8 +39,6 @@ class _Input:
     targets: dict[int, list[tuple[int, Likelihood]]] = field(default_factory=dict)
     """Index of a token -> tokens to score after it, each with the result that it belongs to."""
     pages: list[int] = field(default_factory=list)
-    slot: int = UNUSED
-    """Slot of the states of its sequence, for layers that keep them."""
 
 
 def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
@@ -50,6 +47,8 @@ def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
     length. Raises UserError for an empty context or continuation, a continuation that does not fit, pairs that need
     more pages than the cache has, or logits that are NaN or infinite."""
     assert not engine.has_work, "the engine is generating"
+    if engine.slots is not None:
+        raise UserError("scores: are not available for layers that keep a state per sequence; use transformers")
     results = [Likelihood() for _ in pairs]
     inputs: dict[tuple[int, ...], _Input] = {}
     for (context, continuation), result in zip(pairs, results):
@@ -77,12 +76,10 @@ def _run(engine: Engine, inputs: Sequence[_Input]) -> None:
         count = engine.pool.pages_for(len(entry.ids))
         if count > engine.pool.num_usable:
             raise UserError(f"a text of {len(entry.ids)} tokens needs {count} pages: give the cache more pages")
-        if count > engine.pool.num_free or (engine.slots is not None and not engine.slots.num_free):
+        if count > engine.pool.num_free:
             _step(engine, step)
             step, budget = [], engine.scheduler.limits.max_tokens
         entry.pages = [page for _ in range(count) if (page := engine.pool.allocate()) is not None]
-        if engine.slots is not None:
-            entry.slot = engine.slots.allocate()
         start = 0
         while start < len(entry.ids):
             stop = min(start + budget, len(entry.ids))
@@ -96,7 +93,7 @@ def _run(engine: Engine, inputs: Sequence[_Input]) -> None:
 
 
 def _step(engine: Engine, parts: Sequence[tuple[_Input, int, int]]) -> None:
-    """Run the parts, one of each input; then release the pages and slots of inputs that end in this step."""
+    """Release the pages of inputs that end in this step."""
     if not parts:
         return
     tokens: list[int] = []
@@ -107,8 +104,7 @@ def _step(engine: Engine, parts: Sequence[tuple[_Input, int, int]]) -> None:
                 rows.append(OutputRow(len(tokens) + index - start, target=token))
                 owners.append(result)
         tokens += entry.ids[start:stop]
-        states = StateSlots(entry.slot if start else ZERO, entry.slot)
-        chunks.append(Chunk(start, stop - start, tuple(entry.pages), states))
+        chunks.append(Chunk(start, stop - start, tuple(entry.pages)))
     outputs, _ = engine.run_plan(StepPlan(tokens, chunks, rows, num_top=1))
     for values, result in zip(outputs, owners, strict=True):
         target, logprob, best, _ = values
@@ -117,5 +113,3 @@ def _step(engine: Engine, parts: Sequence[tuple[_Input, int, int]]) -> None:
     for entry, _, stop in parts:
         if stop == len(entry.ids):
             engine.pool.release(entry.pages)
-            if engine.slots is not None:
-                engine.slots.release(entry.slot)

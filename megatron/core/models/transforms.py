@@ -37,5 +37,8 @@ class ModelTransform:
         """Return whether checkpoints of the run contain the tensor with this global name."""
         return True
 
+    def merge(self, model: nn.Module) -> None:
+        """Fold the change into the weights, so that a complete chunk has plain layers, for inference. Collective."""
+
     def base_loaded(self, model: nn.Module, groups: ProcessGroups) -> None:
         """Complete a chunk whose base weights were just loaded, such as values that depend on them. Collective."""

@@ -114,6 +114,8 @@ def main(argv: Sequence[str]) -> int:
     loader, source = formats.open_checkpoint(
         args.load_dir, args.loader, args.ckpt_step, padded_vocabulary=args.keep_vocab_padding
     )
+    if "base" in source.objects:
+        raise CheckpointError(f"{args.load_dir}: contains adapters only; merge or export them with tools/lora.py")
     if loader == "native":
         formats.check_copied_files(args.load_dir, args.ckpt_step)
     source.settings.setdefault("model_family", args.model_type.lower())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.exchange import from_first_rank
+from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.reader import Source, load_from, together_reader
 from megatron.core.distributed import unwrapped
 from megatron.core.fp8.recipe import PREFIX as SCALES
@@ -18,6 +21,7 @@ from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 from megatron.export.interchange import COUNTER
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.other_formats import load_hf_weights
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
 FINAL_NORM = "model.decoder.final_layernorm.weight"
@@ -68,7 +72,24 @@ def load_base(chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessG
             transform.base_loaded(unwrapped(chunk), groups)
     folder = checkpoint.load_hf or checkpoint.pretrained_checkpoint or ""
     identity = from_first_rank(lambda: base_identity(source, cfg.model.hidden_size), groups.world)
-    return {"folder": folder, "identity": identity}
+    return {"folder": os.path.abspath(folder), "identity": identity}
+
+
+def with_base(cfg: FlatConfig, folder: str, step: int | None) -> FlatConfig:
+    """Return ``cfg`` with the base that the checkpoint in ``folder`` names as --load-hf or --pretrained-checkpoint,
+    unless the checkpoint contains a full model. Raises CheckpointError if the base does not exist any more."""
+    checkpoint = find_checkpoint(folder, step)
+    base = {} if checkpoint is None else read_manifest(checkpoint.directory)["objects"].get("base")
+    if not base:
+        return cfg
+    place = base.get("folder") if isinstance(base, dict) else None
+    if not isinstance(place, str) or not os.path.isdir(place):
+        raise CheckpointError(
+            f"{folder} contains adapters of the base {place!r:.200}, which does not exist; restore it"
+        )
+    if os.path.isfile(os.path.join(place, "config.json")) and find_checkpoint(place) is None:
+        return replace(cfg, use_checkpoint_args=False, load_hf=place)
+    return replace(cfg, use_checkpoint_args=False, pretrained_checkpoint=place)
 
 
 def base_identity(source: Source, width: int) -> str:

@@ -40,7 +40,7 @@ class MaskedRows(Batches):
         if self.cfg.training.cuda_graph_impl == "local":
             batches = map(_with_full_rows, batches)
         arguments = super().split(batches, number, size)
-        if self.cfg.group(BertConfig).use_packed_sequence and parallel_state.get_process_groups().pp.size > 1:
+        if self.cfg.group(BertConfig).use_packed_sequence and self.cfg.model.pipeline_model_parallel_size > 1:
             read = list(islice(batches, number))
             tokens = (int(batch["padding_mask"].sum()) for batch in read)
             lengths = [math.ceil(count / self._row_multiple) * self._row_multiple for count in tokens]
@@ -62,9 +62,8 @@ class MaskedRows(Batches):
     @property
     def _row_multiple(self) -> int:
         """Divisor of the packed row length, required by context and sequence parallelism."""
-        groups = parallel_state.get_process_groups()
-        cp, tp = groups.cp.size, groups.tp.size if self.cfg.model.sequence_parallel else 1
-        return cp * math.lcm(2 if cp > 1 else 1, tp)
+        model, cp = self.cfg.model, self.cfg.model.context_parallel_size
+        return cp * math.lcm(2 if cp > 1 else 1, model.tensor_model_parallel_size if model.sequence_parallel else 1)
 
     def local(self, batch: Batch) -> Batch:
         """Return text, types, labels (0 if not masked), loss_mask [b, s], is_random, counts, sample_index [b]

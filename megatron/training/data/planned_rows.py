@@ -55,7 +55,7 @@ class PlannedRows(Batches):
 
     def split(self, batches: Iterator[dict], number: int, size: int) -> dict[str, object]:
         """Split a share into rows, whose number and lengths its plan determines."""
-        share, cp, length = next(batches), parallel_state.get_process_groups().cp.size, self.cfg.data.seq_length
+        share, cp, length = next(batches), self.cfg.model.context_parallel_size, self.cfg.data.seq_length
         rows = self.rows.split(share)
         self.figures = self._figures(share["plan"].tolist())
         longest = -(-token_limit(self.cfg) * cp // length)  # message buffers hold the longest row of a rank

@@ -3,11 +3,7 @@
 import itertools
 import json
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +23,6 @@ from tests.unit_tests.core.inference.test_engine import build
 from tests.unit_tests.core.models.test_gpt_model import VOCAB
 
 LENGTH = 16
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def reference(logits_of, context, continuation, length):
@@ -264,24 +259,6 @@ def test_the_packages_tasks_are_listed_only_where_a_name_may_need_them(tmp_path,
     found = find_tasks("--tasks", names, tmp_path / "folder")
     assert listed == [False, True][: 1 + full] and set(names) <= set(found.all_tasks)
     assert ("lambada" in found.all_tasks) == full
-
-
-UNKNOWN = """
-import sys
-from megatron.console import main
-code = main(["evaluate", *sys.argv[1:]])
-print(code, sorted({"lm_eval", "torch", "datasets"} & sys.modules.keys()))
-"""
-
-
-@pytest.mark.parametrize("name", ["nosuch", "hellaswa", "tiny_choic"])
-def test_unknown_task_is_named_before_torch_and_the_harness_are_imported(folder, name):
-    """The imports take 20 s. A part of a task's name is not a task."""
-    tasks = ["--tasks", f"hellaswag,tiny_choice,{name}", "--include-path", str(folder / "tasks")]
-    command = [sys.executable, "-c", UNKNOWN, "--load", str(folder), *tasks]
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert run.stdout == "2 []\n", run.stderr
-    assert run.stderr.startswith(f"error: --tasks {name}: lm-evaluation-harness and the folder of tasks have no such")
 
 
 def test_wrong_tasks_and_paths_are_named_before_the_model_is_loaded(folder, tmp_path, monkeypatch, capsys):

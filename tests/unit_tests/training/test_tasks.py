@@ -182,10 +182,8 @@ def test_masked_tokens_and_pairs_are_counted(folder):
 ])  # fmt: skip
 def test_stages_know_the_lengths_of_rows_that_the_batches_get(flags, ranks, multiple, folder, monkeypatch):
     task = make_task("bert", folder, f"{PACKED} --pipeline-model-parallel-size 2 {flags}", ranks)
-    given, model = batches(task), task.cfg.model
-    cp = model.context_parallel_size
-    sizes = {"tp": model.tensor_model_parallel_size, "cp": cp, "pp": model.pipeline_model_parallel_size}
-    on_ranks(monkeypatch, **{axis: Group(axis, tuple(range(size)), 0) for axis, size in sizes.items()})
+    given, cp = batches(task), task.cfg.model.context_parallel_size
+    on_ranks(monkeypatch, cp=Group("cp", tuple(range(cp)), 0))
     arguments = task.batches.split(iter(given), 3, 4)
     used = [int(batch["padding_mask"].sum()) for batch in given[:3]]
     assert arguments["row_lengths"] == [-(-number // multiple) * multiple for number in used]

@@ -1,1 +1,0 @@
-"""Low-rank adapters: module, model transform, rules of their flags."""

@@ -14,7 +14,7 @@ X. A row-parallel layer adds its partial sums of the adapter before the layer's 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,19 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.placement import (
-    AsBuilt,
-    ParameterSpec,
-    Shard,
-    SubTensor,
-    Uniform,
-    Zeros,
-    declare,
-    fill_parameter,
-    global_name,
-    parameter,
-    stored_rectangle,
-)
+from megatron.core.sharding import placement
+from megatron.core.sharding.placement import ParameterSpec, Shard, SubTensor, declare, global_name, parameter
 from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.gemms import GemmLayer, Product
@@ -52,9 +41,8 @@ class LoraSettings(NamedTuple):
     rank: int
     scale: float
     """Factor of X A^T B^T."""
-    trains_norms: bool = False
-    """DoRA."""
-    seed: int = 1234
+    trains_norms: bool
+    seed: int
 
 
 class LowRankAdapter(nn.Module):
@@ -65,33 +53,31 @@ class LowRankAdapter(nn.Module):
         super().__init__()
         self.scale, self.group, spec = settings.scale, groups.tp, weight.spec  # type: ignore[attr-defined]
         lead, width = spec.shape[:-1], spec.shape[-1]
-        splits_input = spec.mesh.get("tp") == Shard(len(lead))
-        self.splits_rows = splits_input
+        self.splits_rows = splits_input = spec.mesh.get("tp") == Shard(len(lead))
         # without a reduction of dX over the group, which A shares, dA is a sum over this rank's rows or positions
         is_partial = linear.traits.gather_input or spec.part is not None or "tp" in spec.grad
         numbers = matrix_numbers(spec)
         in_part = numbers if spec.part is None else _rows(spec.part.rectangle).of(numbers)
         first, count = int(in_part.min()), int(in_part.max() - in_part.min()) + 1
-        a_shape: Any = (int(numbers.max()) + 1, settings.rank, width)
-        if count < a_shape[0]:
-            rectangle = Rectangle((first, 0, 0), (count, settings.rank, width))
-            a_shape = SubTensor(a_shape, "lora_a", rectangle)
+        shape, part = (int(numbers.max()) + 1, settings.rank, width), (count, settings.rank, width)
+        a_shape = shape if spec.part is None else SubTensor(shape, "lora_a", Rectangle((first, 0, 0), part))
         common: dict[str, Any] = {"groups": groups, "dtype": weight.dtype}
         with torch.device(weight.device):
             self.lora_a = parameter(
-                a_shape, init=Uniform(width**-0.5), mesh={"tp": Shard(2)} if splits_input else {},
+                a_shape, init=placement.Uniform(width**-0.5), mesh={"tp": Shard(2)} if splits_input else {},
                 partial=("tp",) if is_partial and not splits_input else (), ndim=2, **common,
             )  # fmt: skip
             common |= {"mesh": {} if splits_input else spec.mesh, "partial": ("tp",) if splits_input else (*spec.grad,)}
-            self.lora_b = parameter(_row_shape(spec, "lora_b", settings.rank), init=Zeros(), ndim=2, **common)
+            self.lora_b = parameter(_row_shape(spec, "lora_b", settings.rank), init=placement.Zeros(), ndim=2, **common)
             self.lora_magnitude: nn.Parameter | None = None
             if settings.trains_norms:
-                self.lora_magnitude = parameter(_row_shape(spec, "lora_magnitude"), init=AsBuilt(), ndim=1, **common)
-        local = _rows(stored_rectangle(spec, groups)).of(numbers).flatten().to(weight.device) - first
+                rows = _row_shape(spec, "lora_magnitude")
+                self.lora_magnitude = parameter(rows, init=placement.AsBuilt(), ndim=1, **common)
+        local = _rows(placement.stored_rectangle(spec, groups)).of(numbers).flatten().to(weight.device) - first
         self.register_buffer("blocks", F.one_hot(local, count).to(weight.dtype), persistent=False)
 
     def forward(
-        self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, traits: LinearTraits, store: Any = None
+        self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, traits: LinearTraits, store: object
     ) -> Tensor:
         """Return the ``product`` plus the adapters' output [..., o]. Communicates X A^T as ``traits`` say of X: by an
         all-gather along the sequence, or an all-reduce of its gradient."""
@@ -133,9 +119,8 @@ class LowRankAdapter(nn.Module):
     def _adapted(self, weight: Tensor) -> Tensor:
         """Return ``W + c B A`` in a new tensor of at least fp32."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        return torch.addmm(
-            weight.to(dtype), self.block_matrix().to(dtype), self.lora_a.to(dtype), alpha=self.scale
-        )  # fmt: skip
+        base, b, a = (tensor.to(dtype) for tensor in (weight, self.block_matrix(), self.lora_a))
+        return torch.addmm(base, b, a, alpha=self.scale)
 
 
 def matrix_numbers(spec: ParameterSpec) -> Tensor:
@@ -161,7 +146,9 @@ def _rows(rectangle: Rectangle) -> Rectangle:
     return Rectangle(rectangle.offsets[:-1], rectangle.lengths[:-1])
 
 
-def add_adapters(model: nn.Module, matches: Any, settings: LoraSettings, groups: ProcessGroups) -> None:
+def add_adapters(
+    model: nn.Module, matches: Callable[[str], bool], settings: LoraSettings, groups: ProcessGroups
+) -> None:
     """Freeze ``model`` and add adapters to every linear layer whose name ``matches``. Initial values are functions of
     the seed and global names: A uniform on +-1 / sqrt(i), as in PEFT, and B zeros."""
     model.requires_grad_(False)
@@ -177,7 +164,7 @@ def add_adapters(model: nn.Module, matches: Any, settings: LoraSettings, groups:
                 if submodule != NAMES["weight"][0]:
                     declare(value, registered_as=(f"{submodule}.{key}", f"{NAMES['weight'][0]}.{key}"))
                 full_name = global_name(f"{name}.{submodule}.{key}", value.spec)  # type: ignore[attr-defined]
-                fill_parameter(value, value.spec, full_name, settings.seed, groups)  # type: ignore[attr-defined]
+                placement.fill_parameter(value, value.spec, full_name, settings.seed, groups)  # type: ignore[attr-defined]
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[GemmLayer, str, LowRankAdapter]]:
@@ -195,14 +182,11 @@ def set_magnitudes(model: nn.Module) -> None:
     for linear, leaf, adapter in adapted_layers(model):
         if adapter.lora_magnitude is not None:
             # FSDP cuts both tensors at the same rows
-            weight, norms = (_local(tensor) for tensor in (getattr(linear, leaf), adapter.lora_magnitude))
+            tensors = getattr(linear, leaf), adapter.lora_magnitude
+            weight, norms = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
             if adapter.splits_rows and adapter.group.size > 1:  # full rows: sums of partial sums round differently
                 weight = operators.all_gather_along_last_dim(weight, adapter.group)
             norms.copy_(weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(-1).sqrt_())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megatron.core.config.lora import LoraConfig
 from megatron.core.config.optional import used_fields
 from megatron.core.config.problems import Problems, Settings, problem
@@ -26,25 +24,21 @@ def adapters_need_base_weights(cfg: Settings) -> Problems:
         yield problem(cfg, "lora_rank", "trains adapters of a trained model, and none is given", fix)
 
 
-def _unsupported(cfg: Settings) -> Iterator[tuple[bool, str]]:
-    """Yield (whether the setting is on, its flag) for settings that read or change frozen weights."""
-    model = cfg.model
-    yield model.transformer_impl != "local", f"--transformer-impl {model.transformer_impl}"
-    yield model.batch_invariant_mode, "--batch-invariant-mode"
-    yield model.fp8 is not None and model.fp8_recipe == "delayed", "--fp8-recipe delayed"
-    yield model.fp8_param_gather, "--fp8-param-gather"
-    yield model.qk_clip, "--qk-clip"
-    yield cfg.upcycling.moe_use_upcycling, "--moe-use-upcycling"
-    balances = model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate
-    yield bool(balances), "--moe-router-enable-expert-bias (unless --moe-router-bias-update-rate is 0)"
-
-
 def adapters_keep_the_base(cfg: Settings) -> Problems:
     """Reject settings that change frozen weights or compute without the adapters."""
-    if cfg.group(LoraConfig).lora_rank is not None:
-        for is_on, flag in _unsupported(cfg):
-            if is_on:
-                yield problem(cfg, "lora_rank", f"is not supported with {flag}", "remove one of them")
+    model = cfg.model
+    balances = model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate
+    unsupported = {
+        f"--transformer-impl {model.transformer_impl}": model.transformer_impl != "local",
+        "--batch-invariant-mode": model.batch_invariant_mode,
+        "--fp8-recipe delayed": model.fp8 is not None and model.fp8_recipe == "delayed",
+        "--fp8-param-gather": model.fp8_param_gather,
+        "--qk-clip": model.qk_clip,
+        "--moe-use-upcycling": cfg.upcycling.moe_use_upcycling,
+        "--moe-router-enable-expert-bias unless --moe-router-bias-update-rate is 0": balances,
+    }
+    for flag in [flag for flag, is_on in unsupported.items() if is_on and cfg.group(LoraConfig).lora_rank is not None]:
+        yield problem(cfg, "lora_rank", f"is not supported with {flag}", "remove one of them")
 
 
 def adapter_targets_exist(cfg: Settings) -> Problems:

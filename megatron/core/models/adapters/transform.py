@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.core.config.lora import SETTINGS, LoraConfig
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
     from megatron.core.groups.process_groups import ProcessGroups
 
-PARAMETERS = ("lora_a", "lora_b", "lora_magnitude")
-"""Last parts of the names of adapters' parameters."""
-
 
 def is_target(module: str, targets: Sequence[str] | None) -> bool:
     """Return whether the linear layer with the full name ``module`` gets an adapter. ``targets``: last parts of names,
@@ -34,13 +32,14 @@ def is_target(module: str, targets: Sequence[str] | None) -> bool:
 
 def linear_weights(model: ModelDescription) -> list[Param]:
     """Return the weights of linear layers that adapters support: dense ones of attention and feed-forward networks."""
-    return [param for param in model.params() if _module(param).rpartition(".")[2].startswith("linear_")]
+    return [param for param in model.params() if _module(param)]
 
 
 def _module(param: Param) -> str:
-    """Return the full name of the linear layer that owns a dense weight, else an empty string."""
+    """Return the full name of the layer of a weight that can have adapters, else an empty string."""
     module, _, leaf = param.name.rpartition(".")
-    return module if leaf == "weight" and not param.is_expert else ""
+    is_linear = module.rpartition(".")[2].startswith("linear_")
+    return module if leaf == "weight" and is_linear and not param.is_expert else ""
 
 
 class LoraTransform(ModelTransform):
@@ -51,12 +50,10 @@ class LoraTransform(ModelTransform):
     def __init__(self, cfg: Settings) -> None:
         self.model, self.lora = cfg.model, cfg.group(LoraConfig)
         assert self.lora.lora_rank is not None
+        self.matches = partial(is_target, targets=self.lora.lora_target_modules)
         self.rank = self.lora.lora_rank
         divisor = math.sqrt(self.rank) if self.lora.lora_use_rslora else self.rank
         self.scale = (self.lora.lora_alpha or self.rank) / divisor
-
-    def matches(self, module: str) -> bool:
-        return is_target(module, self.lora.lora_target_modules)
 
     def apply(self, model: nn.Module, groups: ProcessGroups) -> None:
         """Freeze the chunk and add adapters, whose initial values do not depend on the layout."""
@@ -66,12 +63,17 @@ class LoraTransform(ModelTransform):
         add_adapters(model, self.matches, settings, groups)
 
     def stores(self, name: str) -> bool:
-        return name.rpartition(".")[2] in PARAMETERS
+        return ".adapter.lora_" in name
 
     def base_loaded(self, model: nn.Module, groups: ProcessGroups) -> None:
         from megatron.core.models.adapters.lora import set_magnitudes
 
         set_magnitudes(model)
+
+    def merge(self, model: nn.Module) -> None:
+        from megatron.core.models.adapters.lora import merge_adapters
+
+        merge_adapters(model)
 
     def describe(self, model: ModelDescription) -> ModelDescription:
         """Freeze all parameters, halve the backward pass of their GEMMs, and add the adapters."""
@@ -90,8 +92,7 @@ class LoraTransform(ModelTransform):
         weights: dict[str, Param] = {}
         for param in piece.params:
             params.append(replace(param, frozen=True))
-            module = _module(param)
-            if module.rpartition(".")[2].startswith("linear_") and self.matches(module):
+            if (module := _module(param)) and self.matches(module):
                 weights[module.rpartition(".")[2]] = param
                 params += self._adapter(module, param)
         ops: list[Op] = []

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
-from megatron.core.config.transformer_config import TransformerConfig, check_ranks
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
@@ -79,7 +79,11 @@ class LanguageModule(MegatronModule):
         if layers is not None:
             return layer_branch_costs(layers, costs.names)
         stages = pipeline_stages(self.config, costs)
-        check_ranks(self.config, "pipeline_model_parallel_size", pp.size)
+        if self.config.pipeline_model_parallel_size != pp.size:
+            raise UserError(
+                f"config.pipeline_model_parallel_size is {self.config.pipeline_model_parallel_size}, but there are "
+                f"{pp.size} pipeline ranks: give both the same number, or layer_range"
+            )
         return stages[pp.rank + (self.vp_stage or 0) * pp.size].branches
 
     def set_input_tensor(self, input_tensor: object) -> None:

@@ -9,7 +9,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.attention.sequence_states import NUM_RESERVED, UNUSED, SlotPool
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.evaluation.scoring import score
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
@@ -107,53 +106,6 @@ def test_layouts_generate_the_same_text(gloo_pool, sizes):
     expected = [result.tokens for result in engine(build()).generate(
         [Request(prompt=x, max_new_tokens=5, sampling=GREEDY) for x in prompts(5, seed=4)])]  # fmt: skip
     assert gloo_pool.run(generated, 2, sizes)[0] == expected
-
-
-def pairs_of(texts):
-    """Contexts and continuations; the first of each three has the input of the second."""
-    return [pair for text in texts for pair in ((text, [3]), (text, [4]), (text, [*text, 1, 2]))]
-
-
-def reference_scores(model, pairs):
-    for context, continuation in pairs:
-        ids = [*context, *continuation]
-        with torch.no_grad():
-            logits = model(torch.tensor([ids[:-1]]), torch.arange(len(ids) - 1)[None])[0, :, :VOCAB].log_softmax(-1)
-        rows = logits[-len(continuation) :]
-        targets = torch.tensor(continuation)[:, None]
-        yield float(rows.gather(1, targets).sum()), bool((rows.argmax(-1)[:, None] == targets).all())
-
-
-@pytest.mark.parametrize("pages, sequences", [(40, 3), (12, 8), (40, 1)])
-def test_scores_equal_the_full_forward_pass_and_free_all_slots(pages, sequences):
-    """Steps of 7 tokens split texts of up to 40; pages or slots limit the texts of a step."""
-    model = build()
-    scorer, pairs = engine(model, pages=pages, max_sequences=sequences), pairs_of(prompts(9, seed=5))
-    check(model, scorer, prompts(2, seed=6))  # leaves states in the slots
-    for _ in range(2):
-        scores = score(scorer, pairs)
-        assert scorer.slots.num_free == sequences and scorer.pool.num_free == scorer.pool.num_usable
-        for result, (logprob, is_greedy) in zip(scores, reference_scores(model, pairs), strict=True):
-            assert result.logprob == pytest.approx(logprob, abs=1e-10) and result.is_greedy == is_greedy
-    check(model, scorer, prompts(3, seed=6))
-
-
-def scored(rank, world_size, sizes):
-    parallel_state.initialize_model_parallel(*sizes)
-    model = build(**dict(zip(("tensor_model_parallel_size", "pipeline_model_parallel_size"), sizes)))
-    ranks = engine(model)
-    if not ranks.is_first_rank:
-        ranks.follow()
-        return None
-    results = score(ranks, pairs_of(prompts(4, seed=7)))
-    ranks.stop()
-    return [result.logprob for result in results]
-
-
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
-def test_layouts_give_the_same_scores(gloo_pool, sizes):
-    expected = [logprob for logprob, _ in reference_scores(build(), pairs_of(prompts(4, seed=7)))]
-    assert gloo_pool.run(scored, 2, sizes)[0] == pytest.approx(expected, abs=1e-10)
 
 
 def test_slots_of_sequences_and_snapshots_do_not_overlap():

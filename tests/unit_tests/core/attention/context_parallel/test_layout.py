@@ -94,7 +94,7 @@ def sliced_by_task(rank, size):
 
     task = object.__new__(Weighted)
     task.cfg = SimpleNamespace(
-        family=get_family("gpt"), variable_lengths=SimpleNamespace(use_varlen_dataset=False), group=lambda kind: kind()
+        family=get_family("gpt"), variable_lengths=SimpleNamespace(use_varlen_dataset=False)
     )
     numbers = torch.arange(16).view(1, 16)
     batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "weights", "pictures"), numbers)

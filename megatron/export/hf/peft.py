@@ -1,0 +1,205 @@
+"""Low-rank adapters in the files of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+  base_model.model.<module>.lora_A.weight [r, in]    ….lora_B.weight [out, r]    ….lora_magnitude_vector [out]
+
+PEFT has one adapter per Hugging Face module. A local weight that stacks n matrices has n adapters:
+
+  n modules (q_proj, k_proj, v_proj)    one adapter each
+  1 module (c_attn, gate_up_proj)       their block matrix, an adapter of rank n r; import copies its A n times
+  1 matrix, several modules             B is cut by rows, every module gets A; cannot be imported
+
+A module without an adapter has A = B = 0, which training keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import UserError, listed
+from megatron.core.dist_checkpointing.files import read_json
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.files import read_safetensors
+from megatron.export.hf.conversion import HFTensor, Placement
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+LEAVES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+UNSUPPORTED = (
+    "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "trainable_token_indices", "lora_bias",
+    "use_qalora", "use_bdlora", "layer_replication", "megatron_config",
+)  # fmt: skip
+"""Keys that change the meaning of the tensors."""
+
+
+class Adapter(NamedTuple):
+    """Adapters of one local weight [*lead, in] that stacks n matrices."""
+
+    a: Tensor
+    """[n, r, in]."""
+    b: Tensor
+    """[*lead, r]."""
+    magnitude: Tensor | None = None
+    """[*lead]; None: no DoRA."""
+
+
+class LoraSettings(NamedTuple):
+    """Settings that all adapters of a folder share."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    use_dora: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+
+def _module(part: HFTensor) -> str:
+    return part.name.removesuffix(".weight")
+
+
+def _rows(part: HFTensor, tensor: Tensor, columns: int) -> list[Tensor]:
+    """Return the views of ``tensor`` [*lead, columns] that hold the rows of one HF tensor."""
+    return [view.reshape(-1, columns) for view in part.views(tensor)]
+
+
+def to_peft(
+    plan: Iterable[Placement], adapters: Mapping[str, Adapter], lora: LoraSettings, base: str
+) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Convert ``adapters`` by local weight name to (PEFT tensors by key, ``adapter_config.json``). ``base``: the folder
+    or name of the base model. UserError for a weight that the plan lacks, such as experts' weights."""
+    placements = {placement.name: placement for placement in plan}
+    if missing := sorted(adapters.keys() - placements.keys()):
+        raise UserError(f"the Hugging Face model has no counterpart of {listed(missing)}")
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for name, adapter in adapters.items():
+        for part, (a, b, magnitude) in _parts(placements[name], adapter):
+            if not (a.any() or b.any()) and magnitude is None:
+                continue  # a module without an adapter
+            ranks[_module(part)] = len(a)
+            for leaf, value in (("a", a), ("b", b), ("magnitude", magnitude)):
+                if value is not None:
+                    tensors[f"{PREFIX}{_module(part)}.{LEAVES[leaf]}"] = value.contiguous()
+    modules = {_module(part) for placement in placements.values() for part in placement.parts}
+    return tensors, _config(lora, base, ranks, modules)
+
+
+def _parts(placement: Placement, adapter: Adapter) -> Iterable[tuple[HFTensor, tuple[Tensor, Tensor, Tensor | None]]]:
+    """Yield (HF tensor, (A [r', in], B [out, r'], magnitude [out] or None)) for each HF tensor of a local weight."""
+    a, b, magnitude = adapter
+    num_matrices, rank, _ = a.shape
+    for index, part in enumerate(placement.parts):
+        rows = _rows(part, b, rank)
+        if len(placement.parts) == 1 and num_matrices > 1:
+            low, high = a.flatten(0, 1), torch.block_diag(*(rows if len(rows) > 1 else rows[0].chunk(num_matrices)))
+        else:
+            low, high = a[index if num_matrices > 1 else 0], torch.cat(rows)
+        norms = None if magnitude is None else torch.cat(_rows(part, magnitude.unsqueeze(-1), 1)).flatten()
+        yield part, (low, high, norms)
+
+
+def _config(lora: LoraSettings, base: str, ranks: Mapping[str, int], modules: set[str]) -> dict[str, object]:
+    larger = {module: rank for module, rank in ranks.items() if rank != lora.rank}
+    alphas = {module: lora.scale * (rank**0.5 if lora.use_rslora else rank) for module, rank in larger.items()}
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
+        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": short_names(ranks, modules),
+        "use_rslora": lora.use_rslora, "use_dora": lora.use_dora, "fan_in_fan_out": False, "inference_mode": True,
+        "init_lora_weights": True, "modules_to_save": None, "rank_pattern": larger, "alpha_pattern": alphas,
+    }  # fmt: skip
+
+
+def short_names(chosen: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Return last parts of the ``chosen`` modules' names if they select no others of ``modules``, else full names."""
+    chosen = set(chosen)
+    unchosen = {module.rpartition(".")[2] for module in set(modules) - chosen}
+    return sorted({module if (last := module.rpartition(".")[2]) in unchosen else last for module in chosen})
+
+
+def load_peft(
+    folder: Path, plan: Sequence[Placement], matrices: Mapping[str, int]
+) -> tuple[dict[str, Adapter], LoraSettings]:
+    """Read a PEFT folder: (adapters by local weight name, their settings). ``matrices``: their number by weight name.
+    UserError for another kind of adapter, a setting or module that local adapters cannot have, or missing or wrong
+    tensors."""
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise UserError(f"{folder}: holds no {file}; give the folder of PEFT's save_pretrained")
+    lora = _read_config(folder / CONFIG)
+    tensors = read_safetensors(folder / WEIGHTS)
+    adapters: dict[str, Adapter] = {}
+    used: set[str] = set()
+    for placement in plan:
+        num_matrices = matrices.get(placement.name, 1)
+        if (adapter := _merged(placement, num_matrices, tensors, lora, used)) is not None:
+            adapters[placement.name] = adapter
+    if foreign := sorted(tensors.keys() - used):
+        raise UserError(f"{folder / WEIGHTS}: the model has no linear layer for {listed(foreign, most=4)}")
+    if not adapters:
+        raise UserError(f"{folder / WEIGHTS}: holds no adapters")
+    return adapters, lora
+
+
+def _read_config(path: Path) -> LoraSettings:
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{path}: peft_type is {config.get('peft_type')!r:.80}; only LORA can be imported")
+    used = [name for name in UNSUPPORTED if config.get(name)]
+    used += ["bias"] * (config.get("bias", "none") != "none")
+    if used:
+        values = listed(f"{name} {config[name]!r:.80}" for name in used)
+        raise UserError(f"{path}: {values} not supported; train the adapter without")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+        raise UserError(f"{path}: r is {rank!r:.80} and lora_alpha {alpha!r:.80}; both must be positive numbers")
+    return LoraSettings(rank, float(alpha), bool(config.get("use_rslora")), bool(config.get("use_dora")))
+
+
+def _merged(
+    placement: Placement, num_matrices: int, tensors: Mapping[str, LazyTensor], lora: LoraSettings, used: set[str]
+) -> Adapter | None:
+    """Return the adapter of one local weight, None without one. Adds the keys that it read to ``used``."""
+    keys = [[f"{PREFIX}{_module(part)}.{leaf}" for leaf in LEAVES.values()] for part in placement.parts]
+    present = [part_keys[0] in tensors for part_keys in keys]
+    if not any(present):
+        return None
+    parts = placement.parts
+    if (lora.use_dora and not all(present)) or len(parts) not in (1, num_matrices):
+        raise UserError(
+            f"{WEIGHTS}: adapters of {_module(parts[present.index(True)])} cannot be imported: the model has"
+            f" one matrix of {listed(map(_module, parts))}"
+        )
+    a = torch.zeros((num_matrices, lora.rank, placement.shape[-1]), dtype=tensors[next(iter(tensors))].dtype)
+    b = torch.zeros((*placement.shape[:-1], lora.rank), dtype=a.dtype)
+    magnitude = torch.zeros(placement.shape[:-1], dtype=a.dtype) if lora.use_dora else None
+    for index, (part, part_keys) in enumerate(zip(parts, keys)):
+        if not present[index]:
+            continue
+        out = sum(len(rows) for rows in _rows(part, b, lora.rank))
+        shapes = ((lora.rank, a.shape[-1]), (out, lora.rank), (out,))[: 3 if lora.use_dora else 2]
+        for key, shape in zip(part_keys, shapes):
+            if key not in tensors or tuple(tensors[key].shape) != shape:
+                stored = list(tensors[key].shape) if key in tensors else "missing"
+                raise UserError(f"{WEIGHTS}: {key} is {stored}, expected {list(shape)}")
+        used.update(part_keys[: len(shapes)])
+        a[index if len(parts) > 1 else slice(None)] = tensors[part_keys[0]].read()
+        _fill(part, b, tensors[part_keys[1]].read())
+        if magnitude is not None:
+            _fill(part, magnitude.unsqueeze(-1), tensors[part_keys[2]].read().unsqueeze(-1))
+    return Adapter(a, b, magnitude)
+
+
+def _fill(part: HFTensor, local: Tensor, tensor: Tensor) -> None:
+    """Copy the rows of an HF tensor [out, columns] into its views of ``local`` [*lead, columns]."""
+    views = part.views(local)
+    sizes = [view.numel() // view.shape[-1] for view in views]
+    for view, piece in zip(views, tensor.split(sizes)):
+        view.copy_(piece.reshape(view.shape))

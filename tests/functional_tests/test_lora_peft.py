@@ -1,0 +1,298 @@
+"""Low-rank adapters against PEFT on models of ``transformers``: training, files in and out, merged weights, text."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+from megatron.console import run_tool
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+VOCAB_SIZE, LENGTH, STEPS, RANK = 61, 32, 10, 4
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+NARROW = {"intermediate_size": 48, "tie_word_embeddings": False}
+LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 24,
+}  # fmt: skip
+MODELS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, **HEADS, **NARROW),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, **HEADS, **NARROW, head_dim=8),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, attn_pdrop=0, resid_pdrop=0,
+        embd_pdrop=0,
+    ),
+    "phi3": lambda: transformers.Phi3Config(**SIZES, **HEADS, **NARROW, pad_token_id=0),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, **HEADS, **NARROW, num_local_experts=4),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES, **NARROW, **LATENT),
+}  # fmt: skip
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+DENSE = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+LATENT_MODULES = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+CASES = {
+    "llama, all linear layers": ("llama", DENSE, {}),
+    "llama, DoRA": ("llama", DENSE, {"use_dora": True}),
+    "llama, queries and values": ("llama", ["q_proj", "v_proj"], {}),
+    "llama, one layer": ("llama", ["model.layers.1.mlp.down_proj"], {"lora_alpha": 16}),
+    "qwen3, rsLoRA": ("qwen3", DENSE, {"use_rslora": True}),
+    "gpt2": ("gpt2", ["c_fc"], {"fan_in_fan_out": True}),
+    "mixtral, attention": ("mixtral", ATTENTION, {}),
+    "deepseek, latent attention": ("deepseek_v3", LATENT_MODULES, {}),
+}
+EAGER = {"experts_implementation": "eager"}  # grouped GEMMs take no fp64
+FLAGS = [
+    "--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "100", "--eval-iters", "0",
+    "--num-workers", "0", "--lr", "1e-2", "--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--clip-grad", "0",
+    "--weight-decay", "0.01", "--adam-beta1", "0.9", "--adam-beta2", "0.999", "--adam-eps", "1e-8",
+    "--seq-length", str(LENGTH), "--attention-dropout", "0", "--hidden-dropout", "0", "--moe-aux-loss-coeff", "0",
+    "--moe-router-bias-update-rate", "0",
+]  # fmt: skip
+
+
+def base_model(name, folder):
+    """Save a random model; return it."""
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation="eager", **EAGER).float()
+    for parameter in model.parameters():  # larger than the initial values, so that all modules matter
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return model
+
+
+def peft_model(model, modules, options):
+    """Wrap ``model`` with random A and zero B."""
+    torch.manual_seed(5)
+    config = peft.LoraConfig(
+        **{"r": RANK, "lora_alpha": 8, "target_modules": modules, "task_type": "CAUSAL_LM"} | options
+    )
+    return peft.get_peft_model(model, config)
+
+
+def train_here(rank, world_size, argv, steps, save):
+    """A task of the pool: train ``steps`` steps and save; the losses and the samples."""
+    from megatron.training.exits.conditions import ExitConditions
+    from megatron.training.initialize import initialize_megatron
+    from megatron.training.run import build_components
+    from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.trainer import Trainer
+    from megatron.training.verify.layout_trace import SyntheticSamples, with_synthetic_data
+
+    cfg = configured([*argv, "--save", save], world_size)
+    groups = initialize_megatron(cfg)
+    task = with_synthetic_data(GPTTask, VOCAB_SIZE)(cfg)
+    parts = build_components(cfg, task, groups)
+    with ExitConditions(cfg) as exits:
+        trainer = Trainer(cfg, parts, exits)
+        losses = [float(trainer.train_step().losses["lm loss"]) for _ in range(steps)]
+    assert parts.checkpointer.save(parts.state)
+    parts.checkpointer.close()
+    samples = SyntheticSamples(task, 1 << 20)
+    return losses, [samples[index] for index in range(8 * steps)]
+
+
+def configured(argv, world_size):
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.checkpoint.other_formats import apply_hf_settings
+
+    cfg = apply_hf_settings(parse_args(argv, needs_data=False))
+    return validate_args(dataclasses.replace(cfg, fp64=True), world_size)
+
+
+def train_there(model, samples, steps):
+    """The same with PEFT and torch's AdamW; the losses. Norms of DoRA have no weight decay, as all vectors here."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed, vectors = ([p for p in trained if (p.ndim > 1) is matrix] for matrix in (True, False))
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, eps=1e-8)
+    losses = []
+    for step in range(steps):
+        batch = {
+            key: torch.tensor([sample[key].tolist() for sample in samples[8 * step : 8 * step + 8]])
+            for key in ("tokens", "labels", "loss_mask")
+        }
+        logits = model(input_ids=batch["tokens"], use_cache=False).logits
+        token_losses = torch.nn.functional.cross_entropy(logits.mT, batch["labels"], reduction="none")
+        loss = (token_losses * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def adapters_in(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def lora(*words):
+    assert run_tool("lora", [str(word) for word in words]) == 0
+
+
+def trained(gloo_pool, tmp_path, case, layout=(), ranks=1):
+    """Import the adapters of PEFT, train them here, and export them; return (PEFT model, folder, losses, samples)."""
+    name, modules, options = CASES[case]
+    base, initial, start, run = (tmp_path / word for word in ("base", "initial", "start", "run"))
+    model = peft_model(base_model(name, base), modules, options)
+    model.save_pretrained(initial)
+    lora("import", "--load", initial, "--base", base, "--save", start)
+    config = json.loads((start / "release" / "metadata.json").read_text())["objects"]["args"]
+    argv = [*FLAGS, *layout, "--load-hf", str(base), "--load", str(start), "--lora-rank", str(config["lora_rank"])]
+    argv += ["--lora-alpha", str(config["lora_alpha"]), "--lora-target-modules", *config["lora_target_modules"]]
+    argv += ["--lora-use-dora"] * config["lora_use_dora"] + ["--lora-use-rslora"] * config["lora_use_rslora"]
+    (losses, samples), *_ = gloo_pool.run(train_here, ranks, argv, STEPS, str(run))
+    lora("export", "--load", run, "--save", tmp_path / "exported")
+    return model, losses, samples
+
+
+def loaded(folder):
+    """The model of a folder in fp64, whose norms and softmax ``transformers`` computes in fp32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **EAGER)
+    return model.double().eval()
+
+
+TOKENS = torch.randint(0, VOCAB_SIZE, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model.eval()(TOKENS).logits
+
+
+def assert_close(one, other, tolerance):
+    assert one.shape == other.shape
+    assert float((one - other).abs().max()) <= tolerance * float(other.abs().max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_logits_and_merged_logits_equal_peft(gloo_pool, tmp_path, case):
+    model, losses, samples = trained(gloo_pool, tmp_path, case)
+    expected = train_there(model.double(), samples, STEPS)
+    assert losses == pytest.approx(expected, rel=1e-7) and losses[-1] != losses[0]
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = adapters_in(tmp_path / "exported"), adapters_in(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys() and ours
+    for name in ours:
+        assert_close(ours[name], theirs[name].double(), 5e-6)
+    logits = logits_of(model)
+    assert_close(
+        logits_of(peft.PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "exported")), logits, 1e-6
+    )
+    lora("merge", "--load", tmp_path / "run", "--save", tmp_path / "merged")
+    assert_close(logits_of(loaded(tmp_path / "merged")), logits, 1e-5)  # the base's files are in fp32
+    assert float((logits_of(loaded(tmp_path / "base")) - logits).abs().max()) > 0.01 * float(logits.abs().max())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3"])
+def test_adapters_of_fused_modules_are_exported_as_one_of_a_larger_rank(gloo_pool, tmp_path, name):
+    base_model(name, tmp_path / "base")
+    argv = [*FLAGS, "--load-hf", str(tmp_path / "base"), "--lora-rank", str(RANK), "--lora-alpha", "8"]
+    gloo_pool.run(train_here, 1, argv, 3, str(tmp_path / "run"))
+    for action, folder in (("export", "exported"), ("merge", "merged")):
+        lora(action, "--load", tmp_path / "run", "--save", tmp_path / folder)
+    config = json.loads((tmp_path / "exported" / "adapter_config.json").read_text())
+    assert set(config["rank_pattern"].values()) == ({3 * RANK} if name == "gpt2" else {2 * RANK, 3 * RANK})
+    adapted = peft.PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "exported")
+    assert_close(logits_of(adapted), logits_of(loaded(tmp_path / "merged")), 1e-5)
+    assert float((logits_of(loaded(tmp_path / "base")) - logits_of(adapted)).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "layout, ranks",
+    [("--tensor-model-parallel-size 2 --sequence-parallel", 2), ("--pipeline-model-parallel-size 2", 2)],
+    ids=["TP 2 + SP", "PP 2"],
+)
+def test_imported_adapters_train_in_a_layout_as_with_peft(gloo_pool, tmp_path, layout, ranks):
+    model, losses, samples = trained(gloo_pool, tmp_path, "llama, queries and values", layout.split(), ranks)
+    assert losses == pytest.approx(train_there(model.double(), samples, STEPS), rel=1e-7)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = adapters_in(tmp_path / "exported"), adapters_in(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert_close(ours[name], theirs[name].double(), 5e-6)
+
+
+# ---- generation
+
+
+def test_generation_with_adapters_equals_the_merged_model(gloo_pool, tmp_path):
+    from megatron.core.inference.engine import Engine
+    from megatron.core.inference.requests import Request
+    from megatron.core.inference.sampling import Sampling, generate
+    from megatron.core.inference.scheduler import Limits
+    from megatron.training.trained_model import load_trained_model
+
+    base_model("llama", tmp_path / "base")
+    argv = [*FLAGS, "--load-hf", str(tmp_path / "base"), "--lora-rank", "4", "--lora-use-dora"]
+    argv += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)]
+    gloo_pool.run(train_here, 1, argv, 3, str(tmp_path / "run"))
+    lora("merge", "--load", tmp_path / "run", "--save", tmp_path / "merged")
+    adapted = load_trained_model(str(tmp_path / "run"), None, "a test")
+    assert not any("lora" in name for name, _ in adapted.model.named_parameters())
+    greedy = {"max_new_tokens": 8, "max_sequence_length": LENGTH, "sampling": Sampling(temperature=0)}
+    tokens, merged, expected = (
+        list(generate(adapted.model, [1, 2, 3], **greedy)),
+        loaded(tmp_path / "merged"),
+        [1, 2, 3],
+    )
+    for _ in range(8):
+        with torch.no_grad():
+            expected.append(int(merged(torch.tensor([expected])).logits[0, -1].argmax()))
+    engine = Engine(adapted.model, Limits(LENGTH, max_sequences=2))
+    (completion,) = engine.stream([Request(prompt=[1, 2, 3], max_new_tokens=8, sampling=Sampling(temperature=0))])
+    assert tokens == list(completion.tokens) == expected[3:]
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA can be imported"),
+        ({"bias": "all"}, "bias 'all' not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern {'q_proj': 2} not supported"),
+        ({"r": 0}, "r is 0 and lora_alpha 8; both must be positive numbers"),
+        ({"r": 2}, r"q_proj.lora_A.weight is \[4, 32\], expected \[2, 32\]"),
+        ({"use_dora": True}, "lora_magnitude_vector is missing"),
+    ],
+)
+def test_adapters_that_cannot_be_imported_are_rejected(tmp_path, capsys, change, message):
+    peft_model(base_model("llama", tmp_path / "base"), ATTENTION, {}).save_pretrained(tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    capsys.readouterr()
+    words = ["import", "--load", tmp_path / "peft", "--base", tmp_path / "base", "--save", tmp_path / "out"]
+    assert run_tool("lora", [str(word) for word in words]) != 0
+    errors = capsys.readouterr().err
+    assert re.search(message, errors) and errors.count("error:") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_bases_and_folders_without_adapters_are_rejected(tmp_path, capsys):
+    def rejected(*words):
+        assert run_tool("lora", [str(word) for word in words]) != 0
+        return capsys.readouterr().err
+
+    base, start = tmp_path / "base", tmp_path / "start"
+    peft_model(base_model("llama", base), ATTENTION, {}).save_pretrained(tmp_path / "peft")
+    lora("import", "--load", tmp_path / "peft", "--base", base, "--save", start)
+    wider = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS, **NARROW)).float()
+    wider.model.norm.weight.data.mul_(2)
+    wider.save_pretrained(tmp_path / "other")
+    errors = rejected("export", "--load", start, "--base", tmp_path / "other", "--save", tmp_path / "out")
+    assert f"{tmp_path / 'other'}: is not the base" in errors
+    assert "there is no such folder" in rejected("export", "--load", tmp_path / "none", "--save", tmp_path / "out")
+    errors = rejected("import", "--load", base, "--base", base, "--save", tmp_path / "out")
+    assert "holds no adapter_config.json" in errors
+    assert "--base: is required" in rejected("import", "--load", tmp_path / "peft", "--save", tmp_path / "out")
+    assert f"{start}: exists already" in rejected(
+        "import", "--load", tmp_path / "peft", "--base", base, "--save", start
+    )
