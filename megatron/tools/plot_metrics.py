@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError, counted
 from megatron.training.observe.page.charts import LARGEST
-from megatron.training.observe.run_folder import Run, Series, read_run
+from megatron.training.observe.run_folder import Run, Series, read_run, run_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,17 +78,6 @@ def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
 def losses(run: Run) -> list[str]:
     """Return the names of all evaluated losses and scores; without evaluations, of the training losses."""
     return list(dict.fromkeys(name for name, _ in run.evaluation)) or run.losses
-
-
-def run_labels(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest path suffixes of equal depth that distinguish the runs; the paths if two are equal."""
-    parts = [(path.parent if path.suffix == ".jsonl" else path).resolve().parts for path in paths]
-    depth = max(map(len, parts))
-    for length in range(1, depth + 1):
-        labels = ["/".join(part[-length:]) for part in parts]
-        if len(set(labels)) == len(labels):
-            return labels
-    return [str(path) for path in paths]
 
 
 def smoothed(series: Series, half_life: float) -> Series:

@@ -67,6 +67,7 @@ class Hooks:
 
     def __init__(self, log_interval: int, hooks: Sequence[Hook]) -> None:
         self.hooks, self.interval = list(hooks), Interval(log_interval)
+        self.run, self.throughput = RunInfo(state=TrainState(), train_iters=0), Throughput(1, "CPU")  # until on_start
         # if no hook takes records of iterations, avoid the device sync
         self._reads = any(_takes(hook, kind) for hook in hooks for kind in (TRAIN, INTERVAL))
 

@@ -8,7 +8,7 @@ at regular intervals only, because their lines are long.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -214,6 +214,17 @@ def read_run(path: Path, now: float, log: Path | None = None) -> Run:
     _find_status(run, now - max(file.stat().st_mtime for file in files))
     run.events.sort(key=lambda event: event.iteration)
     return run
+
+
+def run_labels(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest path suffixes of equal depth that distinguish the runs; the paths if two are equal."""
+    parts = [(path.parent if path.suffix == ".jsonl" else path).resolve().parts for path in paths]
+    depth = max(map(len, parts))
+    for length in range(1, depth + 1):
+        labels = ["/".join(part[-length:]) for part in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [str(path) for path in paths]
 
 
 def _stride(metrics: Path) -> int:

@@ -40,9 +40,13 @@ STATUS = {"silent": "no end recorded"}
 def write_page(run: Path, output: Path, log: Path | None = None) -> None:
     """Write the page of the run in the folder ``run`` to ``output``, which is replaced at once. Raises UserError if
     there is no run, and OSError if the page cannot be written."""
+    save_page(build_page(read_run(run, time.time(), log)), output)
+
+
+def save_page(text: str, output: Path) -> None:
+    """Replace the file ``output`` at once. Raises UserError for a folder, and OSError if it cannot be written."""
     if output.is_dir() or not output.name:
         raise UserError(f"--output {output}: is a folder; give the path of a file")
-    text = build_page(read_run(run, time.time(), log))
     new = output.with_name(f"{output.name}.new")
     with create_file(new) as file:
         file.write(text.encode())
@@ -51,25 +55,29 @@ def write_page(run: Path, output: Path, log: Path | None = None) -> None:
 
 def build_page(run: Run) -> str:
     """Return the HTML of the page."""
-    resources = files("megatron.training.observe.page")
-    style, script = (resources.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
-    name = escape(": ".join(filter(None, (run.name, run.model))))
-    span = x_range(run)
+    name, span = escape(": ".join(filter(None, (run.name, run.model)))), x_range(run)
     sections = [
         _head(run, name),
         _list("problems", "Problems of the files", run.problems),
-        *(_drawn(section, span) for section in kind_sections(run)),
+        *(drawn(section, span) for section in kind_sections(run)),
         _timeline(run),
         _time_use(run),
         _settings(run),
         _table("versions", "Versions and hardware", sorted((run.versions | _hardware(run)).items())),
         _log(run),
     ]
+    return html_page(name, sections)
+
+
+def html_page(title: str, sections: Iterable[str]) -> str:
+    """Return a page with style and script; ``title`` and ``sections`` are HTML, empty sections are left out."""
+    resources = files("megatron.training.observe.page")
+    style, script = (resources.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     body = "\n".join(filter(None, sections))
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">'
         f"<style>{style}</style></head><body>\n{body}\n<script>{script}</script></body></html>\n"
@@ -185,7 +193,7 @@ def _number_section(kind: RecordKind | None, name: str, numbers: dict[str, Serie
     return Section(slug(name), name.replace("_", " "), charts)
 
 
-def _drawn(section: Section, span: tuple[int, int]) -> str:
+def drawn(section: Section, span: tuple[int, int]) -> str:
     """The first chart of the page is wide."""
     drawn = list(filter(None, (draw(chart, span) for chart in section.charts)))
     if section.key == "losses" and drawn:

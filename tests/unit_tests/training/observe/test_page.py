@@ -12,6 +12,7 @@ import pytest
 from megatron.console import run_tool
 from megatron.core.config.errors import UserError
 from megatron.training.observe.page.charts import Chart, Frame, Line, draw, short, thinned, ticks
+from megatron.training.observe.page.comparison import first_difference
 from megatron.training.observe.page.page import build_page, write_page
 from megatron.training.observe.run_folder import Series, read_run
 
@@ -425,3 +426,45 @@ def test_cut_texts_are_marked(tmp_path):
     parts = page.by_id["samples"].split("iteration ")[1:]
     assert parts[0] == "1Once whole" and parts[1] == "2Once part … cut at --sample-tokens"
     assert parts[2] == f"3Once{'x' * 4000} … 4,000 of 4,001 characters" and parts[3] == f"4Once{'y' * 4000}"
+
+
+def write_pair(folder):
+    """Two runs of 100 iterations, equal up to iteration 60 and with another rate; the second one failed."""
+    write_run(folder / "a")
+    metrics = [train(i, **({"lm loss": 3.5} if i >= 61 else {})) for i in range(1, 101)]
+    times = [start(settings={"lr": 2e-3, "seq_length": 8}), timing(10, mfu=0.2), end(100, "failed", "no memory")]
+    write_run(folder / "b", times, metrics)
+    return [str(folder / "a"), str(folder / "b")]
+
+
+def test_two_runs_are_compared_on_the_terminal_and_on_a_page(tmp_path, capsys):
+    paths, output = write_pair(tmp_path), tmp_path / "both.html"
+    assert run_tool("report", [*paths, "--output", str(output)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line[:30].rstrip(): line[30:].split() for line in lines}
+    text = "\n".join(lines)
+    assert lines[0].split() == ["a", "b"] and rows["status"] == ["finished", "failed"], rows
+    assert re.search(r"^MFU, median +40.0% +20.0%$", text, re.MULTILINE), text
+    after = lines[lines.index("settings that differ") + 1 :]
+    assert after[0].split() == ["lr", "0.001", "0.002"] and after[1] == ""
+    expected = f"the first difference is in iteration 61: lm loss {2 + 8 / 61!r} and 3.5"
+    assert after[2] == f"a and b: {expected}" and lines[-1] == f"wrote {output}"
+    page = Page(output.read_text())
+    assert not page.bad and expected in page.by_id["comparison"]
+    legend = page.by_id["chart-lm-loss"]
+    assert "a: training" in legend and "b: training" in legend and "b: validation-wiki" not in legend
+    assert {"losses", "speed"} <= page.by_id.keys() and "samples" not in page.by_id
+
+
+def test_equal_runs_have_no_difference_and_nan_equals_nan(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / name / "metrics.jsonl", [train(1), train(2, **{"lm loss": "nan"})])
+    runs = [read_run(tmp_path / name, NOW) for name in ("a", "b")]
+    assert first_difference(*runs) == "no value differs in 2 common iterations"
+
+
+def test_a_log_belongs_to_a_single_run(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ending:
+        run_tool("report", [*write_pair(tmp_path), "--log", "out.log"])
+    assert ending.value.code == 2
+    assert "--log out.log: requires a single run; remove it" in capsys.readouterr().err
