@@ -33,7 +33,7 @@ TOOLS = {
     "serve": ("serve", "serve a trained GPT model over HTTP with OpenAI's interface"),
     "evaluate": ("evaluate", "score a trained GPT model on tasks of lm-evaluation-harness"),
     "fill-mask": ("fill_mask", "predict masked words with a trained BERT model"),
-    "report": ("report", "write an HTML page about a run"),
+    "report": ("report", "write an HTML page about a run, or compare runs"),
     "plot": ("plot_metrics", "plot the metrics of runs"),
     "verify-layout": ("verify_layout", "compare a parallel layout with a single process"),
     "verify-generation": ("verify_generation", "compare the log-probabilities of trainer and generator bit for bit"),
