@@ -92,20 +92,30 @@ def test_expert_parallel_ranks_equal_one(gloo_pool, data, one_rank, tmp_path):
     assert_same(one_rank(*flags), records(gloo_pool, tmp_path, 2, [*data, *flags, "--expert-model-parallel-size", "2"]))
 
 
-@pytest.mark.parametrize("layout", ["", f"{TP2} --sequence-parallel", CP2, PP2], ids=lambda layout: layout or "one")
-def test_packed_rows_train_as_separate_rows(gloo_pool, data, tmp_path, layout):
+MODELS = {
+    "predicting further tokens": "--mtp-num-layers 1",
+    "window": "--window-size 8,0",
+    "latent attention": "--multi-latent-attention --kv-lora-rank 20 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 10",
+    "experts": " ".join(EXPERTS),
+}
+SAME = {"one rank": "", "tp2+sp": LAYOUTS["tp2+sp"][1], "cp2": CP2, "pp2": PP2} | MODELS
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_packed_rows_train_as_separate_rows(gloo_pool, data, tmp_path, name):
     """Every conversation of the file in one global batch, packed or each in a row: the same losses and gradients."""
-    runs = []
-    for name, flags in (("packed", []), ("separate", ["--no-sft-packing"])):
-        size = {"packed": rows(data), "separate": 60}[name]
-        flags = [*data, *EXACT, *flags, *layout.split(), "--global-batch-size", str(size), "--train-iters", "3"]
+    ranks, runs = 2 if name in ("tp2+sp", "cp2", "pp2") else 1, []
+    for kind, flags in (("packed", []), ("separate", ["--no-sft-packing"])):
+        size = {"packed": rows(data), "separate": 60}[kind]
+        flags = [*data, *EXACT, *flags, *SAME[name].split(), "--global-batch-size", str(size), "--train-iters", "3"]
         flags += ["--lr-warmup-iters", "0"]
-        runs.append(records(gloo_pool, tmp_path / name, 2 if layout else 1, flags))
+        runs.append(records(gloo_pool, tmp_path / kind, ranks, flags))
     packed, separate = runs
     assert packed[0]["num_tokens"] == separate[0]["num_tokens"] > 60
     for first, second in zip(packed, separate):
-        for name in ("lm loss", "grad_norm"):
-            np.testing.assert_allclose(first[name], second[name], rtol=3e-6, err_msg=name)
+        for value in ("lm loss", "grad_norm"):
+            np.testing.assert_allclose(first[value], second[value], rtol=3e-6, err_msg=value)
 
 
 def rows(data, length=96):
