@@ -258,7 +258,7 @@ OPTIMIZER = [
     row("--muon-num-ns-steps 3", muon(muon_num_ns_steps=3), base=MUON),
     row("--muon-fp32-matmul-prec medium", changes("weights"), keeps_to_rounding("weights", tolerance=0.1), base=MUON),
     row("--muon-use-syrk", stops("--muon-use-syrk: requires --muon-fp32-matmul-prec medium", code=2), base=MUON),
-    row("--muon-tp-mode blockwise", stops("--muon-tp-mode blockwise: orthogonalizes each of 2 shards", code=2),
+    row("--muon-tp-mode blockwise", stops("--muon-tp-mode blockwise: orthogonalizes each shard separately", code=2),
         base=f"{MUON} --tensor-model-parallel-size 2", ranks=2),
     row("--muon-scalar-optimizer lion", lion(among=("layernorm", "embedding")), base=MUON),
     row("--qk-clip", clipped(0.01), base=f"{CLIP} --qk-clip-threshold 0.01"),
