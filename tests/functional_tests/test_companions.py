@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron.core.config.cli import ConfigError
 from megatron.core.dist_checkpointing.reader import CheckpointReader
@@ -232,7 +233,7 @@ def train_and_inspect(rank, world_size, one, path):
     with ExitConditions(cfg) as exits:
         trainer = Trainer(cfg, parts, exits)
         trainer.train_step()
-        trainer.evaluate(parts.valid_sets)
+        trainer.evaluator.evaluate(parts.valid_sets, "validation", False)
         trainer.train_step()
     (frozen,) = parts.companions
     stored = teacher_weights(path)
@@ -244,11 +245,12 @@ def train_and_inspect(rank, world_size, one, path):
     parameters = [parameter for chunk in frozen.model for parameter in chunk.parameters()]
     modes = {module.training for chunk in frozen.model for module in chunk.modules()}
     flags = {parameter.requires_grad or parameter.grad is not None for parameter in parameters}
-    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
+    size = sum(parameter.numel() * parameter.element_size() for parameter in local)
     return differing, size, modes | flags, {chunk.training for chunk in parts.stages}
 
 
-@pytest.mark.parametrize("name", ["PP 2", "PP 2 x VPP 2", "TP 2 + SP, PP 2", "DP 2, ZeRO-1"])
+@pytest.mark.parametrize("name", ["PP 2", "PP 2 x VPP 2", "TP 2 + SP, PP 2", "DP 2, ZeRO-1", "FSDP2"])
 def test_the_teacher_stays_as_it_was_and_its_bytes_are_estimated_exactly(gloo_pool, teacher, name):
     from tests.test_utils.layouts import configure
 

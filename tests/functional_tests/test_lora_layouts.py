@@ -136,6 +136,39 @@ def test_frozen_base_has_no_gradients_and_estimated_bytes_are_exact(gloo_pool, b
         assert (memory.weights, memory.gradients, memory.optimizer) == (size * 8, buffers * 8, state * 8)
 
 
+def sharded_bytes(rank, world_size, one):
+    """A task of the pool: bytes of this rank's shards by dtype, after a step."""
+    from megatron.core.tokenizers import build_tokenizer
+    from megatron.training.exits.conditions import ExitConditions
+    from megatron.training.initialize import initialize_megatron
+    from megatron.training.run import build_components
+    from megatron.training.tasks.language_model import task_class
+    from megatron.training.trainer import Trainer
+
+    cfg = configure([*one.argv, "--mock-data", *VOCABULARY], world_size, one.precision)
+    groups = initialize_megatron(cfg)
+    parts = build_components(cfg, task_class("gpt")(cfg, build_tokenizer(cfg.tokenizer)), groups)
+    with ExitConditions(cfg) as exits:
+        Trainer(cfg, parts, exits).train_step()
+    sizes = {True: {}, False: {}}
+    for chunk in parts.model:
+        chunk.finish_param_sync()
+        for parameter in chunk.parameters():
+            of_kind, local = sizes[parameter.requires_grad], parameter.to_local()
+            of_kind[local.dtype] = of_kind.get(local.dtype, 0) + local.numel() * local.element_size()
+    return sizes
+
+
+def test_shards_of_a_frozen_base_have_half_precision_and_estimated_bytes_are_exact(gloo_pool, bases):
+    one = row(bases, "FSDP2")
+    one = Layout(f"{one.model} --bf16", one.layout, 2, precision="bf16", steps=FEW_STEPS)
+    results = gloo_pool.run(sharded_bytes, 2, one)
+    (estimate,) = estimate_memory(configure(one.argv, 2, "bf16"), VOCAB_SIZE)
+    for sizes in results:
+        assert [*sizes[True]] == [torch.float32] and [*sizes[False]] == [torch.bfloat16]
+    assert estimate.weights == max(sizes[True][torch.float32] + sizes[False][torch.bfloat16] for sizes in results)
+
+
 # ---- checkpoints
 
 
@@ -149,7 +182,8 @@ def run(gloo_pool, base, folder, *flags, layout="", ranks=1, fp64=True):
     return CheckpointReader(folder / "iter_0000004")
 
 
-@pytest.mark.parametrize("layout, ranks", [("", 1), (f"{TP2} {SP} {PP2} --bf16", 4)], ids=["one rank", "TP, PP, bf16"])
+@pytest.mark.parametrize("layout, ranks", [("", 1), (f"{TP2} {SP} {PP2} --bf16", 4), ("--use-torch-fsdp2 --bf16", 2)],
+                         ids=["one rank", "TP, PP, bf16", "FSDP2, bf16"])  # fmt: skip
 def test_resuming_changes_no_bit(gloo_pool, bases, tmp_path, layout, ranks):
     def continued(folder, *flags):
         fp64 = "bf16" not in layout

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -207,6 +207,16 @@ class ModelDescription:
         yield self.head
         yield from self.predictions
 
+    def with_pieces(self, change: Callable[[Piece], Piece]) -> ModelDescription:
+        """Return a copy with every piece changed by ``change``."""
+        return replace(
+            self,
+            embedding=change(self.embedding),
+            layers=tuple(tuple(map(change, branches)) for branches in self.layers),
+            head=change(self.head),
+            predictions=tuple(map(change, self.predictions)),
+        )
+
     def params(self) -> Iterator[Param]:
         """Yield every parameter of the full model."""
         for piece in self.pieces:
@@ -278,6 +288,11 @@ class ModelDescription:
             return ModelCosts(names, None)
         last = self.head.time + sum(piece.time for piece in self.predictions)
         return ModelCosts(names, tuple(tuple(time / unit for time in each) for each in layers), last / unit)
+
+
+def frozen(piece: Piece) -> Piece:
+    """Return a copy whose parameters are frozen."""
+    return replace(piece, params=tuple(replace(param, frozen=True) for param in piece.params))
 
 
 def kept_bytes(pieces: Iterable[Piece], recomputed: frozenset[str] = frozenset()) -> float:

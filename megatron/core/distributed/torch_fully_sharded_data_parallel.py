@@ -1,7 +1,7 @@
 """Fully sharded data parallelism with torch's ``fully_shard`` (FSDP2, ZeRO-3).
 
 Each layer is one FSDP unit, and so is the rest of the model: its weights are all-gathered before it runs and freed
-afterwards (Zhao et al. 2023). Weights are stored as fp32 shards and gathered in the compute dtype. The gradients of
+afterwards (Zhao et al. 2023). Trained weights are stored as fp32 shards and gathered in the compute dtype. The gradients of
 every micro-batch are reduce-scattered and accumulated in fp32 shards. Gradients are summed, as in
 ``DistributedDataParallel``; nothing divides by the number of ranks.
 
@@ -38,7 +38,7 @@ from megatron.core.sharding.placement import data_parallel_groups, spec_or_repli
 
 class TorchFullyShardedDataParallel(DataParallel):
     """``module`` (one chunk, on its device) sharded over at least two data- and context-parallel ranks, in place:
-    half-precision parameters become fp32 ``DTensor`` shards; ``parameter.compute_dtype`` keeps the dtype that the model
+    trained half-precision parameters become fp32 ``DTensor`` shards; ``parameter.compute_dtype`` keeps the dtype that the model
     computes in. ``layers``: submodules that become one FSDP unit each, outermost last; the rest is the last unit.
     ``reshard_after_forward``: whether to free a layer's full weights between forward and backward. UserError for a
     single rank, parameters of several dtypes, a declared storage, a module with both dense and expert parameters
@@ -66,7 +66,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         policy = _precision(compute_dtype, ddp_config)
         with torch.no_grad():
             for parameter in module.parameters():
-                if parameter.dtype in HALF:
+                if parameter.dtype in HALF and parameter.requires_grad:
                     parameter.data = parameter.data.float()
         in_fp8 = shard_in_fp8(module, groups.dense.shard.size)
         for gemms in fp8_gemms(module):

@@ -23,7 +23,7 @@ from megatron.core.config.optional import (
 )
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.description.model import ModelDescription
+from megatron.core.description.model import ModelDescription, frozen
 from megatron.core.models.family import ModelFamily
 from megatron.core.models.transforms import ModelTransform
 from megatron.training.config.checkpointing import CheckpointConfig
@@ -105,7 +105,8 @@ class PretrainConfig:
         if not self.companions:
             return model
         sizes = ((other, max(vocab_size, other.tokenizer.vocab_size or 0)) for other in self.companions.values())
-        return replace(model, companions=tuple(other.describe(size if vocab_size else 0) for other, size in sizes))
+        others = (other.describe(size if vocab_size else 0).with_pieces(frozen) for other, size in sizes)
+        return replace(model, companions=tuple(others))
 
     @functools.cached_property
     def transforms(self) -> tuple[ModelTransform, ...]:

@@ -84,23 +84,21 @@ def estimate_memory(cfg: PretrainConfig, vocab_size: int, model: ModelDescriptio
     trained = (_rank_memory(cfg, model, stages[rank::ranks], int(saved[rank])) for rank in range(ranks))
     memories = [replace(memory, host_activations=int(size)) for memory, size in zip(trained, host)]
     for companion, description in zip(cfg.companions.values(), model.companions):
-        added = _companion_memory(cfg, companion, vocab_size, description)
+        added = _companion_memory(companion, vocab_size, description)
         memories = [memory.with_frozen(*sizes) for memory, sizes in zip(memories, added)]
     return memories
 
 
-def _companion_memory(
-    cfg: PretrainConfig, companion: PretrainConfig, vocab_size: int, model: ModelDescription
-) -> Iterator[tuple[int, int]]:
-    """Yield for each pipeline rank the bytes of a frozen model's weights, which every data-parallel rank holds in full,
-    and of its temporary memory: the activations of one piece, since nothing is saved for a backward pass."""
-    stages = run_stages(companion, vocab_size or None, model)
+def _companion_memory(cfg: PretrainConfig, vocab_size: int, model: ModelDescription) -> Iterator[tuple[int, int]]:
+    """Yield for each pipeline rank the bytes of the weights of the frozen ``model`` of ``cfg``, and of its temporary
+    memory: gathered weights, and the activations of one piece, since nothing is saved for a backward pass."""
+    stages = run_stages(cfg, vocab_size or None, model)
     ranks = cfg.model.pipeline_model_parallel_size
     for rank in range(ranks):
-        pieces = [stage_pieces(model, stage) for stage in stages[rank::ranks]]
-        elements = sum(stored.elements for chunk in pieces for stored in stored_parameters(companion, chunk))
-        largest = max((kept_bytes([piece]) for chunk in pieces for piece in chunk), default=0.0)
-        yield elements * activation_bytes(companion.model), int(largest * _tokens(cfg))
+        states = [_sharded_state(cfg, model, stage) for stage in stages[rank::ranks]]
+        pieces = (piece for stage in stages[rank::ranks] for piece in stage_pieces(model, stage))
+        largest = max((kept_bytes([piece]) for piece in pieces), default=0.0)
+        yield sum(state[0] for state in states), sum(state[3] for state in states) + int(largest * _tokens(cfg))
 
 
 def _rank_memory(
@@ -184,7 +182,7 @@ def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageCon
         return _fully_sharded_state(cfg, parameters, layers_held(model, stage))
     frozen = sum(stored.elements for stored in parameters if stored.param.frozen) * activation_bytes(cfg.model)
     trained = [stored for stored in parameters if not stored.param.frozen]
-    weights, gradients, optimizer = _trained_state(cfg, model, trained)
+    weights, gradients, optimizer = _trained_state(cfg, model, trained) if trained else (0, 0, 0)
     return frozen + weights, gradients, optimizer, 0
 
 
@@ -268,10 +266,10 @@ def _fully_sharded_state(
     # the next layer is gathered while the current one computes
     together = 2 if cfg.distributed.torch_fsdp2_reshard_after_forward else len(units)
     gathered = outside + sum(sorted(units)[-together:])
-    full, fraction = state_bytes(cfg), sum(size for size, _ in trained) / sum(sizes)
-    unsummed = int(max([outside, *units]) * fraction)
-    working = gathered * activation_bytes(cfg.model) + unsummed * gradient_bytes(cfg)
-    return sum(sizes) * full, sum(size for size, _ in trained) * full, moments, working
+    item, rows = activation_bytes(cfg.model), sum(size for size, _ in trained)
+    unsummed = int(max([outside, *units]) * rows / sum(sizes))
+    weights = rows * state_bytes(cfg) + (sum(sizes) - rows) * item
+    return weights, rows * state_bytes(cfg), moments, gathered * item + unsummed * gradient_bytes(cfg)
 
 
 def _sum_ranks(cfg: PretrainConfig) -> int:

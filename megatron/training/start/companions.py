@@ -1,7 +1,7 @@
 """Frozen models next to the trained one: build them in the same layout, load their weights, pair their stages.
 
-They have no optimizer, no gradient buffers and no data-parallel wrapper: every data-parallel rank holds full weights,
-also under FSDP2. Checkpoints of the run do not contain them.
+They have no optimizer and no gradient buffers. FSDP2 shards them; otherwise every data-parallel rank holds full
+weights. Checkpoints of the run do not contain them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.training.checkpoint.base_weights import load_native_weights
 from megatron.training.checkpoint.other_formats import load_hf_weights
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import training_device
-from megatron.training.start.parallelize import build_model
+from megatron.training.start.parallelize import build_model, parallelize
 from megatron.training.tasks.base import Task
 from megatron.training.tasks.language_model import task_class
 
@@ -33,7 +33,7 @@ class Companion:
 
     name: str
     cfg: PretrainConfig
-    model: list[nn.Module]
+    model: Sequence[nn.Module]
     """This rank's chunks, as many as the trained model has."""
 
 
@@ -42,9 +42,13 @@ def build_companion(name: str, cfg: PretrainConfig, tokenizer: Tokenizer | None,
     Collective. Raises UserError without a folder, CheckpointError if the folder does not fit."""
     if cfg.checkpoint.load is None and cfg.checkpoint.load_hf is None:
         raise UserError(f"companion {name}: has no weights; set load or load_hf in its settings")
-    model = build_model(task_class(cfg.model_family)(cfg, tokenizer), training_device())
+    model: Sequence[nn.Module] = build_model(task_class(cfg.model_family)(cfg, tokenizer), training_device())
     for chunk in model:
-        chunk.requires_grad_(False).eval()
+        chunk.requires_grad_(False)
+    if cfg.distributed.use_torch_fsdp2 and groups.dp_cp.size > 1:
+        model = parallelize(model, cfg, groups)
+    for chunk in model:
+        chunk.eval()
     if cfg.checkpoint.load_hf is not None:
         load_hf_weights(cfg.checkpoint.load_hf, model, None, groups)
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.lora import SETTINGS, LoraConfig
 from megatron.core.config.problems import Settings
-from megatron.core.description.model import ModelDescription, Op, Param, Piece, Saved
+from megatron.core.description.model import ModelDescription, Op, Param, Piece, Saved, frozen
 from megatron.core.description.parts import activation_bytes
 from megatron.core.models.transforms import ModelTransform
 
@@ -77,21 +77,13 @@ class LoraTransform(ModelTransform):
 
     def describe(self, model: ModelDescription) -> ModelDescription:
         """Freeze all parameters, halve the backward pass of their GEMMs, and add the adapters."""
-        change = self._changed
-        embedding = change(model.embedding)
-        return replace(
-            model,
-            embedding=replace(embedding, settings=(*embedding.settings, *SETTINGS)),
-            layers=tuple(tuple(map(change, branches)) for branches in model.layers),
-            head=change(model.head),
-            predictions=tuple(map(change, model.predictions)),
-        )
+        model = model.with_pieces(self._changed)
+        return replace(model, embedding=replace(model.embedding, settings=(*model.embedding.settings, *SETTINGS)))
 
     def _changed(self, piece: Piece) -> Piece:
-        params: list[Param] = []
+        params = [*frozen(piece).params]
         weights: dict[str, Param] = {}
         for param in piece.params:
-            params.append(replace(param, frozen=True))
             if (module := _module(param)) and self.matches(module):
                 weights[module.rpartition(".")[2]] = param
                 params += self._adapter(module, param)
