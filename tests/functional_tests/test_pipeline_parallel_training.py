@@ -149,7 +149,7 @@ def library_loop(rank, world_size):
     flags = {"pipeline_model_parallel_layout": None, "num_layers_per_virtual_pipeline_stage": None}
     flags |= {"num_virtual_stages_per_pipeline_rank": 2, "sequence_parallel": False}
     cfg = SimpleNamespace(pipeline_model_parallel_size=2, **flags)
-    task = SimpleNamespace(cfg=SimpleNamespace(model=cfg), model_provider=provider_of_old)
+    task = SimpleNamespace(cfg=SimpleNamespace(model=cfg, transforms=()), model_provider=provider_of_old)
     chunks = build_model(task, torch.device("cpu"))
     tokens = torch.arange(3 * 2 * 8).view(3, 2, 8) % 32
 

@@ -38,10 +38,10 @@ from megatron.core.sharding.placement import data_parallel_groups, spec_or_repli
 
 class TorchFullyShardedDataParallel(DataParallel):
     """``module`` (one chunk, on its device) sharded over at least two data- and context-parallel ranks, in place:
-    trained half-precision parameters become fp32 ``DTensor`` shards; ``parameter.compute_dtype`` keeps the dtype that the model
-    computes in. ``layers``: submodules that become one FSDP unit each, outermost last; the rest is the last unit.
-    ``reshard_after_forward``: whether to free a layer's full weights between forward and backward. UserError for a
-    single rank, parameters of several dtypes, a declared storage, a module with both dense and expert parameters
+    trained half-precision parameters become fp32 ``DTensor`` shards; ``parameter.compute_dtype`` keeps the dtype that
+    the model computes in. ``layers``: submodules that become one FSDP unit each, outermost last; the rest is the last
+    unit. ``reshard_after_forward``: whether to free a layer's full weights between forward and backward. UserError for
+    a single rank, parameters of several dtypes, a declared storage, a module with both dense and expert parameters
     directly, or one optimizer instance per rank."""
 
     def __init__(
