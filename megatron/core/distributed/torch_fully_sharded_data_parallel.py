@@ -1,9 +1,9 @@
 """Fully sharded data parallelism with torch's ``fully_shard`` (FSDP2, ZeRO-3).
 
 Each layer is one FSDP unit, and so is the rest of the model: its weights are all-gathered before it runs and freed
-afterwards (Zhao et al. 2023). Trained weights are stored as fp32 shards and gathered in the compute dtype. The gradients of
-every micro-batch are reduce-scattered and accumulated in fp32 shards. Gradients are summed, as in
-``DistributedDataParallel``; nothing divides by the number of ranks.
+afterwards (Zhao et al. 2023). Trained weights are stored as fp32 shards and gathered in the compute dtype, frozen ones
+are stored in it. The gradients of every micro-batch are reduce-scattered and accumulated in fp32 shards. They are
+summed, as in ``DistributedDataParallel``; nothing divides by the number of ranks.
 
 With several optimizer instances weights are sharded within an instance and replicated over instances (HSDP). Expert
 parameters are sharded over the expert-data-parallel ranks. This requires modules that hold expert parameters only;
