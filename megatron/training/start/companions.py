@@ -44,11 +44,9 @@ def build_companion(name: str, cfg: PretrainConfig, tokenizer: Tokenizer | None,
         raise UserError(f"companion {name}: has no weights; set load or load_hf in its settings")
     model: Sequence[nn.Module] = build_model(task_class(cfg.model_family)(cfg, tokenizer), training_device())
     for chunk in model:
-        chunk.requires_grad_(False)
+        chunk.requires_grad_(False).eval()
     if cfg.distributed.use_torch_fsdp2 and groups.dp_cp.size > 1:
-        model = parallelize(model, cfg, groups)
-    for chunk in model:
-        chunk.eval()
+        model = [chunk.eval() for chunk in parallelize(model, cfg, groups)]
     if cfg.checkpoint.load_hf is not None:
         load_hf_weights(cfg.checkpoint.load_hf, model, None, groups)
     else:
