@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from megatron.core.config.errors import UserError, printable
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset
+from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.models.registry import get_family
 from megatron.core.tokenizers import build_tokenizer
@@ -39,6 +40,7 @@ from megatron.training.checkpoint.run_tokenizer import find_run_tokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import batch_size_at, samples_per_split
 from megatron.training.data.loader import DataSource, KeyedDataset, Shard, train_sampler
+from megatron.training.data.packed_rows import PackedSource, balance
 from megatron.training.hooks.data_files import opened_files
 from megatron.training.tasks.language_model import task_class
 
@@ -169,7 +171,15 @@ def describe_samples(
     """Yield a description of each of the first ``most`` samples of the global batch after ``consumed`` samples."""
     size, micro, ranks = batch_size_at(cfg)(consumed), cfg.training.micro_batch_size, cfg.data_parallel_size
     order = iter(train_sampler(cfg, Shard(1, 0, 1), len(train), consumed))
-    for ((position, index),) in itertools.islice(order, size if most is None else min(most, size)):
+    keys = [key for (key,) in itertools.islice(order, size)]
+    sources = train.datasets if isinstance(train, BlendedDataset) else [train]
+    owners = {row: (row // micro % ranks, row // (micro * ranks)) for row in range(size)}
+    if isinstance(sources[0], SFTDataset):
+        costs = cast(PackedSource, train).attention_costs(np.array([index for _, index in keys]))
+        shares = enumerate(balance(costs.tolist(), micro, ranks))
+        owners = {row: (rank, step) for rank, share in shares for step, rows in enumerate(share) for row in rows}
+    owned = [(key, *owners[row]) for row, key in enumerate(keys)]
+    for (position, index), rank, micro_batch in owned[:most]:
         source, number, weight = train, index, 1.0
         if isinstance(train, BlendedDataset):
             which, number = int(train.dataset_index[index]), int(train.dataset_sample_index[index])
@@ -178,12 +188,14 @@ def describe_samples(
         parts = parts_of_sample(source, number)
         yield {
             "sample": position,
-            "rank": (position - consumed) // micro % ranks,
-            "micro_batch": (position - consumed) // (micro * ranks),
+            "rank": rank,
+            "micro_batch": micro_batch,
             "data_set": getattr(source, "dataset_path", None) or "random data",
             "weight": weight,
             "documents": [{"document": document, "tokens": [first, end]} for document, first, end in parts],
-            "texts": list(texts(sample, parts, tokenizer)),
+            "texts": [("sequence", text) for text in source.describe(number)]
+            if isinstance(source, SFTDataset)
+            else list(texts(sample, parts, tokenizer)),
             "arrays": {name: np.asarray(value).tolist() for name, value in sample.items()},
         }
 

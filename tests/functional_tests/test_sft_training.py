@@ -206,3 +206,18 @@ def test_losses_equal_a_loop_of_transformers(gloo_pool, tmp_path):
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
+
+
+def test_inspect_batch_names_lines_and_ranks(gloo_pool, data, tmp_path, capsys):
+    from megatron.tools.inspect_batch import main
+
+    records(gloo_pool, tmp_path, 2, [*data, *EXACT])
+    assert main(["--load", str(tmp_path), "--iteration", "1", "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    costs = [[0, 0] for _ in range(4)]
+    for sample in samples:
+        assert all(text.startswith("line ") and "⟦" in text for _, text in sample["texts"])
+        bounds = np.array(sample["arrays"]["cu_seqlens"])
+        costs[sample["micro_batch"]][sample["rank"]] += int((np.diff(bounds)[: len(sample["texts"])] ** 2).sum())
+    assert len(samples) == 8 and sorted(costs, reverse=True) == costs  # the costliest rows come first
+    assert all(max(pair) < 2 * min(pair) for pair in costs)
