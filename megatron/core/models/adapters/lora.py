@@ -81,12 +81,12 @@ class LowRankAdapter(nn.Module):
     ) -> Tensor:
         """Return the ``product`` plus the adapters' output [..., o]. Communicates X A^T as ``traits`` say of X: by an
         all-gather along the sequence, or an all-reduce of its gradient."""
-        low = F.linear(x, self.lora_a)
+        low = F.linear(x, self.lora_a) * self.scale  # here, because the output is wider
         if traits.gather_input:
             low = operators.gather_from_sequence(low, traits.group)
         elif traits.reduce_input_gradient:
             low = operators.copy_to_region(low, traits.group)
-        added = F.linear(low, self.block_matrix()) * self.scale
+        added = F.linear(low, self.block_matrix())
         if self.lora_magnitude is None:
             return product(x, weight, bias, traits, store) + added
         ratio = self.lora_magnitude / self.row_norms(weight).to(added.dtype)
