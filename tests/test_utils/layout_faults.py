@@ -217,7 +217,7 @@ def pairs_weigh_as_on_one_rank(rank):
     """The weight of the second loss is counted from this rank's samples."""
     import torch
 
-    where = module("megatron.training.trainer")
+    where = module("megatron.training.step")
     weights = module("megatron.core.pipeline_parallel.loss_weights").LossWeights
     count, correct, local = where.global_counts, weights.set, []
 

@@ -78,13 +78,14 @@ TRAINING = {
     "components": "core checkpoint data evaluate hooks start tasks train_state",
     "checks": "core components config exits hooks observe train_state",
     "generation": "core components config exits observe rules",
-    "trainer": "core checkpoint checks components config evaluate exits generation hooks initialize observe start",
+    "step": "core checks components config exits initialize observe start",
+    "trainer": "checkpoint components config evaluate exits generation hooks observe step",
     "watchdog": "components core config exits hooks initialize observe start train_state",
     "run":
         "core arguments checkpoint checks components config data evaluate exits hooks initialize observe report rules "
         "start stored_settings tasks train_state trainer watchdog",
     "entry": "core arguments config report run tasks",
-    "verify": "core components config data exits run tasks trainer",
+    "verify": "core components config data exits run step tasks",
 }
 
 

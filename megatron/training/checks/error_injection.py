@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
+from megatron.core.pipeline_parallel.results import MicroBatchResult
+from megatron.training.components import Components
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -35,3 +40,20 @@ class ErrorInjection:
         if self.kind == "correct_result":
             return losses
         return {name: pair * pair.new_tensor([math.nan, 1.0]) for name, pair in losses.items()}
+
+
+def with_injected_errors(
+    forward_backward: Callable[..., list[MicroBatchResult]], cfg: PretrainConfig, parts: Components
+) -> Callable[..., list[MicroBatchResult]]:
+    """Return ``forward_backward``; with --error-injection-rate its first micro-batch reports the errors."""
+    if not cfg.training.error_injection_rate:
+        return forward_backward
+    state = parts.state
+    inject = ErrorInjection(cfg.training, cfg.model.seed, parts.groups.dp_cp.rank, state.iteration + 1)
+
+    def failing(**inputs: object) -> list[MicroBatchResult]:
+        results = forward_backward(**inputs)
+        first = [replace(result, logged=inject(result.logged, state.iteration + 1)) for result in results[:1]]
+        return first + results[1:]
+
+    return failing

@@ -27,11 +27,10 @@ from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import NumSamples
-from megatron.training.exits.conditions import ExitConditions
 from megatron.training.run import build_components
+from megatron.training.step import TrainStep
 from megatron.training.tasks.base import Task
 from megatron.training.tasks.language_model import LanguageModelTask, RandomSamples
-from megatron.training.trainer import Trainer
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
@@ -97,14 +96,13 @@ def trace(
         return update(skip_update)
 
     parts.optimizer.update = noting_update  # type: ignore[method-assign]
-    with ExitConditions(cfg) as exits:
-        trainer = Trainer(cfg, parts, exits)
-        yield Trace(0, {}, None, [], weight_shards(parts))
-        for step in range(1, steps + 1):
-            metrics = trainer.train_step()
-            losses = {name: float(value) for name, value in {**metrics.losses, **metrics.statistics}.items()}
-            norm = None if metrics.grad_norm is None else float(metrics.grad_norm)
-            yield Trace(step, losses, norm, gradients, weight_shards(parts))
+    train_step = TrainStep(cfg, parts)
+    yield Trace(0, {}, None, [], weight_shards(parts))
+    for step in range(1, steps + 1):
+        metrics = train_step.run()
+        losses = {name: float(value) for name, value in {**metrics.losses, **metrics.statistics}.items()}
+        norm = None if metrics.grad_norm is None else float(metrics.grad_norm)
+        yield Trace(step, losses, norm, gradients, weight_shards(parts))
 
 
 def _copy(shard: ShardedTensor) -> ShardedTensor:

@@ -55,9 +55,9 @@ def sigterm_of_a_terminal():
 @contextlib.contextmanager
 def _signalled(number, before=signal.SIG_IGN):
     """Send the signal once; ``before`` is the handler if the run installs no handler."""
-    from megatron.training.trainer import Trainer
+    from megatron.training.step import TrainStep
 
-    correct, sent = Trainer.train_step, []
+    correct, sent = TrainStep.run, []
 
     def step(self):
         if not sent and signal.getsignal(number) != signal.SIG_DFL:
@@ -66,7 +66,7 @@ def _signalled(number, before=signal.SIG_IGN):
         return correct(self)
 
     signal.signal(number, before)
-    with mock.patch.object(Trainer, "train_step", step):
+    with mock.patch.object(TrainStep, "run", step):
         yield
 
 

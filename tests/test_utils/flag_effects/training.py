@@ -76,13 +76,10 @@ def synchronizations(cfg):
 
     from megatron.training.trainer import Trainer
 
-    with mock.patch.object(torch.cuda, "synchronize") as wait:
+    with mock.patch.object(torch.cuda, "synchronize") as wait, mock.patch.object(torch.cuda, "empty_cache"):
         for iteration in range(1, 5):
-            state = SimpleNamespace(iteration=iteration)
-            trainer = SimpleNamespace(
-                cfg=cfg, state=state, device=torch.device("cuda"), collect_garbage=lambda force: None,
-                return_memory=lambda level: None,
-            )  # fmt: skip
+            state, step = SimpleNamespace(iteration=iteration), SimpleNamespace(device=torch.device("cuda"))
+            trainer = SimpleNamespace(cfg=cfg, state=state, step=step, collect_garbage=lambda force: None)
             Trainer.between_steps(trainer)
     return wait.call_count
 
@@ -91,13 +88,12 @@ def memory_returned(cfg):
     """Return how often one iteration empties the GPU memory cache: before the optimizer step, and in total."""
     import torch
 
-    from megatron.training.trainer import Trainer
+    from megatron.training.step import return_memory
 
-    gpu = SimpleNamespace(cfg=cfg, device=torch.device("cuda"))
     with mock.patch.object(torch.cuda, "empty_cache") as empty:
-        Trainer.return_memory(gpu, 1)
+        return_memory(cfg, torch.device("cuda"), 1)
         before = empty.call_count
-        Trainer.return_memory(gpu, 2)
+        return_memory(cfg, torch.device("cuda"), 2)
     return before, empty.call_count
 
 

@@ -16,6 +16,7 @@ from megatron.training.data.loader import BatchReader, Shard, TrainSampler, sequ
 from megatron.training.observe.kinds.evaluation import EvalResult
 from megatron.training.observe.kinds.sample import SAMPLE
 from megatron.training.observe.metrics import StepMetrics
+from megatron.training.step import TrainStep
 from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Trainer
@@ -26,11 +27,11 @@ from megatron.training.trainer import Trainer
     [({"lm loss": 1.0}, False, 0), ({"lm loss": 1.0}, True, 1), ({}, True, 0)],  # the last: --iterations-to-skip
 )
 def test_only_refused_updates_count_as_skipped_iterations(losses, skipped, count):
-    trainer = Trainer.__new__(Trainer)
-    trainer.state, trainer.flops_per_sample = TrainState(), 3.0
+    step = TrainStep.__new__(TrainStep)
+    step.state, step.flops_per_sample = TrainState(), 3.0
     metrics = StepMetrics(losses=losses, num_tokens=8, learning_rate=0.0, global_batch_size=4, skipped=skipped)
-    trainer._count(4, metrics)
-    assert trainer.state == TrainState(
+    step._count(4, metrics)
+    assert step.state == TrainState(
         iteration=1, consumed_train_samples=4, skipped_iterations=count, floating_point_operations=12.0
     )
 
@@ -41,15 +42,14 @@ def len_of(batch):
 
 def samples_of(rank, ranks, cfg, iterations):
     """Stream positions that data-parallel rank ``rank`` of ``ranks`` trains on, by iteration; and the counters."""
-    trainer, taken, moments = Trainer.__new__(Trainer), {}, []
-    trainer.cfg, trainer.state, trainer.flops_per_sample = cfg, TrainState(), None
-    trainer.last_mark = 0.0
+    step, taken, moments = TrainStep.__new__(TrainStep), {}, []
+    step.cfg, step.state, step.flops_per_sample = cfg, TrainState(), None
     shard = Shard(cfg.training.micro_batch_size, rank, ranks)
     sampler = TrainSampler(
         shard, lambda consumed: running_global_batch_size(cfg.flat, consumed, ranks), sequential, 0, 10**6
     )
     group = {"lr": 0.1, "is_decoupled_lr": False}
-    trainer.parts = SimpleNamespace(
+    step.parts = SimpleNamespace(
         groups=SimpleNamespace(dp=Group("dp", tuple(range(ranks)), rank), tp=SINGLE_PROCESS.tp),
         task=Task(cfg), on_forward=None, reader=BatchReader(iter(sampler), len_of, reads_ahead=True),
         optimizer=SimpleNamespace(param_groups=[group], get_loss_scale=lambda: 1.0, weight_edits=[]),
@@ -57,22 +57,22 @@ def samples_of(rank, ranks, cfg, iterations):
     )  # fmt: skip
 
     def prepare(size):
-        batches, counts = trainer._read(size)
+        batches, counts = step._read(size)
         batches = list(batches)
         assert counts.tolist() == [size // ranks]
-        taken[trainer.state.iteration + 1] = [position for batch in batches for position, _ in batch]
+        taken[step.state.iteration + 1] = [position for batch in batches for position, _ in batch]
         return {}, counts
 
-    trainer.timers = trainer.parts.task.timers
-    trainer._prepare, trainer.forward_backward, trainer.device = prepare, lambda: [], torch.device("cpu")
-    trainer._update = lambda size, local, counts, forward: StepMetrics(
+    step.timers = step.parts.task.timers
+    step._prepare, step.forward_backward, step.device = prepare, lambda: [], torch.device("cpu")
+    step._update = lambda size, local, counts, forward: StepMetrics(
         losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size
     )
-    metrics = [trainer.train_step() for _ in range(iterations)]
+    metrics = [step.run() for _ in range(iterations)]
     assert [each.skipped for each in metrics] == [
         number in cfg.training.iterations_to_skip for number in range(1, iterations + 1)
     ]
-    return taken, trainer.state, moments
+    return taken, step.state, moments
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

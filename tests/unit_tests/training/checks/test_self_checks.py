@@ -165,20 +165,20 @@ def train_with_drift(rank, world_size, argv, culprit, flip):
     """Flips a bit on rank ``culprit`` after the second step; what the run that checks its replicas says."""
     from megatron.training import run as program
     from megatron.training.checks.self_checks import ReplicasDiffer
+    from megatron.training.step import TrainStep
     from megatron.training.tasks.gpt import GPTTask
-    from megatron.training.trainer import Trainer
     from megatron.training.verify.layout_trace import with_synthetic_data
     from megatron.training.watchdog import Watchdog
 
-    def drifting_step(trainer):
-        metrics = step(trainer)
-        if rank == culprit and trainer.state.iteration == 2:
-            flip(trainer.parts)
+    def drifting_step(steps):
+        metrics = step(steps)
+        if rank == culprit and steps.state.iteration == 2:
+            flip(steps.parts)
         return metrics
 
     cfg = configure(argv, world_size, "fp32")
-    step = Trainer.train_step
-    with mock.patch.object(Trainer, "train_step", drifting_step):
+    step = TrainStep.run
+    with mock.patch.object(TrainStep, "run", drifting_step):
         try:
             make_task = with_synthetic_data(GPTTask, VOCAB_SIZE)
             program._run(cfg, lambda resolved, tokenizer: make_task(resolved), Watchdog(cfg))
@@ -240,8 +240,8 @@ def train_with_a_norm_of_ones_own(rank, world_size, argv, declared):
     """The run's error, or the final norm's weight after the last step."""
     from megatron.core.config.errors import UserError
     from megatron.training import run as program
+    from megatron.training.step import TrainStep
     from megatron.training.tasks.gpt import GPTTask
-    from megatron.training.trainer import Trainer
     from megatron.training.verify.layout_trace import with_synthetic_data
     from megatron.training.watchdog import Watchdog
 
@@ -256,14 +256,14 @@ def train_with_a_norm_of_ones_own(rank, world_size, argv, declared):
 
     weights = []
 
-    def remember(trainer):
-        metrics = step(trainer)
-        weights.append(dict(trainer.parts.model[0].named_parameters())["module.decoder.final_layernorm.weight"].tolist())
+    def remember(steps):
+        metrics = step(steps)
+        weights.append(dict(steps.parts.model[0].named_parameters())["module.decoder.final_layernorm.weight"].tolist())
         return metrics
 
     cfg = configure(argv, world_size, "fp32")
-    step = Trainer.train_step
-    with mock.patch.object(Trainer, "train_step", remember):
+    step = TrainStep.run
+    with mock.patch.object(TrainStep, "run", remember):
         try:
             make_task = with_synthetic_data(Task, VOCAB_SIZE)
             program._run(cfg, lambda resolved, tokenizer: make_task(resolved), Watchdog(cfg))
