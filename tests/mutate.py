@@ -49,8 +49,8 @@ NUMERICAL = [
     )),
     *(f"megatron/data/{name}.py" for name in ("sentence_map", "word_masking")),
     *(f"megatron/training/{name}.py" for name in (
-        "trainer", "step", "evaluate", "train_state", "observe/loss_sums", "checks/finite", "data/loader", "data/datasets",
-        "data/batch", "config/resolve", "rules/encoder_decoder", "rules/masked_data",
+        "trainer", "step", "evaluate", "train_state", "observe/loss_sums", "checks/finite", "data/loader",
+        "data/datasets", "data/batch", "config/resolve",
     )),
     "megatron/training/tasks",
 ]  # fmt: skip

@@ -232,9 +232,9 @@ def train_and_inspect(rank, world_size, one, path):
     parts = build_components(cfg, task_class(FAMILY)(cfg), groups)
     with ExitConditions(cfg) as exits:
         trainer = Trainer(cfg, parts, exits)
-        trainer.train_step()
+        trainer.step.run()
         trainer.evaluator.evaluate(parts.valid_sets, "validation", False)
-        trainer.train_step()
+        trainer.step.run()
     (frozen,) = parts.companions
     stored = teacher_weights(path)
     differing = []

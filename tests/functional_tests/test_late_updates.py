@@ -52,7 +52,7 @@ def train(rank, world_size, row, offload, waits=True):
         with ExitConditions(cfg) as exits:
             trainer = Trainer(cfg, parts, exits)
             for step in range(STEPS):
-                metrics = trainer.train_step()
+                metrics = trainer.step.run()
                 values = {**metrics.losses, **metrics.statistics, "norm": metrics.grad_norm}
                 found |= {f"{name} {step}": torch.as_tensor(value).clone() for name, value in values.items()}
         found |= {shard.name: shard.local.detach().clone() for shard in weight_shards(parts)}

@@ -117,10 +117,10 @@ def count_reads(rank, world_size, argv):
     from unittest import mock
 
     from megatron.core.optimizer.host_state import HostState
-    from megatron.training.trainer import Trainer
+    from megatron.training.step import TrainStep
     from tests.test_utils.gpt_runs import train
 
-    names, read, step, counts = [], HostState.read, Trainer.train_step, []
+    names, read, step, counts = [], HostState.read, TrainStep.run, []
 
     def noting_read(self, name, **keywords):
         names.append(name)
@@ -132,6 +132,6 @@ def count_reads(rank, world_size, argv):
         counts.append(names.count("decoder.layers.0.mlp.linear_fc1.weight"))
         return metrics
 
-    with mock.patch.object(HostState, "read", noting_read), mock.patch.object(Trainer, "train_step", noting_step):
+    with mock.patch.object(HostState, "read", noting_read), mock.patch.object(TrainStep, "run", noting_step):
         assert train(rank, world_size, argv) == 0
     return counts

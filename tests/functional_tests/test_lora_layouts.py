@@ -114,7 +114,7 @@ def train_and_measure(rank, world_size, one):
     named = {name: value for chunk in parts.checkpointer.chunks for name, value in chunk.named_parameters()}
     frozen = {name: value.detach().clone() for name, value in named.items() if not value.requires_grad}
     with ExitConditions(cfg) as exits:
-        Trainer(cfg, parts, exits).train_step()
+        Trainer(cfg, parts, exits).step.run()
     wrong = [
         name
         for name, before in frozen.items()

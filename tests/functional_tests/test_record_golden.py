@@ -54,15 +54,15 @@ def defined_values():
     from megatron.training.evaluate import Evaluator
     from megatron.training.generation.text_samples import TextSamples
     from megatron.training.observe.step_parts import StepMarks
+    from megatron.training.step import TrainStep
     from megatron.training.trainer import Trainer
 
     evaluate, write_texts, save = Evaluator.evaluate, TextSamples.__call__, Checkpointer.start_save
-    train_step, iterations = Trainer.train_step, []
+    train_step, iterations = TrainStep.run, []
 
     def defined_step(self):
         metrics, i = train_step(self), self.state.iteration
         iterations.append(i)
-        metrics.elapsed = 0.25
         if not metrics.skipped:
             metrics.losses = {"lm loss": torch.tensor(loss_at(i))}
             metrics.grad_norm, metrics.params_norm = torch.tensor(i + 0.5), torch.tensor(16.0)
@@ -88,7 +88,8 @@ def defined_values():
         return replace(save(self, *arguments, **options), seconds=2.0, stall=0.5)
 
     with (
-        mock.patch.object(Trainer, "train_step", defined_step),
+        mock.patch.object(TrainStep, "run", defined_step),
+        mock.patch.object(Trainer, "restart_timer", lambda self: 0.25),
         mock.patch.object(Evaluator, "evaluate", defined_evaluation),
         mock.patch.object(TextSamples, "__call__", defined_texts),
         mock.patch.object(Checkpointer, "start_save", defined_save),

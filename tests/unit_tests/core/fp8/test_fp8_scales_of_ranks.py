@@ -66,7 +66,7 @@ def casts_of_a_step(rank, world_size, flags):
         ):
             stack.enter_context(mock.patch.object(module, name, recording(kind, getattr(module, name))))
         with ExitConditions(cfg) as exits:
-            Trainer(cfg, parts, exits).train_step()
+            Trainer(cfg, parts, exits).step.run()
     return casts
 
 

@@ -44,7 +44,7 @@ def trained(rank, world_size, flags, offloads):
                 copy.reload()
                 with pytest.raises(UserError, match="call offload first"):
                     copy.reload()
-            metrics = trainer.train_step()
+            metrics = trainer.step.run()
             found.append((float(metrics.losses["lm loss"]), float(metrics.grad_norm)))
     return found
 
@@ -101,7 +101,7 @@ def offloaded(rank, world_size, precision, flags):
     with ExitConditions(cfg) as exits:
         trainer = Trainer(cfg, parts, exits)
         for _ in range(2):
-            trainer.train_step()
+            trainer.step.run()
     parameters = [parameter for chunk in parts.model for parameter in chunk.parameters()]
     gradients = [x for p in parameters for x in (getattr(p, "main_grad", None), p.grad) if x is not None]
     for gradient in gradients:

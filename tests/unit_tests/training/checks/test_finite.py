@@ -94,26 +94,24 @@ def steady_state(rank, world_size, argv):
     from contextlib import ExitStack
 
     from megatron.core.random import philox
-    from megatron.training.exits.conditions import ExitConditions
     from megatron.training.initialize import initialize_megatron
     from megatron.training.run import build_components
+    from megatron.training.step import TrainStep
     from megatron.training.tasks.gpt import GPTTask
-    from megatron.training.trainer import Trainer
     from megatron.training.verify.layout_trace import with_synthetic_data
 
     cfg = configure(argv, world_size, "fp32")
     parts = build_components(cfg, with_synthetic_data(GPTTask, VOCAB_SIZE)(cfg), initialize_megatron(cfg))
-    with ExitConditions(cfg) as exits:
-        trainer = Trainer(cfg, parts, exits)
+    train_step = TrainStep(cfg, parts)
+    for _ in range(2):
+        train_step.run()
+    with ExitStack() as stack:
+        reads = stack.enter_context(HostReads())
+        stack.enter_context(mock.patch.object(philox, "philox", philox._rounds))  # in torch, as on a device
+        for name in READS:
+            stack.enter_context(counting(reads, name))
         for _ in range(2):
-            trainer.train_step()
-        with ExitStack() as stack:
-            reads = stack.enter_context(HostReads())
-            stack.enter_context(mock.patch.object(philox, "philox", philox._rounds))  # in torch, as on a device
-            for name in READS:
-                stack.enter_context(counting(reads, name))
-            for _ in range(2):
-                trainer.train_step()
+            train_step.run()
     return reads.found
 
 
@@ -138,22 +136,20 @@ def test_a_step_that_logs_nothing_waits_for_nothing_on_a_gpu(tmp_path):
 import torch
 from tests.unit_tests.training.checks.test_finite import FLAGS
 from tests.test_utils.layouts import MODEL, VOCAB_SIZE, configure
-from megatron.training.exits.conditions import ExitConditions
 from megatron.training.initialize import initialize_megatron
 from megatron.training.verify.layout_trace import with_synthetic_data
 from megatron.training.run import build_components
+from megatron.training.step import TrainStep
 from megatron.training.tasks.gpt import GPTTask
-from megatron.training.trainer import Trainer
 
 cfg = configure([*MODEL, *FLAGS, "--bf16"], 1, "bf16")
 parts = build_components(cfg, with_synthetic_data(GPTTask, {VOCAB_SIZE})(cfg), initialize_megatron(cfg))
-with ExitConditions(cfg) as exits:
-    trainer = Trainer(cfg, parts, exits)
-    for _ in range(3):
-        trainer.train_step()
-    torch.cuda.set_sync_debug_mode("error")
-    for _ in range(2):
-        trainer.train_step()
+train_step = TrainStep(cfg, parts)
+for _ in range(3):
+    train_step.run()
+torch.cuda.set_sync_debug_mode("error")
+for _ in range(2):
+    train_step.run()
 """
     root = Path(__file__).resolve().parents[4]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -165,8 +161,8 @@ def train_into_a_nan(rank, world_size, folder, place, log_interval, name="dp2"):
     """(message, iterations in metrics.jsonl, whether the weights equal the last good step's, and differ from the
     first's, files, the last iteration that began)."""
     from megatron.training import run as program
+    from megatron.training.step import TrainStep
     from megatron.training.tasks.gpt import GPTTask
-    from megatron.training.trainer import Trainer
     from megatron.training.verify.layout_trace import with_synthetic_data
     from megatron.training.watchdog import Watchdog
 
@@ -183,22 +179,22 @@ def train_into_a_nan(rank, world_size, folder, place, log_interval, name="dp2"):
 
     weights, started = [], []
 
-    def noting_step(trainer):
-        started.append(trainer.state.iteration + 1)
+    def noting_step(steps):
+        started.append(steps.state.iteration + 1)
         if place == "router" and started[-1] == 3:
             from megatron.core.distributed import unwrapped
 
             with torch.no_grad():  # in a cell of one expert
-                unwrapped(trainer.parts.model[0]).decoder.layers[1].mlp.router.weight[2, 5] = float("nan")
-        metrics = step(trainer)
-        weights.append({name: p.detach().clone() for name, p in trainer.parts.model[0].named_parameters()})
+                unwrapped(steps.parts.model[0]).decoder.layers[1].mlp.router.weight[2, 5] = float("nan")
+        metrics = step(steps)
+        weights.append({name: p.detach().clone() for name, p in steps.parts.model[0].named_parameters()})
         return metrics
 
     one = row(name) if world_size > 1 else row(name).reference
     argv = [*one.argv, *FLAGS[2:-1], str(log_interval), "--save", folder]
     cfg = configure(argv, world_size, "fp32")
-    step = Trainer.train_step
-    with mock.patch.object(Trainer, "train_step", noting_step):
+    step = TrainStep.run
+    with mock.patch.object(TrainStep, "run", noting_step):
         try:
             program._run(cfg, lambda resolved, tokenizer: Spoiled(resolved), Watchdog(cfg))
         except NonFiniteError as error:

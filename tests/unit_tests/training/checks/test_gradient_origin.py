@@ -17,8 +17,8 @@ def stopped_run(rank, world_size, folder, name, bad_rank, place, log_interval=10
     of iteration 3, one element of the last MLP's output weight or with ``place`` "logits" all of them; and whether the
     weights are those after iteration 2."""
     from megatron.training import run as program
+    from megatron.training.step import TrainStep
     from megatron.training.tasks.gpt import GPTTask
-    from megatron.training.trainer import Trainer
     from megatron.training.verify.layout_trace import with_synthetic_data
     from megatron.training.watchdog import Watchdog
 
@@ -41,15 +41,15 @@ def stopped_run(rank, world_size, folder, name, bad_rank, place, log_interval=10
 
     weights = []
 
-    def noting_step(trainer):
-        metrics = step(trainer)
-        trainer.parts.model[0].finish_param_sync()  # the all-gather of the last update may still write
-        weights.append([p.detach().clone() for p in trainer.parts.model[0].parameters()])
+    def noting_step(steps):
+        metrics = step(steps)
+        steps.parts.model[0].finish_param_sync()  # the all-gather of the last update may still write
+        weights.append([p.detach().clone() for p in steps.parts.model[0].parameters()])
         return metrics
 
     argv = [*row(name).argv, "--train-iters", "6", "--log-interval", str(log_interval), "--save", folder]
-    cfg, step = configure(argv, world_size, "fp32"), Trainer.train_step
-    with mock.patch.object(Trainer, "train_step", noting_step), pytest.raises(NonFiniteError) as error:
+    cfg, step = configure(argv, world_size, "fp32"), TrainStep.run
+    with mock.patch.object(TrainStep, "run", noting_step), pytest.raises(NonFiniteError) as error:
         program._run(cfg, lambda resolved, tokenizer: Spoiled(resolved), Watchdog(cfg))
     return str(error.value), all(map(torch.equal, weights[1], weights[-1]))
 
