@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class TrainStep:
     def __init__(self, cfg: PretrainConfig, parts: Components) -> None:
         self.cfg, self.parts, self.state, self.timers = cfg, parts, parts.state, parts.task.timers
         self.device = training_device()
+        self.mark = partial(mark, self.device.type == "cuda")
         self.forward_backward = with_injected_errors(make_forward_backward(cfg, self.device), cfg, parts)
         self.check = choose_check(cfg, parts.groups.world.rank, self._nonfinite_ranks)
         self.flops_per_sample = parts.task.flops_per_sample()
@@ -44,9 +46,8 @@ class TrainStep:
         """Loss names in the order of the last pipeline stage; known after the first iteration."""
 
     def run(self) -> StepMetrics:
-        """Run one optimizer step on one global batch, set the learning rate before it, and update the counters; return
-        its measurements, which may still be device tensors. Batches of --iterations-to-skip are only read.
-        Collective."""
+        """Set the learning rate, step the optimizer on one global batch and update the counters; return measurements,
+        which may still be device tensors. Collective."""
         size = self._batch_size(self.state.consumed_train_samples)
         for edit in self.parts.optimizer.weight_edits:
             edit.prepare(self._measures_layers())
@@ -58,7 +59,7 @@ class TrainStep:
         else:
             with self.timers("forward-backward", log_level=1):
                 inputs, counts = self._prepare(size)
-                forward = self._mark()
+                forward = self.mark()
                 local = LossSums(self.device).add(self.forward_backward(**inputs)).pairs
             metrics = self._update(size, local, counts, forward)
         metrics.learning_rate = rate
@@ -68,9 +69,8 @@ class TrainStep:
         return metrics
 
     def _prepare(self, size: int) -> tuple[dict[str, object], Tensor]:
-        """Zero ``main_grad``, read the micro-batches of the global batch and weigh the losses by its valid tokens.
-        Collective: counts are all-reduced over ``dp_cp``. Returns the arguments of ``forward_backward``, and the counts
-        over all ranks, fp64 [losses]."""
+        """Zero gradients, read micro-batches and weigh the losses; return arguments of ``forward_backward``, and the counts
+        of valid tokens over all ranks, fp64 [losses]. Collective over ``dp_cp``."""
         for chunk in self.parts.model:
             chunk.zero_grad_buffer()
         batches, counts = self._read(size)
@@ -92,11 +92,10 @@ class TrainStep:
 
     def _update(self, size: int, local: dict[str, Tensor], counts: Tensor, forward: Mark) -> StepMetrics:
         """Reduce the gradients and step the optimizer, from this rank's loss sums and the counts over all ranks; return
-        the measurements, with a learning rate of 0. With fp16 or --no-check-for-nan-in-loss-and-grad waits for the
-        device. Otherwise waits only for the values of the previous iteration, and raises NonFiniteError for that
-        iteration; a step with invalid values leaves the weights unchanged. Raises UserError if no token contributes to
-        the loss."""
-        parts, optimizer, start = self.parts, self.parts.optimizer, self._mark()
+        the measurements, with a learning rate of 0. Waits for the device, or, with a delayed check, only for the values
+        of the previous iteration, for which it raises NonFiniteError. Raises UserError if no token contributes to the
+        loss."""
+        parts, optimizer, start = self.parts, self.parts.optimizer, self.mark()
         sums, counts, statistics = self._reduce(local, counts)
         return_memory(self.cfg, self.device, 1)
         values = self._values(local, sums, counts, statistics)
@@ -112,18 +111,19 @@ class TrainStep:
         for edit in optimizer.weight_edits:
             measured |= edit.logged
         assert parts.reader is not None, "only --skip-train has none"
-        marks = StepMarks(forward, start, self._mark(), parts.reader.take_waited(), device_wait)
-        return StepMetrics(
-            losses=sums.means(), num_tokens=counts[0], learning_rate=0.0, global_batch_size=size, statistics=measured,
-            plan=parts.task.batches.figures, loss_scale=optimizer.get_loss_scale(), step_marks=marks,
-            params_norm=optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None,
-            **result._asdict(),
-        )  # fmt: skip
+        marks = StepMarks(forward, start, self.mark(), parts.reader.take_waited(), device_wait)
+        metrics = StepMetrics(
+            losses=sums.means(), num_tokens=counts[0], learning_rate=0.0, global_batch_size=size, **result._asdict()
+        )
+        metrics.statistics, metrics.plan, metrics.step_marks = measured, parts.task.batches.figures, marks
+        metrics.loss_scale = optimizer.get_loss_scale()
+        if self.cfg.logging.log_params_norm:
+            metrics.params_norm = optimizer.params_norm_on_device()
+        return metrics
 
     def _reduce(self, local: Mapping[str, Tensor], counts: Tensor) -> tuple[LossSums, Tensor, Totals]:
-        """Complete the gradients, the loss sums and the statistics of modules over all ranks: collective over the
-        world. Returns the sums, the counts of the global batch and the statistics. In the first iteration checks the
-        counts, which waits for the device."""
+        """Return the loss sums, counts and statistics of the global batch, and complete the gradients: collective over
+        the world. In the first iteration checks the counts, which waits for the device."""
         parts, is_first = self.parts, self.loss_names is None
         finalize_model_grads(parts.model, groups=parts.groups, sum_statistics=False)
         sums = LossSums(self.device, local).share(parts.groups.pp, self.loss_names).all_reduce(parts.groups.dp_cp)
@@ -143,17 +143,14 @@ class TrainStep:
 
     def _nonfinite_ranks(self, batch: GlobalBatch) -> str:
         """Return a sentence with the ranks whose gradients of ``batch`` are not finite. Collective."""
-
-        def forward_backward() -> None:
-            self.forward_backward(**self._inputs(batch.size, iter(batch.batches), batch.counts))
-
-        return nonfinite_ranks(self.parts.model, self.parts.groups.world, forward_backward)
+        return nonfinite_ranks(
+            self.parts.model,
+            self.parts.groups.world,
+            lambda: self.forward_backward(**self._inputs(batch.size, iter(batch.batches), batch.counts)),
+        )
 
     def _measures_layers(self) -> bool:
         return conditions.every(self.cfg.logging.log_layer_statistics_interval, self.state.iteration + 1)
-
-    def _mark(self) -> Mark:
-        return mark(self.device.type == "cuda")
 
     def _num_microbatches(self, size: int) -> int:
         return self.parts.task.batches.number(size // (self.cfg.training.micro_batch_size * self.parts.groups.dp.size))
@@ -162,8 +159,8 @@ class TrainStep:
         return batch_sizes.running_global_batch_size(self.cfg.flat, consumed, self.parts.groups.dp.size)
 
     def _read(self, size: int) -> tuple[Iterator[dict], Tensor]:
-        """Return an iterator over this rank's micro-batches of a global batch of ``size`` samples, and their counts.
-        The iterator reads the next global batch too, unless this one is the last."""
+        """Return this rank's micro-batches of a global batch, and their counts. Reads the next global batch too, unless
+        this one is the last."""
         if self.parts.on_forward is not None:
             self.parts.on_forward("reads", True)
         following = 0
@@ -173,9 +170,7 @@ class TrainStep:
         return self.parts.task.batches.read(self.parts.reader, self._num_microbatches(size), following)
 
     def _skip_batch(self, size: int) -> StepMetrics:
-        """Read this rank's micro-batches of a global batch without computing or updating anything
-        (--iterations-to-skip). Counts the samples as skipped and returns metrics with ``skipped`` set and without
-        losses."""
+        """Read the micro-batches of a global batch without an update (--iterations-to-skip)."""
         batches, _ = self._read(size)
         for _ in range(self._num_microbatches(size)):
             next(batches)
@@ -186,12 +181,10 @@ class TrainStep:
         )
 
     def _count(self, size: int, metrics: StepMetrics) -> None:
-        """Advance ``state`` by one iteration of ``size`` samples and, if the task counts them, its FLOPs. A skipped
-        update counts in ``skipped_iterations`` only if it computed losses, as with fp16 overflows."""
         state = self.state
         state.iteration += 1
         state.consumed_train_samples += size
-        if metrics.skipped and metrics.losses:
+        if metrics.skipped and metrics.losses:  # an overflow in fp16, not --iterations-to-skip
             state.skipped_iterations += 1
         if self.flops_per_sample is not None:
             flops = None if metrics.plan is None else metrics.plan.flops

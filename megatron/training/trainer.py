@@ -43,9 +43,8 @@ class Trainer:
         """Iteration and results of the last evaluation of the validation sets."""
 
     def train(self) -> conditions.ExitReason:
-        """Run iterations, evaluations and saves until the first reason to stop; log and return that reason. Checks
-        before the first iteration, so that a complete run makes none. An exit condition saves before it stops, if
-        --save is set. Collective; hooks are called, but not started or closed."""
+        """Run iterations, evaluations and saves until the first reason to stop, which may hold before the first
+        iteration; log and return it. Collective; hooks are called, but not started or closed."""
         validation, checkpoint = self.cfg.validation, self.cfg.checkpoint
         reason = self.exits.check(self.state)
         self.collect_garbage(force=True)
@@ -78,8 +77,7 @@ class Trainer:
 
     def read_checks(self, keep: int = 0) -> None:
         """Raise if any loss or gradient so far, without the last ``keep`` iterations, was not finite. Waits for the
-        device; call before a log, evaluation or save. Collective if a gradient was not finite: that iteration then runs
-        again, so that the message can name the ranks."""
+        device. Collective, because an iteration with such gradients runs again to name the ranks."""
         self.check.read(keep)
 
     def restart_timer(self) -> float:

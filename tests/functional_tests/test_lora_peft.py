@@ -89,7 +89,7 @@ def train_here(rank, world_size, argv, steps, save):
     parts = build_components(cfg, task, groups)
     with ExitConditions(cfg) as exits:
         trainer = Trainer(cfg, parts, exits)
-        losses = [float(trainer.train_step().losses["lm loss"]) for _ in range(steps)]
+        losses = [float(trainer.step.run().losses["lm loss"]) for _ in range(steps)]
     assert parts.checkpointer.save(parts.state)
     parts.checkpointer.close()
     samples = SyntheticSamples(task, 1 << 20)
