@@ -69,8 +69,8 @@ class TrainStep:
         return metrics
 
     def _prepare(self, size: int) -> tuple[dict[str, object], Tensor]:
-        """Zero gradients, read micro-batches and weigh the losses; return arguments of ``forward_backward``, and the counts
-        of valid tokens over all ranks, fp64 [losses]. Collective over ``dp_cp``."""
+        """Zero gradients, read micro-batches and weigh the losses. Return the arguments of ``forward_backward`` and the
+        counts of valid tokens over all ranks, fp64 [losses]. Collective over ``dp_cp``."""
         for chunk in self.parts.model:
             chunk.zero_grad_buffer()
         batches, counts = self._read(size)
