@@ -149,7 +149,7 @@ def sharded_bytes(rank, world_size, one):
     groups = initialize_megatron(cfg)
     parts = build_components(cfg, task_class("gpt")(cfg, build_tokenizer(cfg.tokenizer)), groups)
     with ExitConditions(cfg) as exits:
-        Trainer(cfg, parts, exits).train_step()
+        Trainer(cfg, parts, exits).step.run()
     sizes = {True: {}, False: {}}
     for chunk in parts.model:
         chunk.finish_param_sync()

@@ -109,9 +109,8 @@ def non_persistent_folder(cfg: PretrainConfig) -> Problems:
 def start_over_without_load(cfg: PretrainConfig) -> Problems:
     checkpoint = cfg.checkpoint
     if checkpoint.start_over and checkpoint.save and checkpoint.load == checkpoint.save and not checkpoint.finetune:
-        yield problem(
-            cfg, "start_over", f"contradicts --load {checkpoint.load}, which continues from there", "remove one"
-        )
+        reason = f"contradicts --load {checkpoint.load}, which continues from there"
+        yield problem(cfg, "start_over", reason, "remove one")
 
 
 def hf_export_interval(cfg: PretrainConfig) -> Problems:

@@ -27,11 +27,8 @@ def cp_comm_type_count(cfg: PretrainConfig) -> Problems:
 def all_to_all_heads(cfg: PretrainConfig) -> Problems:
     """Reject heads and query groups that are no multiple of TP times the ranks of the head all-to-all."""
     model = cfg.model
-    tp, cp, levels = (
-        model.tensor_model_parallel_size,
-        model.context_parallel_size,
-        model.hierarchical_context_parallel_sizes,
-    )
+    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
+    levels = model.hierarchical_context_parallel_sizes
     sizes = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}
     for kind in sorted(set(model.cp_comm_type) & set(sizes)):
         ranks = tp * sizes[kind]

@@ -110,10 +110,9 @@ def tokenizer_files_exist(cfg: PretrainConfig) -> Problems:
 
 
 def encoder_seq_length_agrees(cfg: PretrainConfig) -> Problems:
-    if cfg.data.seq_length is not None and cfg.data.encoder_seq_length not in (None, cfg.data.seq_length):
-        yield problem(
-            cfg, "encoder_seq_length", f"contradicts --seq-length {cfg.data.seq_length}", "give one of the two"
-        )
+    length = cfg.data.seq_length
+    if length is not None and cfg.data.encoder_seq_length not in (None, length):
+        yield problem(cfg, "encoder_seq_length", f"contradicts --seq-length {length}", "give one of the two")
 
 
 def tokenizer_supports_sentinels(cfg: PretrainConfig) -> Problems:

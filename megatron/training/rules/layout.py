@@ -16,11 +16,8 @@ MOST_LOCAL_RANKS = 16
 
 
 def world_size_divides(cfg: PretrainConfig) -> Problems:
-    tp, pp, cp = (
-        cfg.model.tensor_model_parallel_size,
-        cfg.model.pipeline_model_parallel_size,
-        cfg.model.context_parallel_size,
-    )
+    model = cfg.model
+    tp, pp, cp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
     if min(tp, pp, cp) >= 1 and (cfg.world_size % (tp * pp * cp) or cfg.world_size < tp * pp * cp):
         ranks = tp * pp * cp
         reason = f"TP {tp} x PP {pp} x CP {cp} = {ranks} ranks per replica do not divide the world size"

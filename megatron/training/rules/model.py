@@ -94,10 +94,9 @@ def no_rope_pattern(cfg: PretrainConfig) -> Problems:
 
 
 def encoder_num_layers_agrees(cfg: PretrainConfig) -> Problems:
-    if cfg.model.num_layers is not None and cfg.embeddings.encoder_num_layers != cfg.model.num_layers:
-        yield problem(
-            cfg, "encoder_num_layers", f"contradicts --num-layers {cfg.model.num_layers}", "give one of the two"
-        )
+    layers = cfg.model.num_layers
+    if layers is not None and cfg.embeddings.encoder_num_layers != layers:
+        yield problem(cfg, "encoder_num_layers", f"contradicts --num-layers {layers}", "give one of the two")
 
 
 def family_has_groups(cfg: PretrainConfig) -> Problems:

@@ -142,19 +142,15 @@ def save_settings(cfg: PretrainConfig) -> Problems:
 
 
 def validation_sets(cfg: PretrainConfig) -> Problems:
-    validation = cfg.validation
-    paths = cfg.data.valid_data_path
-    if validation.validation_set_names and paths and len(validation.validation_set_names) != len(paths):
-        yield problem(
-            cfg, "validation_set_names", f"has {len(validation.validation_set_names)} names for {len(paths)} sets"
-        )
+    names, paths = cfg.validation.validation_set_names, cfg.data.valid_data_path
+    if names and paths and len(names) != len(paths):
+        yield problem(cfg, "validation_set_names", f"has {len(names)} names for {len(paths)} sets")
 
 
 def profile_range(cfg: PretrainConfig) -> Problems:
-    if cfg.profiling.profile and cfg.profiling.profile_step_end <= cfg.profiling.profile_step_start:
-        yield problem(
-            cfg, "profile_step_end", f"must be larger than --profile-step-start {cfg.profiling.profile_step_start}"
-        )
+    start = cfg.profiling.profile_step_start
+    if cfg.profiling.profile and cfg.profiling.profile_step_end <= start:
+        yield problem(cfg, "profile_step_end", f"must be larger than --profile-step-start {start}")
     if cfg.profiling.profile and max(cfg.profiling.profile_ranks) >= cfg.world_size:
         yield problem(cfg, "profile_ranks", f"must be below the number of ranks, {cfg.world_size}")
 
