@@ -7,7 +7,7 @@ from megatron.core.config.cli import ConfigError
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.report.memory import estimate_memory
-from tests.test_utils.gpt_runs import train, train_with_errors
+from tests.test_utils.gpt_runs import losses, train, train_with_errors
 from tests.test_utils.layouts import FEW_STEPS, MODEL, VOCAB_SIZE, Layout, configure
 
 VOCABULARY = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)]
@@ -266,3 +266,21 @@ def test_targets_are_names_or_patterns(tmp_path):
 
     assert len(adapted("linear_qkv", "linear_fc2")) == 8
     assert adapted("*.layers.3.*.linear_fc1") == ["decoder.layers.3.mlp.linear_fc1.adapter.lora_a"]
+
+
+# ---- fp8
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_first_loss_on_a_base_in_fp8_equals_the_loss_of_full_training(gloo_pool, tmp_path, recipe):
+    """B is zero. Losses of later steps differ."""
+    sizes = "--hidden-size 128 --ffn-hidden-size 256 --num-layers 2 --seq-length 64 --max-position-embeddings 64"
+    model = [*RUN, *LLAMA.split(), *sizes.split(), "--bf16", "--micro-batch-size", "2", "--log-interval", "1"]
+    base = tmp_path / "base"
+    assert gloo_pool.run(train, 1, [*model, "--save", str(base)]) == [0]
+    model += ["--fp8-format", "e4m3", "--fp8-recipe", recipe, "--pretrained-checkpoint", str(base)]
+    traces = []
+    for name, flags in (("full", []), ("adapters", ["--lora-rank", "4"])):
+        assert gloo_pool.run(train, 1, [*model, *flags, "--save", str(tmp_path / name)]) == [0]
+        traces.append(losses(tmp_path / name))
+    assert traces[0][0] == traces[1][0] and traces[0][1:] != traces[1][1:] and len(traces[1]) == 4
