@@ -7,6 +7,7 @@ stored files thus hold formats, names and order. ``python -m tests.functional_te
 
 import contextlib
 import io
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+from megatron.training.observe.records import kinds
 from tests.test_utils.tiny_tokenizers import byte_level_bpe
 
 GOLDEN = Path(__file__).parent / "golden_records"
@@ -152,6 +154,26 @@ def run(gloo_pool, tmp_path_factory):
 def test_a_run_reports_the_stored_bytes(run, name):
     assert run[name].decode().splitlines() == (GOLDEN / name).read_text(encoding="utf-8").splitlines()
     assert run[name] == (GOLDEN / name).read_bytes()
+
+
+def test_records_have_the_fields_that_their_kinds_declare(run):
+    seen = set()
+    for name in FILES[:2]:
+        for record in map(json.loads, run[name].splitlines()):
+            kind = kinds()[record["kind"]]
+            assert kind.file == name and ("time" in record) == (name == "timing.jsonl")
+            values = record.keys() - {"kind", "iteration", "consumed_samples", "time", "lm loss"}
+            assert values <= kind.fields.keys(), values - kind.fields.keys()
+            seen.add(kind.name)
+    assert seen == {"train", "valid", "test", "sample", "start", "timing", "evaluation", "generation", "save", "end"}
+
+
+def test_stored_fields_are_documented():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "logging.md").read_text(encoding="utf-8")
+    for kind in kinds().values():
+        names = {name for name in kind.fields if name.islower()} if kind.file else set()
+        missing = [name for name in {kind.name, *names} if f"`{name}`" not in page]
+        assert not missing, (kind.name, missing)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from megatron.training.config.logging import LoggingConfig
 from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.kinds.train import TRAIN
-from megatron.training.observe.metrics import METRICS_FILE, MetricsFile, read_metrics
+from megatron.training.observe.metrics import MetricsFile, read_metrics
 from megatron.training.observe.page.page import PAGE_FILE, write_page
 from megatron.training.observe.records import Record, RecordKind, RunInfo, kinds, points
 
@@ -30,8 +30,9 @@ class FileSink(Hook):
     """Appends each record to the file of its kind in ``directory``."""
 
     def __init__(self, directory: Path) -> None:
-        names = [METRICS_FILE, *sorted({kind.file for kind in kinds().values() if kind.file} - {METRICS_FILE})]
-        self.files = {name: MetricsFile(directory / name) for name in names}
+        self.directory = directory
+        names = {kind.file for kind in kinds().values() if kind.file is not None}
+        self.files = {name: MetricsFile(directory / name) for name in sorted(names)}
 
     def on_start(self, run: RunInfo) -> None:
         """Remove the records that training will write again; with --skip-train keep them."""
@@ -40,6 +41,8 @@ class FileSink(Hook):
 
     def on_record(self, kind: RecordKind, record: Record) -> None:
         if kind.file is not None:
+            if kind.file not in self.files:  # of a kind that was registered after the start
+                self.files[kind.file] = MetricsFile(self.directory / kind.file)
             self.files[kind.file].append(record)
         if kind.flush != "later":
             self.flush(durable=kind.flush == "fsync")

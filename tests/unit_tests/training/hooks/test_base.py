@@ -5,7 +5,7 @@ import pytest
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.observe.kinds.save import SAVE, SAVING
 from megatron.training.observe.kinds.train import INTERVAL
-from megatron.training.observe.records import RecordKind, register
+from megatron.training.observe.records import RecordKind, kinds, register
 
 
 class Closing(Hook):
@@ -59,8 +59,9 @@ def test_values_of_iterations_are_read_only_for_hooks_that_take_them(simulated_r
     assert read == []
 
 
-def test_a_record_that_a_hook_emits_reaches_hooks_before_it_too(simulated_run):
+def test_a_record_that_a_hook_emits_reaches_hooks_before_it_too(simulated_run, monkeypatch):
     pulse = RecordKind(name="pulse", fields={"beats": "count"}, file=None)
+    monkeypatch.setitem(kinds(), "pulse", pulse)
 
     class Pulse(Hook):
         kinds = (INTERVAL,)

@@ -12,6 +12,7 @@ from megatron.training.observe.kinds.process import END
 from megatron.training.observe.kinds.save import SAVING
 from megatron.training.observe.metrics import read_metrics
 from megatron.training.observe.plan_comparison import Prediction
+from megatron.training.observe.records import RecordKind, kinds
 
 
 def recorder(folder, log_interval=5):
@@ -124,3 +125,14 @@ def test_timers_are_printed_by_the_last_rank_only(simulated_run, capsys):
         timers("optimizer", log_level=1)._elapsed = 0.5
         simulated_run(rank=rank, world_size=2).train([ConsoleHook(), TimingHook(timers)], 1, 1)
         assert ("(min, max) time across ranks (ms):" in capsys.readouterr().out) == (rank == 1)
+
+
+def test_a_kind_that_is_first_emitted_during_the_run_gets_its_file(tmp_path, simulated_run, monkeypatch):
+    late = RecordKind(name="late", fields={"x": "number"}, file="late.jsonl", flush="write")
+    hooks = recorder(tmp_path)
+    hooks.on_start(simulated_run().info())
+    monkeypatch.setitem(kinds(), "late", late)  # removed after the test
+    hooks.emit(late, {"x": 1.5})
+    (record,) = read_metrics(tmp_path / "late.jsonl")
+    assert record["kind"] == "late" and record["x"] == 1.5 and "time" in record
+    hooks.on_end()
