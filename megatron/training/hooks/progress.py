@@ -30,8 +30,7 @@ class ProgressHook(Hook):
         self.seq_length = seq_length
         self.world_size = 1
         self.start_time = 0.0
-        self.start_flops = 0.0
-        self.saved_flops = 0.0
+        self.start_flops, self.saved_flops = 0.0, 0.0
 
     def on_start(self, run: RunInfo) -> None:
         self.state = run.state

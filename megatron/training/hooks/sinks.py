@@ -41,9 +41,7 @@ class FileSink(Hook):
 
     def on_record(self, kind: RecordKind, record: Record) -> None:
         if kind.file is not None:
-            if kind.file not in self.files:  # of a kind that was registered after the start
-                self.files[kind.file] = MetricsFile(self.directory / kind.file)
-            self.files[kind.file].append(record)
+            self.files.setdefault(kind.file, MetricsFile(self.directory / kind.file)).append(record)
         if kind.flush != "later":
             self.flush(durable=kind.flush == "fsync")
 

@@ -23,15 +23,15 @@ class TimingHook(Hook):
         self.run = run
 
     def on_record(self, kind: RecordKind, record: Record) -> None:
-        run, timers = self.run, self.timers
-        text = timers.text(normalizer=record["iterations"]) if timers.log_level > 0 else None
+        run, timers, number = self.run, self.timers, record["iterations"]
+        text = timers.text(normalizer=number) if timers.log_level > 0 else None
         if not run.is_log_rank:
             return
         if text is not None:
             run.emit(TIMERS, {"text": text})
         values = {
-            "iterations": record["iterations"],
-            "seconds_per_iteration": record["seconds"] / record["iterations"],
+            "iterations": number,
+            "seconds_per_iteration": record["seconds"] / number,
             **{name: record[name] for name in ("tokens_per_second", "tflops_per_device", "mfu")},
             "world_size": run.world_size,
             "device": run.device_name,
