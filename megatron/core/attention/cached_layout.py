@@ -98,17 +98,17 @@ class PagedCache:
 
     def tensors(self, layer: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the tensors of ``layer`` whose entries have the shapes and dtypes of ``like``, each [n, 1, ...]."""
-        found = self._tensors.get(layer)
-        if found is None:
+        tensors = self._tensors.get(layer)
+        if tensors is None:
             # zeros: masked positions of an unused page must not be NaN
-            found = tuple(x.new_zeros((self.num_pages, self.page_size, *x.shape[2:])) for x in like)
-            self._tensors[layer] = found
-        return found
+            tensors = tuple(x.new_zeros((self.num_pages, self.page_size, *x.shape[2:])) for x in like)
+            self._tensors[layer] = tensors
+        return tensors
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers that have stored."""
-        tensors = [x for each in self._tensors.values() for x in each]
+        tensors = [x for layer in self._tensors.values() for x in layer]
         return sum(x[0, 0].numel() * x.element_size() for x in tensors)
 
 
@@ -150,21 +150,21 @@ def index_arrays(
     and ``num_pages`` columns. ``direct``: all rows read pages directly, not only the rows of direct chunks at
     the front."""
     count = len(chunks)
-    starts, num_new, held = (
-        np.fromiter(each, np.int64, count)
-        for each in ((x.start for x in chunks), (x.num_new for x in chunks), (len(x.pages) for x in chunks))
+    starts, num_new, page_counts = (
+        np.fromiter(values, np.int64, count)
+        for values in ((x.start for x in chunks), (x.num_new for x in chunks), (len(x.pages) for x in chunks))
     )
-    tables = np.zeros((max(num_sequences, count), max(num_pages, int(held.max()))), np.int64)
-    pages = np.fromiter(chain.from_iterable(chunk.pages for chunk in chunks), np.int64, int(held.sum()))
-    tables[:count][np.arange(tables.shape[1]) < held[:, None]] = pages
+    tables = np.zeros((max(num_sequences, count), max(num_pages, int(page_counts.max()))), np.int64)
+    pages = np.fromiter(chain.from_iterable(chunk.pages for chunk in chunks), np.int64, int(page_counts.sum()))
+    tables[:count][np.arange(tables.shape[1]) < page_counts[:, None]] = pages
     states = np.array([*(chunk.states for chunk in chunks), *[StateSlots()] * (len(tables) - count)], np.int64)
     sequences = np.repeat(np.arange(count), num_new)
     positions = np.arange(len(sequences)) + np.repeat(starts + num_new - np.cumsum(num_new), num_new)
     slots = tables[sequences, positions // page_size] * page_size + positions % page_size
     splits, first_splits = split_tokens(positions if direct else positions[: int(num_new[: num_direct(chunks)].sum())])
     rows = np.fromiter(output_rows, np.int64, len(output_rows))
-    found = StepIndices(positions, slots, sequences, tables, states, splits, first_splits, rows)  # type: ignore[arg-type]
-    return found._asdict()
+    indices = StepIndices(positions, slots, sequences, tables, states, splits, first_splits, rows)  # type: ignore[arg-type]
+    return indices._asdict()
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +196,7 @@ class CachedLayout(TokenLayout):
     ) -> CachedLayout:
         """Build the layout of a step on the ranks of ``base``, from the tensors of :func:`index_arrays`. If all rows
         read pages directly, layers read only ``indices``, which may then change between replays."""
-        inherited = {each.name: getattr(base, each.name) for each in fields(TokenLayout) if each.init}
+        inherited = {entry.name: getattr(base, entry.name) for entry in fields(TokenLayout) if entry.init}
         return cls(
             **inherited,
             cache=cache,
@@ -259,8 +259,8 @@ class CachedLayout(TokenLayout):
         if (first, last) not in self._slots_of_keys:
             size, tables = self.cache.page_size, self._at.tables
             slots = tables[first:last].unsqueeze(-1) * size + torch.arange(size, device=tables.device)
-            found = [each.flatten()[: chunk.stop] for each, chunk in zip(slots, self.chunks[first:last])]
-            self._slots_of_keys[first, last] = torch.cat(found)
+            rows = [row.flatten()[: chunk.stop] for row, chunk in zip(slots, self.chunks[first:last])]
+            self._slots_of_keys[first, last] = torch.cat(rows)
         return self._slots_of_keys[first, last]
 
     @cached_property
@@ -373,19 +373,21 @@ class CachedLayout(TokenLayout):
         flash = flash and query.is_cuda and query.dtype in SIXTEEN_BIT
         if flash and mask.sink is None and key.shape[-1] == value.shape[-1]:
             return self._packed(core.kernel, query, key, value, mask, chunks)
-        return torch.cat([self._sequence(core, *each, mask) for each in self._sequences(query, key, value, chunks)])
+        return torch.cat(
+            [self._sequence(core, *sequence, mask) for sequence in self._sequences(query, key, value, chunks)]
+        )
 
     def _sequences(
         self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk]
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return query, key and value of each sequence."""
-        found = []
+        sequences = []
         row = first = 0
         for chunk in chunks:
             keys = slice(first, first + chunk.stop)
-            found.append((query[row : row + chunk.num_new], key[keys], value[keys]))
+            sequences.append((query[row : row + chunk.num_new], key[keys], value[keys]))
             row, first = row + chunk.num_new, first + chunk.stop
-        return found
+        return sequences
 
     def _sequence(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Attend the last tokens of one sequence to all its keys."""
@@ -401,7 +403,7 @@ class CachedLayout(TokenLayout):
     ) -> Tensor:
         """Attend in one variable-length call of a flash kernel, whose bands end at the last query and key."""
         bounds = (accumulate(sizes, initial=0) for sizes in zip(*((chunk.num_new, chunk.stop) for chunk in chunks)))
-        of_queries, of_keys = (torch.tensor([*each], dtype=torch.int32, device=query.device) for each in bounds)
+        of_queries, of_keys = (torch.tensor([*values], dtype=torch.int32, device=query.device) for values in bounds)
         documents = PackedSeqParams(
             cu_seqlens_q=of_queries,
             cu_seqlens_kv=of_keys,

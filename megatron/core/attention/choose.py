@@ -79,7 +79,9 @@ def build_request(
         dropout=config.attention_dropout,
         deterministic=config.deterministic_mode or torch.are_deterministic_algorithms_enabled(),
         flash_version=config.flash_attention_version,
-        flash_packages=tuple(each for each in installed_versions() if each != 4 or _version_4_is_usable(config)),
+        flash_packages=tuple(
+            version for version in installed_versions() if version != 4 or _version_4_is_usable(config)
+        ),
         form=form,
         sink=has_sink(config),
         soft_cap=config.attn_logit_softcapping,
@@ -121,18 +123,18 @@ def _first_that_serves(request: Request) -> KernelChoice:
     """Return the first candidate kernel that supports ``request``. Its reason holds the requested version, the
     situation, the reasons against earlier candidates, and remarks. Raises UserError with all reasons and a fix if no
     candidate supports it."""
-    remarks, asked, fix = [], f"--attention-backend {request.backend}", "choose --attention-backend auto"
+    remarks, request_text, fix = [], f"--attention-backend {request.backend}", "choose --attention-backend auto"
     if request.flash_version is not None:
-        asked, fix = f"--flash-attention-version {request.flash_version}", "remove the flag"
-        remarks = [asked]
+        request_text, fix = f"--flash-attention-version {request.flash_version}", "remove the flag"
+        remarks = [request_text]
     refused: dict[str, str] = {}
     for name in _candidates(request):
         reason = _SUPPORTS[name](request)
         if reason is None:
-            others = [f"not {TITLES[other]}: {why}" for other, why in refused.items()]
-            return KernelChoice(name, "; ".join([*remarks, request.situation, *others, *_remarks(name, request)]))
+            rejections = [f"not {TITLES[other]}: {why}" for other, why in refused.items()]
+            return KernelChoice(name, "; ".join([*remarks, request.situation, *rejections, *_remarks(name, request)]))
         refused[name] = reason
-    raise UserError(f"{asked}: {'; '.join(refused.values())} ({request.situation}); {fix}")
+    raise UserError(f"{request_text}: {'; '.join(refused.values())} ({request.situation}); {fix}")
 
 
 def _candidates(request: Request) -> Iterator[str]:

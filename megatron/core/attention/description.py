@@ -24,9 +24,9 @@ def visible_pairs(config: Config, place: LayerPlace) -> float:
     the diagonal and, unless attention is causal, the one after it, each less the triangle outside the window."""
     length = place.seq_length
     sides = layer_window(config.window_size, config.window_attn_skip_freq, place.layer_number) or (-1, -1)
-    seen = sides[:1] if place.causal else sides
-    hidden = sum(max(0, length - side - 1) ** 2 for side in seen if side >= 0)
-    return (len(seen) * length**2 - hidden) / 2
+    limits = sides[:1] if place.causal else sides
+    hidden = sum(max(0, length - side - 1) ** 2 for side in limits if side >= 0)
+    return (len(limits) * length**2 - hidden) / 2
 
 
 def describe_attention(config: Config, place: LayerPlace) -> Piece:
@@ -49,9 +49,9 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     )
     proj = linear("linear_proj", (hidden,), heads * channels, 1, bias=config.add_bias_linear)
     inputs = (query + key_value) * item
-    kept = Saved("query, key and value", inputs, offload=("core_attn",))
+    saved_qkv = Saved("query, key and value", inputs, offload=("core_attn",))
     ops = [
-        gemm(qkv[0], config, place.seq_length, gradients=inputs, saved=(kept,)),
+        gemm(qkv[0], config, place.seq_length, gradients=inputs, saved=(saved_qkv,)),
         attention_core(config, place, query, key_value // 2, query),
         gemm(proj[0], config, place.seq_length, saved=mixed_values(config, query)),
     ]
@@ -59,10 +59,10 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
         ops.insert(1, Op("rotary", "rotary", traffic=4.0 * item * (query + key_value / 2)))
     head_norms: list[Param] = []
     if (kind := qk_norm(config)) in ("standard", "across_heads"):
-        head_norms = [each for name in ("q_layernorm", "k_layernorm") for each in norm(name, channels, config)]
+        head_norms = [param for name in ("q_layernorm", "k_layernorm") for param in norm(name, channels, config)]
     if kind == "across_heads":
         widths = (heads * channels, groups * channels)
-        head_norms = [replace(each, shape=(width,), mesh={"tp": 0}) for each, width in zip(head_norms, widths)]
+        head_norms = [replace(param, shape=(width,), mesh={"tp": 0}) for param, width in zip(head_norms, widths)]
     return Piece("attention", (*qkv, *head_norms, *sink_params(config), *proj), tuple(ops), settings=SETTINGS)
 
 
@@ -145,7 +145,7 @@ def attention_core(config: Config, place: LayerPlace, query: int, key: int, outp
     pairs = float(place.seq_length * num_keys) if num_keys else visible_pairs(config, place)
     tp = config.tensor_model_parallel_size
     item, heads = activation_bytes(config), config.num_attention_heads // tp
-    kept, gradients, traffic = 4.0 * heads, float(output * item), 0.0  # log-sum-exp
+    saved_bytes, gradients, traffic = 4.0 * heads, float(output * item), 0.0  # log-sum-exp
     if is_unfused(config):
         keys = _computed_keys(config, place, num_keys)
         traffic = heads * keys * sum(unfused_traffic(config))
@@ -153,11 +153,11 @@ def attention_core(config: Config, place: LayerPlace, query: int, key: int, outp
         block = (num_keys or place.seq_length) / (2 * config.context_parallel_size)
         gradients += heads * (10 * block if in_blocks(config) else 2 * item * keys)
     if in_blocks(config):
-        kept += output * item  # the merged output of blocks, saved in its own memory layout
+        saved_bytes += output * item  # the merged output of blocks, saved in its own memory layout
     elif is_unfused(config):
         copies = (query + key) * item  # queries and scaled keys, copied to the layout of the GEMM
         scores = (2 * item + 1 if config.attention_dropout else item) + (item if config.attn_logit_softcapping else 0)
-        kept = heads * (num_keys or place.seq_length) * scores + copies
-    saved = (Saved("attention", kept, ("core_attn",), ("core_attn",)),)
+        saved_bytes = heads * (num_keys or place.seq_length) * scores + copies
+    saved = (Saved("attention", saved_bytes, ("core_attn",), ("core_attn",)),)
     flops = 2.0 * pairs * tp * (query + output)
     return Op("attention", "attention", flops, traffic=traffic, gradients=gradients, saved=saved)

@@ -73,7 +73,7 @@ class WeightDropout:
             return
         bounds, samples = self.documents
         for start, stop, index in zip(bounds, bounds[1:], samples):
-            of_queries, of_keys = (range(max(start, each.start), min(stop, each.stop)) for each in (queries, keys))
+            of_queries, of_keys = (range(max(start, span.start), min(stop, span.stop)) for span in (queries, keys))
             if of_queries and of_keys:
                 # a fill does not wait for the device, as a copy from the host does
                 sample = torch.full((), index, dtype=torch.int64, device=self.sample_b.device)

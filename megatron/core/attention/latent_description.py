@@ -32,11 +32,11 @@ def describe_latent_attention(config: Config, place: LayerPlace) -> Piece:
     is_filled = key != value and (in_blocks or not unfused)
     width = max(key, value)
     both, values = 2 * local * key * item, local * (width if is_filled else config.qk_head_dim + value) * item
-    kept = (
+    saved_heads = (
         Saved("query and key", both, ("mla_up_proj",), ("core_attn",)),
         Saved("value", values, ("core_attn",) if is_filled else ("mla_up_proj",), ("core_attn",)),
     )
-    ops.append(Op("rotary", "rotary", traffic=2.0 * both, gradients=both + values, saved=kept))
+    ops.append(Op("rotary", "rotary", traffic=2.0 * both, gradients=both + values, saved=saved_heads))
     core = attention_core(config, place, local * key, local * key, local * value)
     if is_filled:
         filled = Saved("filled output", local * width * item, ("core_attn",), ("core_attn",))
@@ -68,12 +68,12 @@ def _projections(config: Config, tokens: int) -> tuple[list[Param], list[Op]]:
     def up(name: str, norm_name: str, size: int, out: int) -> None:
         """Add an up-projection and its norm; each saves its latent input for this rank's positions."""
         per_rank = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        kept = size / per_rank * activation_bytes(config)
+        latent_bytes = size / per_rank * activation_bytes(config)
         if qk_norm(config) is not None:
             params.extend(norm(norm_name, size, config))
-            ops.append(Op("norm", norm_name, traffic=8.0 * kept, saved=(Saved("latent", kept),)))
+            ops.append(Op("norm", norm_name, traffic=8.0 * latent_bytes, saved=(Saved("latent", latent_bytes),)))
         params.extend(linear(name, (out,), size, 0, bias=False))
-        ops.append(gemm(params[-1], config, tokens, saved=(Saved("normed latent", kept),)))
+        ops.append(gemm(params[-1], config, tokens, saved=(Saved("normed latent", latent_bytes),)))
 
     if fused:
         down("linear_qkv_down_proj", query_rank + both)

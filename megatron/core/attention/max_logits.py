@@ -37,8 +37,8 @@ class MaxLogits:
         length = layout.full_length(len(query))
         end = length - layout.padding
         spans = tuple((first, min(last, end)) for first, last in layout.spans(length) if first < end)
-        known = mask.documents is not None and (mask.documents.known or layout.group.size > 1)
-        bounds = mask.bounds[0] if known and mask.bounds is not None else None
+        has_bounds = mask.documents is not None and (mask.documents.known or layout.group.size > 1)
+        bounds = mask.bounds[0] if has_bounds and mask.bounds is not None else None
         wide = torch.promote_types(query.dtype, torch.float32)
         if self.values is None:
             self.values = query.new_full((query.shape[2],), -torch.inf, dtype=wide)
@@ -60,9 +60,9 @@ class MaxLogits:
         """Return the maxima [a] and start again; without calls -inf on the device of ``like``."""
         if self.values is None:
             return torch.full((heads,), -torch.inf, device=like.device)
-        taken = self.values.clone()
+        maxima = self.values.clone()
         self.values.fill_(-torch.inf)
-        return taken
+        return maxima
 
 
 def _blocks(tile: Tile) -> Iterator[Tile]:

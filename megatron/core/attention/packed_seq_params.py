@@ -114,11 +114,11 @@ class PackedSeqParams:
         starts = torch.arange(0, len(lengths) * length, length, device=lengths.device)
         bounds = torch.stack((starts, starts + lengths), dim=1).flatten()
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=len(lengths) * length).to(torch.int32)
-        made = cls(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length)
+        packed = cls(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length)
         if full_rows:
             rest = None if full_rows == len(lengths) else cls.of_lengths(lengths[full_rows:], length)
-            made._split = full_rows, rest
-        return made
+            packed._split = full_rows, rest
+        return packed
 
     @classmethod
     def of_padding(cls, lengths: Tensor, length: int, full_rows: int = 0) -> PackedSeqParams | None:
@@ -194,9 +194,9 @@ class PackedSeqParams:
         row is not full. Uses host bounds; not cached."""
         bounds = self.all_bounds()
         assert bounds is not None and self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
-        lengths = [each[-1] // batch for each in bounds]
+        lengths = [ends[-1] // batch for ends in bounds]
         full_rows = min(
-            next((place // length for place in each if place % length), batch) for each, length in zip(bounds, lengths)
+            next((place // length for place in ends if place % length), batch) for ends, length in zip(bounds, lengths)
         )
         start = tuple(full_rows * length for length in lengths)
         # empty documents repeat a boundary: take the last index at which queries and keys are both there
@@ -204,7 +204,7 @@ class PackedSeqParams:
         if full_rows == batch or not first:
             return (full_rows, None) if full_rows == batch else (0, self)
         queries, keys = self.cu_seqlens_q[first:] - start[0], self.cu_seqlens_k[first:] - start[1]
-        of_queries, of_keys = (tuple(x - x0 for x in each[first:]) for each, x0 in zip(bounds, start))
+        of_queries, of_keys = (tuple(x - x0 for x in ends[first:]) for ends, x0 in zip(bounds, start))
         return full_rows, replace(self, cu_seqlens_q=queries, cu_seqlens_kv=keys, bounds=of_queries, key_bounds=of_keys)
 
     def ranges(self, batch: int, length: int) -> Tensor:

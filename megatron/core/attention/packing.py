@@ -58,7 +58,7 @@ def group_tiles(tiles: tuple[Tile, ...]) -> tuple[Group, ...]:
     for tile in tiles:
         window = kernel_window(tile)
         for other, members in groups:
-            if other == window and not any(_meet(tile, each) for each in members[-_TILES_PER_DOCUMENT:]):
+            if other == window and not any(_meet(tile, member) for member in members[-_TILES_PER_DOCUMENT:]):
                 members.append(tile)
                 break
         else:

@@ -46,8 +46,8 @@ class Llama3Scaling:
         wavelengths, unchanged for short ones, linear in original / wavelength between. Only ``frequencies`` is used."""
         wavelengths = 2 * math.pi / frequencies
         low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
-        kept = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-        return frequencies * (kept + (1.0 - kept) / self.factor)
+        share = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies * (share + (1.0 - share) / self.factor)
 
     @property
     def concentration(self) -> float:
@@ -114,9 +114,9 @@ class LengthScaling:
         if parameters.rope_type == "longrope":
             return frequencies / frequencies.new_tensor(parameters.long_factor if regime else parameters.short_factor)
         # base * stretch^(r / (r - 2)): the slowest pair is slowed by the full stretch, the fastest is unchanged
-        stretch = parameters.factor * regime / parameters.original_max_position_embeddings - (parameters.factor - 1)
+        base_factor = parameters.factor * regime / parameters.original_max_position_embeddings - (parameters.factor - 1)
         pairs = torch.arange(width // 2, dtype=frequencies.dtype, device=frequencies.device)
-        return frequencies * stretch ** (-2 * pairs / (width - 2))
+        return frequencies * base_factor ** (-2 * pairs / (width - 2))
 
     @property
     def concentration(self) -> float:

@@ -111,7 +111,7 @@ def _single_tile(queries: Spans, keys: Spans, causal: bool) -> Tile | None:
     """Return the one tile that has the same visible pairs as two zig-zag parts without window and documents: all pairs,
     the causal square of equal parts, the late queries with all keys, or all queries with the early keys. None in other
     cases, or if causal parts overlap otherwise. Its positions are valid for its first query and key only."""
-    num_queries, num_keys = (sum(stop - start for start, stop in each) for each in (queries, keys))
+    num_queries, num_keys = (sum(stop - start for start, stop in spans) for spans in (queries, keys))
     first = queries[0][0], keys[0][0]
     if not causal or queries[0][0] >= keys[-1][1]:
         return Tile(None, 0, num_queries, 0, num_keys, None, None, *first)
@@ -150,7 +150,7 @@ def _row_tiles(
             first_query, last_query = _clipped(query_start, query_stop, document[0])
             first_key, last_key = _clipped(key_start, key_stop, document[1])
             if first_query < last_query and first_key < last_key:
-                whole = Tile(
+                tile = Tile(
                     row,
                     query_offset + first_query - query_start,
                     last_query - first_query,
@@ -161,7 +161,7 @@ def _row_tiles(
                     first_query,
                     first_key,
                 )
-                yield from _visible_part(whole, *visibility.limits)
+                yield from _visible_part(tile, *visibility.limits)
             key_offset += key_stop - key_start
         query_offset += query_stop - query_start
 

@@ -111,13 +111,13 @@ class TokenLayout:
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the position in the full sequence of each of this rank's ``length`` tokens, int64 [s]. Cached for the
         micro-batch, except in the default layout, which all callers share: do not write to it."""
-        found = self._positions.get((length, device))
-        if found is None:
+        positions = self._positions.get((length, device))
+        if positions is None:
             group, full = self.group, self.full_length(length)
-            found = zigzag.positions(full, group.rank, group.size, device, self.order)
+            positions = zigzag.positions(full, group.rank, group.size, device, self.order)
             if not self.is_default:
-                self._positions[length, device] = found
-        return found
+                self._positions[length, device] = positions
+        return positions
 
     def sample_numbers(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the document of each of this rank's tokens of the residual stream, int64 [s / ranks of the stream],

@@ -81,17 +81,17 @@ class Engine:
 
     def _keeps_states(self) -> bool:
         """Return whether layers on any rank keep states of sequences. Collective."""
-        found = torch.tensor(float(keeps_states(self.runner.model)), device=self.runner.device)
+        has_states = torch.tensor(float(keeps_states(self.runner.model)), device=self.runner.device)
         if self._world.size > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._world.handle)
-        return bool(found)
+            dist.all_reduce(has_states, op=dist.ReduceOp.MAX, group=self._world.handle)
+        return bool(has_states)
 
     def _fitting_pages(self, limits: Limits, page_size: int) -> int:
         """Return the number of pages that fit into the memory of every rank, at most what ``limits`` can use."""
-        device, longest = self.runner.device, -(-limits.max_length // page_size)
+        device, pages_per_sequence = self.runner.device, -(-limits.max_length // page_size)
         if device.type != "cuda":
             needed = self.runner.measure(1, page_size) * page_size
-            available = max(CPU_CACHE_BYTES, needed * longest)
+            available = max(CPU_CACHE_BYTES, needed * pages_per_sequence)
         else:
             torch.cuda.reset_peak_memory_stats(device)
             needed = self.runner.measure(min(limits.max_tokens, limits.max_length), page_size) * page_size
@@ -102,7 +102,7 @@ class Engine:
         fitting = torch.tensor(max(available, 0) // max(needed, 1), device=device)
         if self._world.size > 1:
             dist.all_reduce(fitting, op=dist.ReduceOp.MIN, group=self._world.handle)
-        return 1 + min(int(fitting), limits.max_sequences * longest)
+        return 1 + min(int(fitting), limits.max_sequences * pages_per_sequence)
 
     # ---- requests
 
@@ -110,7 +110,7 @@ class Engine:
         """Queue ``request`` and return its number. Call it on rank 0. Raises UserError for a request that can never
         run."""
         vocabulary = self.runner.model.vocab_size
-        if wrong := [each for each in request.prompt if not 0 <= each < vocabulary]:
+        if wrong := [token for token in request.prompt if not 0 <= token < vocabulary]:
             raise UserError(f"prompt: token {wrong[0]} is outside of the vocabulary of {vocabulary}")
         if not 0 <= request.top_logprobs <= vocabulary:
             raise UserError(f"top_logprobs {request.top_logprobs}: must be between 0 and {vocabulary}")
@@ -166,11 +166,13 @@ class Engine:
         """Yield the completions of ``requests`` in their order, each as soon as it and all before it are complete. Call
         it on rank 0. Raises UserError if the logits of a request are not finite."""
         numbers = [self.add(request) for request in requests]
-        done: dict[int, Completion] = {}
+        completed: dict[int, Completion] = {}
         for number in numbers:
-            while number not in done:
-                done |= {each.request: each.completion for each in self.step() if each.completion.finish_reason}
-            completion = done.pop(number)
+            while number not in completed:
+                completed |= {
+                    output.request: output.completion for output in self.step() if output.completion.finish_reason
+                }
+            completion = completed.pop(number)
             completion.check()
             yield completion
 
@@ -196,7 +198,7 @@ class Engine:
             (running, Chunk(running.num_cached, count, tuple(running.pages), self.scheduler.states(running, count)))
             for running, count in batch
         ]
-        planned.sort(key=lambda each: not each[1].is_direct)  # these read pages, if they are at the front
+        planned.sort(key=lambda item: not item[1].is_direct)  # these read pages, if they are at the front
         plan, owners = self._plan(planned)
         results, routes = self.run_plan(plan)
         for running, chunk in planned:
@@ -225,8 +227,8 @@ class Engine:
                 Output(running.number, score.token if len(running.ids) > before else None, running.completion)
             )
         for running, _ in batch:
-            done = running.completion.finish_reason is not None
-            if not done and not running.request.max_new_tokens and running.num_cached == len(running.ids):
+            is_complete = running.completion.finish_reason is not None
+            if not is_complete and not running.request.max_new_tokens and running.num_cached == len(running.ids):
                 self.scheduler.append(running, None)
                 outputs.append(Output(running.number, None, running.completion))
         return outputs

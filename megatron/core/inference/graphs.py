@@ -83,9 +83,9 @@ class StepGraphs:
                 self._steps.popitem(last=False)
             host = torch.empty(len(values), dtype=torch.int64, pin_memory=self._device.type == "cuda")
             inputs = torch.from_numpy(values).to(self._device)
-            found = compute(inputs)
+            result = compute(inputs)
             self._steps[shape] = _Step(host, inputs, self._record(partial(compute, inputs), None))
-            return found
+            return result
         self._steps.move_to_end(shape)
         step.host.numpy()[:] = values
         step.inputs.copy_(step.host, non_blocking=True)

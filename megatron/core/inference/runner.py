@@ -155,12 +155,12 @@ class Runner:
         """Return the routes of the layers of all stages, int32 [layers, n, k]."""
         config = self.model.config
         size = config.num_layers * form.has_routes, num_rows, config.moe_router_topk
-        found = torch.full(size, -1, dtype=torch.int32, device=self.device)
+        experts_lnk = torch.full(size, -1, dtype=torch.int32, device=self.device)
         for layer, (experts,) in routes.items():
-            found[layer - 1] = experts[:, 0]
+            experts_lnk[layer - 1] = experts[:, 0]
         if form.has_routes and self.groups.pp.size > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.groups.pp.handle)
-        return found
+            dist.all_reduce(experts_lnk, op=dist.ReduceOp.MAX, group=self.groups.pp.handle)
+        return experts_lnk
 
     def _stage(self, ids: Tensor, layout: CachedLayout) -> Tensor:
         """Run this stage's layers; return logits [1, ., v] on the last stage, else the hidden states that were sent."""
@@ -178,10 +178,10 @@ class Runner:
 
     def logits(self, output: Tensor, layout: CachedLayout) -> Tensor:
         """Return the logits [r, stored vocabulary] of the requested rows from the model's output."""
-        found = layout.requested_logits(output)
+        logits = layout.requested_logits(output)
         if self.model.parallel_output:
-            found = gather_from_region(found, self.groups.tp)
-        return found
+            logits = gather_from_region(logits, self.groups.tp)
+        return logits
 
     def _results(self, stored: Tensor, step: StepTensors, form: StepForm) -> Tensor:
         """Return the results of :meth:`run` on the last stage, from logits [r, stored vocabulary]."""
@@ -205,7 +205,7 @@ class Runner:
             else:
                 values, indices = logprobs.topk(form.num_top)
             parts += [indices, values]
-        return torch.cat([each.double() for each in parts], dim=1)
+        return torch.cat([part.double() for part in parts], dim=1)
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """Return log-probabilities [r, v] of logits [r, stored vocabulary]: log-softmax in fp32 (fp64 for fp64)."""

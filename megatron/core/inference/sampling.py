@@ -158,16 +158,16 @@ _RANGES: dict[str, tuple[float, float]] = {
 def sampling_problems(values: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
     """Return {name: (value, problem)} of all ``values`` that are out of their range, NaN included; a temperature
     between 0 and 1e-6 is too. Missing names, None and names without a range pass."""
-    found = {}
+    problems = {}
     for name, (low, high) in _RANGES.items():
         value = values.get(name)
         if value is None:
             continue
         if not low <= value <= high:
-            found[name] = (value, f"must be between {low} and {high}")
+            problems[name] = (value, f"must be between {low} and {high}")
         elif name == "temperature" and 0 < value < MIN_TEMPERATURE:
-            found[name] = (value, f"must be 0, or at least {MIN_TEMPERATURE}")
-    return found
+            problems[name] = (value, f"must be 0, or at least {MIN_TEMPERATURE}")
+    return problems
 
 
 PLAIN = Sampling()

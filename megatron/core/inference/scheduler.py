@@ -76,11 +76,11 @@ class Scheduler:
             raise UserError(
                 f"the prompt has {len(sequence.ids)} tokens, the model takes {limits.max_length}: give a shorter one"
             )
-        longest = min(len(sequence.ids) + request.max_new_tokens, limits.max_length)
-        if self.pool.pages_for(longest) > self.pool.num_usable:
+        max_length = min(len(sequence.ids) + request.max_new_tokens, limits.max_length)
+        if self.pool.pages_for(max_length) > self.pool.num_usable:
             available = self.pool.num_usable * self.pool.page_size
             raise UserError(
-                f"max_new_tokens {request.max_new_tokens}: prompt and text may have {longest} tokens, the cache has "
+                f"max_new_tokens {request.max_new_tokens}: prompt and text may have {max_length} tokens, the cache has "
                 f"room for {available}; lower it, or give the cache more pages"
             )
         self.waiting.append(sequence)

@@ -75,7 +75,7 @@ class StepPlan:
     def is_decode(self) -> bool:
         """Whether the step computes one token of each sequence and samples the next one."""
         return len(self.outputs) == len(self.chunks) == len(self.tokens) and all(
-            each.row == row and each.target is None for row, each in enumerate(self.outputs)
+            output.row == row and output.target is None for row, output in enumerate(self.outputs)
         )
 
     @cached_property
@@ -87,7 +87,7 @@ class StepPlan:
     @cached_property
     def only_samples(self) -> bool:
         """Whether no row scores a known token."""
-        return all(each.target is None for each in self.outputs)
+        return all(output.target is None for output in self.outputs)
 
     def padded(self, multiple: int, *, short: bool) -> StepPlan:
         """Return a plan with a multiple of ``multiple`` rows; ``short`` steps get one of few numbers of rows, and of
@@ -168,12 +168,12 @@ def step_arrays(plan: StepPlan, page_size: int, **settings: Any) -> tuple[dict[s
     are those of :func:`index_arrays`."""
     outputs = plan.outputs
     sampled = [(number, x.sampling, x.position) for number, x in enumerate(outputs) if x.sampling is not None]
-    draws, form = draw_arrays([each[1] for each in sampled], [each[2] for each in sampled])
+    draws, form = draw_arrays([item[1] for item in sampled], [item[2] for item in sampled])
     arrays = {
         "ids": np.array([plan.tokens], np.int64),
         "targets": np.array([-1 if x.target is None else x.target for x in outputs], np.int64),
         "divisors": np.array([x.divisor for x in outputs], np.float64),
-        "sampled": np.array([each[0] for each in sampled], np.int64),
+        "sampled": np.array([item[0] for item in sampled], np.int64),
         **index_arrays(plan.chunks, [x.row for x in outputs], page_size, **settings),
     }
     arrays |= {f"draw_{name}": x for name, x in draws.items()}
@@ -190,10 +190,10 @@ def unpack(values: Tensor, arrays: Mapping[str, np.ndarray]) -> StepTensors:
     """Return views of ``values``, int64 on the device, with the shapes of the packed ``arrays``, whose content is not
     read."""
     parts = values.split([x.size for x in arrays.values()])
-    found = {
+    tensors = {
         name: (part.view(torch.float64) if x.dtype == np.float64 else part).view(x.shape)
         for (name, x), part in zip(arrays.items(), parts)
     }
-    indices = StepIndices(**{name: found[name] for name in StepIndices._fields})
-    draws = Draws(**{name: found[f"draw_{name}"] for name in Draws._fields})
-    return StepTensors(found["ids"], indices, found["targets"], found["divisors"], found["sampled"], draws)
+    indices = StepIndices(**{name: tensors[name] for name in StepIndices._fields})
+    draws = Draws(**{name: tensors[f"draw_{name}"] for name in Draws._fields})
+    return StepTensors(tensors["ids"], indices, tensors["targets"], tensors["divisors"], tensors["sampled"], draws)

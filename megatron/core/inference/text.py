@@ -24,7 +24,7 @@ class Detokenizer:
         self._ids = context
         self._start, self._anchor = 0, len(context)
         """Tokens from ``_start`` are decoded; those before ``_anchor`` are complete and serve as context."""
-        self._done = len(text)
+        self._num_passed = len(text)
         """Characters of the decoded tokens that were passed on."""
         self._utf8 = getincrementaldecoder("utf-8")(errors="replace")
         self._num_invalid = 0
@@ -46,7 +46,7 @@ class Detokenizer:
         piece = self._pass_on(decoded)
         if not num_held:
             self._start, self._anchor = self._anchor, len(self._ids)
-            self._done = len(self._tokenizer.detokenize(self._ids[self._start :]))
+            self._num_passed = len(self._tokenizer.detokenize(self._ids[self._start :]))
         return piece
 
     def finish(self) -> str:
@@ -54,7 +54,7 @@ class Detokenizer:
         return self._pass_on(self._tokenizer.detokenize(self._ids[self._start :]))
 
     def _pass_on(self, decoded: str) -> str:
-        piece, self._done = decoded[self._done :], max(self._done, len(decoded))
+        piece, self._num_passed = decoded[self._num_passed :], max(self._num_passed, len(decoded))
         self.num_characters += len(piece)
         return piece
 

@@ -53,16 +53,20 @@ class BertTask(LanguageModelTask):
         """Return the losses of masked tokens and, with the order head, of sentence order. ``output``: token losses
         [b, s] or [b, k] like the labels, and order logits [b, 2] or None."""
         losses, binary_logits = output
-        found = super().loss_func(batch, losses)
-        return found if binary_logits is None else {**found, "sop loss": self._order_loss(batch, binary_logits)}
+        losses_by_name = super().loss_func(batch, losses)
+        return (
+            losses_by_name
+            if binary_logits is None
+            else {**losses_by_name, "sop loss": self._order_loss(batch, binary_logits)}
+        )
 
     def _order_loss(self, batch: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the order loss summed over the pairs that this rank counts, and their number; excludes padding
         samples."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        each = F.cross_entropy(logits, batch["is_random"], reduction="none")
-        counts = batch["counts"].to(each.dtype)
-        return (each * counts).sum(), counts.sum()
+        losses = F.cross_entropy(logits, batch["is_random"], reduction="none")
+        counts = batch["counts"].to(losses.dtype)
+        return (losses * counts).sum(), counts.sum()
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
         """Take the next micro-batch and run the model. Return the output, (token losses, order logits or None) on the

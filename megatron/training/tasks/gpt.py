@@ -30,9 +30,9 @@ class GPTTask(LanguageModelTask):
         """Build this pipeline stage of a :class:`GPTModel` from the flags, with the layers of --spec, if set, and MTP
         layers. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
-        config, own = cfg.family.transformers(cfg)["decoder"], spec_layers(cfg)
+        config, custom_layers = cfg.family.transformers(cfg)["decoder"], spec_layers(cfg)
         engine = cfg.model.transformer_impl == "transformer_engine"
-        spec = own or get_gpt_decoder_block_spec(config, engine)
+        spec = custom_layers or get_gpt_decoder_block_spec(config, engine)
         return GPTModel(
             config=config,
             transformer_layer_spec=spec,

@@ -97,11 +97,11 @@ class LanguageModelTask(Task):
         """Return a sample of random tokens in the format of the data set; a random subset contributes to the loss."""
         raise NotImplementedError
 
-    def random_length(self, generator: np.random.Generator, longest: int) -> int:
+    def random_length(self, generator: np.random.Generator, max_length: int) -> int:
         """Return a random text length without padding; as in the data sets, a --short-seq-prob fraction is shorter."""
         if generator.random() >= self.cfg.masked_data.short_seq_prob:
-            return longest
-        return int(generator.integers(longest // 4, longest + 1))
+            return max_length
+        return int(generator.integers(max_length // 4, max_length + 1))
 
 
 class RandomSamples:

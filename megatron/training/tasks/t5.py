@@ -39,11 +39,11 @@ class T5Task(LanguageModelTask):
     ) -> nn.Module:
         """Build this pipeline stage of a :class:`T5Model` from the flags.
         Initial weights depend only on the seed and parameter names, not on the layout."""
-        cfg, own = self.cfg, self.cfg.group(EncoderDecoderConfig)
+        cfg, stack = self.cfg, self.cfg.group(EncoderDecoderConfig)
         configs = cfg.family.transformers(cfg)
         encoder, decoder = get_t5_block_specs(
             configs["encoder"],
-            own.decoder_num_layers,
+            stack.decoder_num_layers,
             relative_positions=cfg.embeddings.position_embedding_type == "relative",
             use_transformer_engine=cfg.model.transformer_impl == "transformer_engine",
         )
@@ -53,8 +53,8 @@ class T5Task(LanguageModelTask):
             transformer_encoder_layer_spec=encoder,
             transformer_decoder_layer_spec=decoder,
             **self.model_arguments(pre_process, post_process, vp_stage),
-            relative_attention_num_buckets=own.relative_attention_num_buckets,
-            relative_attention_max_distance=own.relative_attention_max_distance,
+            relative_attention_num_buckets=stack.relative_attention_num_buckets,
+            relative_attention_max_distance=stack.relative_attention_max_distance,
         )
 
     def make_batches(self) -> Batches:

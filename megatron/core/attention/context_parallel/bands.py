@@ -32,10 +32,10 @@ def bands_are_right(kernel: Kernel, scale: float, channels: int, dtype: torch.dt
             torch.randn(1, *size, channels, generator=generator).to(device, dtype) for size in sizes
         )
         expected = reference.forward(query, key, value, tile)
-        found = kernel.forward(query, key, value, tile)
+        results = kernel.forward(query, key, value, tile)
         out = expected[0].to(dtype)
         pairs = [
-            *zip(found, expected, strict=True),
+            *zip(results, expected, strict=True),
             *zip(
                 kernel.backward(grad, query, key, value, out, expected[1], tile),
                 reference.backward(grad, query, key, value, out, expected[1], tile),

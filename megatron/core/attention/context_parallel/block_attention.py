@@ -136,7 +136,7 @@ class GradientSum:
         self._shape, self._dtype, self._device = (count, *like.shape), like.dtype, like.device
         self._arriving = arriving
         self._total: Tensor | None = None
-        self._whole: Sequence[Tensor] | None = None
+        self._full_part: Sequence[Tensor] | None = None
         """The last part if it covers all rows and tokens: n tensors [b, a, s, d], kept by reference, not added yet."""
 
     def add(self, parts: Sequence[Tensor], row: slice, start: int) -> None:
@@ -146,7 +146,7 @@ class GradientSum:
         length = self._shape[1]
         if row == slice(None) and parts[0].shape[2] == length:
             self._settle()
-            self._whole = parts
+            self._full_part = parts
             return
         stop = start + parts[0].shape[2]
         if row == slice(None) and not self._started:
@@ -175,20 +175,20 @@ class GradientSum:
     def result(self) -> list[Tensor]:
         """Return the n sums as tensors [s, b, a, d] in the gradients' dtype, zeros without parts; they may be views of
         the last parts. Waits (on CUDA: in stream order) for the arriving tensor. Call it once, as the last method."""
-        if self._whole is None:
+        if self._full_part is None:
             return list(self.total().to(self._dtype))
-        whole, self._whole = self._whole, None
+        last, self._full_part = self._full_part, None
         self._settle()
         if self._total is None:
-            return [part.movedim(2, 0).to(self._dtype) for part in whole]
+            return [part.movedim(2, 0).to(self._dtype) for part in last]
         result = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        for x, so_far, part in zip(result, self._total, whole, strict=True):
+        for x, so_far, part in zip(result, self._total, last, strict=True):
             _add(so_far, part, x)
         return list(result)
 
     @property
     def _started(self) -> bool:
-        return self._total is not None or self._whole is not None or self._arriving is not None
+        return self._total is not None or self._full_part is not None or self._arriving is not None
 
     def _new_total(self) -> Tensor:
         self._total = torch.empty(self._shape, dtype=accumulator_dtype(self._dtype), device=self._device)
@@ -199,12 +199,12 @@ class GradientSum:
         ``_total`` holds all parts so far. ``_total`` stays None without any part."""
         if self._arriving is not None:
             self._total, self._arriving = self._arriving.wait(), None
-        if self._whole is None:
+        if self._full_part is None:
             return
-        whole, self._whole = self._whole, None
+        last, self._full_part = self._full_part, None
         empty = self._total is None
         total = self._new_total() if self._total is None else self._total
-        for x, part in zip(total, whole, strict=True):
+        for x, part in zip(total, last, strict=True):
             if empty:
                 _heads_first(x).copy_(part)
             else:

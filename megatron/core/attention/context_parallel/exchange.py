@@ -36,11 +36,11 @@ def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchan
     Every rank of ``group`` must call it. ``x`` must not change before ``wait``. ``tag`` distinguishes exchanges in
     flight at the same time (gloo; NCCL matches them by order)."""
     received = torch.empty_like(x)
-    following, previous = group.ranks[(group.rank + 1) % group.size], group.ranks[group.rank - 1]
+    next_rank, previous_rank = group.ranks[(group.rank + 1) % group.size], group.ranks[group.rank - 1]
     # one batch: an unbatched NCCL send waits for its receive, so that all ranks of the ring would deadlock
     operations = [
-        dist.P2POp(dist.isend, x, following, group.handle, tag),
-        dist.P2POp(dist.irecv, received, previous, group.handle, tag),
+        dist.P2POp(dist.isend, x, next_rank, group.handle, tag),
+        dist.P2POp(dist.irecv, received, previous_rank, group.handle, tag),
     ]
     return NeighbourExchange(x, received, dist.batch_isend_irecv(operations))
 

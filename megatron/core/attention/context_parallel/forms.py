@@ -71,13 +71,13 @@ class _Ring(torch.autograd.Function):
         """Return the output [s, b, a, d] in the dtype of ``query``. Each step attends to the held K/V block while the
         next one is exchanged with the neighbors: len(``plan.blocks``) - 1 exchanges over the layout's group. Saves
         query, local K/V, output and log-sum-exp."""
-        local = held = torch.stack((key, value))  # one message per step instead of two
+        local = block = torch.stack((key, value))  # one message per step instead of two
         softmax = OnlineSoftmax(query, plan.kernel)
         for step, tiles in enumerate(plan.blocks):
             # start before the attention that overlaps it; the last block needs no further transfer
-            coming = neighbour_exchange(held, plan.layout.group) if step < len(plan.blocks) - 1 else None
-            softmax.add_block(held[0], held[1], tiles)
-            held = held if coming is None else coming.wait()
+            coming = neighbour_exchange(block, plan.layout.group) if step < len(plan.blocks) - 1 else None
+            softmax.add_block(block[0], block[1], tiles)
+            block = block if coming is None else coming.wait()
         out, lse = softmax.finish(sink)
         # save local K/V only: saving every block would grow memory with the CP size
         ctx.save_for_backward(query, local, out, lse, sink)
@@ -98,10 +98,10 @@ class _Ring(torch.autograd.Function):
         travelling = None  # dK/dV of the held block, summed over the ranks that have held it before
         for step, tiles in enumerate(plan.blocks[1:], 2):
             assert coming is not None
-            held = coming.wait()
-            coming = neighbour_exchange(held, plan.layout.group) if step < len(plan.blocks) else None
-            sums = GradientSum(2, held[0], travelling)
-            gradients.add_block(held, tiles, sums)
+            block = coming.wait()
+            coming = neighbour_exchange(block, plan.layout.group) if step < len(plan.blocks) else None
+            sums = GradientSum(2, block[0], travelling)
+            gradients.add_block(block, tiles, sums)
             # keys are in flight between the same ranks: gloo matches messages by tag, NCCL by order, so that all ranks
             # must issue both exchanges in this order
             travelling = neighbour_exchange(sums.total(), plan.layout.group, tag=1)
@@ -206,8 +206,8 @@ class _BlockAttention:
             assert isinstance(kernel, UnfusedAttention)
             kernel = kernel.with_mask(mask)
         documents, of_keys = mask.bounds or (None, None)
-        others = None if of_keys is None or of_keys is documents else (of_keys, key_length)
-        tiles = (plan_tiles(queries, keys, mask.visibility, length, documents, merge, others) for keys in blocks)
+        key_documents = None if of_keys is None or of_keys is documents else (of_keys, key_length)
+        tiles = (plan_tiles(queries, keys, mask.visibility, length, documents, merge, key_documents) for keys in blocks)
         return _Plan(self.layout, kernel, tuple(tiles))
 
 
@@ -257,7 +257,7 @@ class BatchInvariantAttention(AllGatherAttention):
         length, batch = query.shape[:2]
         full = self.layout.full_length(length)
         bounds = [index * full for index in range(batch + 1)] if mask.bounds is None else mask.bounds[0]
-        found: list[Span] = []
+        spans: list[Span] = []
         for sample in range(batch):
             row = sample * length
             for begin, end in self.layout.spans(full):
@@ -265,9 +265,9 @@ class BatchInvariantAttention(AllGatherAttention):
                 for first, last in zip(bounds[:-1], bounds[1:]):
                     low, high = max(start, first), min(stop, last)
                     if low < high:
-                        found.append(Span(row + low - start, high - low, low - first, first))
+                        spans.append(Span(row + low - start, high - low, low - first, first))
                 row += end - begin
-        return found
+        return spans
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *, spans: list[Span], left: int | None
@@ -275,8 +275,8 @@ class BatchInvariantAttention(AllGatherAttention):
         length, batch = query.shape[:2]
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         scores = Scores(self.kernel.scale, left, self.soft_cap, sink)
-        found = batch_invariant_attention(query, key, value, None, spans, scores)
-        out, lse = (x.unflatten(0, (batch, length)).transpose(0, 1).contiguous() for x in found)
+        outputs = batch_invariant_attention(query, key, value, None, spans, scores)
+        out, lse = (x.unflatten(0, (batch, length)).transpose(0, 1).contiguous() for x in outputs)
         return out, lse
 
 

@@ -159,13 +159,13 @@ class FlashKernel:
         documents = mask.documents
         assert documents is not None and documents.cu_seqlens_q is not None
         length, batch = query.shape[:2]
-        longest = documents.max_seqlen_q or length, documents.max_seqlen_kv or len(key)
+        max_lengths = documents.max_seqlen_q or length, documents.max_seqlen_kv or len(key)
         before, after = mask.visibility.limits
         window = -1 if before is None else before, -1 if after is None else after
         bounds = documents.cu_seqlens_q, documents.cu_seqlens_k
         # [s, b, ...] -> [b * s, ...]: each document must be contiguous; a view if b is 1, else a copy
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out, _ = self._flash(query, key, value, (*bounds, *longest), window)
+        out, _ = self._flash(query, key, value, (*bounds, *max_lengths), window)
         return out.unflatten(0, (batch, length)).transpose(0, 1)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:

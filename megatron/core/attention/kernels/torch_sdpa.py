@@ -137,12 +137,12 @@ class TorchAttention(FlashKernel):
         batch, tile = query.shape[1], full_tile(len(query), len(key), mask.visibility)
         if not self.takes_cudnn(tile):
             return super()._documents(query, key, value, mask)
-        whole, rest = mask.documents.split_full_rows(batch)
+        num_full, rest = mask.documents.split_full_rows(batch)
         if rest is None:
             return self._rows(query, key, value, replace(mask, documents=None))
-        if 2 * whole < batch:
+        if 2 * num_full < batch:
             return super()._documents(query, key, value, mask)
-        return attend_padded_rows(self, query, key, value, mask, whole, rest)
+        return attend_padded_rows(self, query, key, value, mask, num_full, rest)
 
     def _document_by_document(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Attend with one SDPA call per document with at least one query, with the mask's causality and window but no
@@ -151,12 +151,12 @@ class TorchAttention(FlashKernel):
         bounds = mask.bounds
         assert bounds is not None
         length, batch = query.shape[:2]
-        of_queries, of_keys = ([end - start for start, end in zip(each, each[1:])] for each in bounds)
-        alone = Mask(mask.visibility)
+        of_queries, of_keys = ([end - start for start, end in zip(ends, ends[1:])] for ends in bounds)
+        no_documents = Mask(mask.visibility)
         lengths = of_queries, of_keys, of_keys
-        flat = (x.transpose(0, 1).flatten(0, 1).split(own) for x, own in zip((query, key, value), lengths))
+        flat = (x.transpose(0, 1).flatten(0, 1).split(sizes) for x, sizes in zip((query, key, value), lengths))
         parts = [
-            self._rows(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), alone).squeeze(1)
+            self._rows(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), no_documents).squeeze(1)
             for q, k, v in zip(*flat)
             if len(q)
         ]
@@ -169,8 +169,8 @@ class TorchAttention(FlashKernel):
         query_basd, key_bgtd, value_bgtd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         tile, visible = full_tile(len(query), len(key), mask.visibility), None
         if mask.hidden is not None or not (tile.is_full or tile.is_causal_square):
-            own = hidden_pairs(tile, query.device)
-            hidden = own if mask.hidden is None else mask.hidden if own is None else mask.hidden | own
+            outside = hidden_pairs(tile, query.device)
+            hidden = outside if mask.hidden is None else mask.hidden if outside is None else mask.hidden | outside
             visible = None if hidden is None else ~hidden
         kernels = self._kernels(len(query), len(key), visible) if query.is_cuda else []
         if SDPBackend.EFFICIENT_ATTENTION in kernels:  # does not support grouped queries

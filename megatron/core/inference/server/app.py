@@ -33,7 +33,14 @@ from megatron.core.inference.server.connections import BODY_SECONDS, MAX_CONNECT
 from megatron.core.inference.server.fields import Fields, RequestError, checked_type
 from megatron.core.inference.server.json_text import json_bytes
 from megatron.core.inference.server.memory import release_memory
-from megatron.core.inference.server.protocol import Job, Served, check_model, read_chat, read_completion, read_megatron
+from megatron.core.inference.server.protocol import (
+    Job,
+    ModelInfo,
+    check_model,
+    read_chat,
+    read_completion,
+    read_megatron,
+)
 from megatron.core.inference.server.service import EngineFailed, EngineService, Event, Overloaded, RequestFailed
 
 logger = logging.getLogger(__name__)
@@ -75,8 +82,8 @@ class Guard:
             if name not in LOOPBACK:
                 return RequestError(f"the host {name!r:.100} is not this machine", status=403)
         elif request.url.path not in OPEN_PATHS:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
+            token = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(token.encode(), self._token.encode()):
                 return RequestError("a valid token is required: Authorization: Bearer TOKEN", status=401)
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method in ("POST", "PUT") and media != "application/json":
@@ -87,8 +94,8 @@ class Guard:
 class Server:
     """Routes of the server."""
 
-    def __init__(self, service: EngineService, served: Served, max_bytes: int) -> None:
-        self.service, self.served, self.max_bytes = service, served, max_bytes
+    def __init__(self, service: EngineService, model_info: ModelInfo, max_bytes: int) -> None:
+        self.service, self.model_info, self.max_bytes = service, model_info, max_bytes
         self._num_reading = 0
         """Bytes of bodies that are incomplete."""
         self._created = int(time.time())
@@ -119,7 +126,7 @@ class Server:
         routes.append(Route("/detokenize", self.detokenize, methods=["POST"]))
         routes.append(Route("/api", self.megatron, methods=["PUT", "POST"]))
         handlers: dict[Any, Any] = {
-            UserError: _failed, HTTPException: _http_failed, ClientDisconnect: _gone, Exception: _bug
+            UserError: _failed, HTTPException: _http_failed, ClientDisconnect: _disconnected, Exception: _bug
         }  # fmt: skip
         app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
         app.add_middleware(Guard, token=token)
@@ -141,16 +148,16 @@ class Server:
         return JSONResponse({"status": "ok", "unfinished_requests": self.service.num_unfinished})
 
     async def models(self, _: Request) -> Response:
-        model = {"id": self.served.name, "object": "model", "created": self._created, "owned_by": "megatron"}
-        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": self.served.max_length}]})
+        model = {"id": self.model_info.name, "object": "model", "created": self._created, "owned_by": "megatron"}
+        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": self.model_info.max_length}]})
 
     async def tokenizer_info(self, _: Request) -> Response:
-        tokenizer = self.served.tokenizer
+        tokenizer = self.model_info.tokenizer
         ids = {f"{role}_token": index for role, index in tokenizer.special_ids.items() if index >= 0}
         ids.setdefault("eos_token", tokenizer.eod)
         return JSONResponse({
             "tokenizer_class": tokenizer.tokenizer_type, "vocab_size": tokenizer.vocab_size,
-            "model_max_length": self.served.max_length, "chat_template": tokenizer.chat_template,
+            "model_max_length": self.model_info.max_length, "chat_template": tokenizer.chat_template,
             **{role: tokenizer.detokenize([index]) or None for role, index in ids.items()},
         })  # fmt: skip
 
@@ -161,22 +168,22 @@ class Server:
         return await self._in_thread(request, self._text)
 
     def _tokens(self, fields: Fields) -> dict[str, object]:
-        check_model(fields, self.served)
-        text, tokenizer = checked_type("prompt", fields.raw("prompt"), str), self.served.tokenizer
+        check_model(fields, self.model_info)
+        text, tokenizer = checked_type("prompt", fields.raw("prompt"), str), self.model_info.tokenizer
         special = fields.get("add_special_tokens", bool, True)
         fields.finish()
         ids = tokenizer.tokenize(text) if special else tokenizer.tokenize_sentences([text], False)[0].tolist()
-        return {"tokens": ids, "count": len(ids), "max_model_len": self.served.max_length}
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.model_info.max_length}
 
     def _text(self, fields: Fields) -> dict[str, object]:
-        check_model(fields, self.served)
-        ids = [checked_type("tokens", each, int) for each in checked_type("tokens", fields.raw("tokens"), list)]
+        check_model(fields, self.model_info)
+        ids = [checked_type("tokens", token, int) for token in checked_type("tokens", fields.raw("tokens"), list)]
         fields.finish()
         if len(ids) > MAX_DETOKENIZED:
             raise RequestError(f"tokens: are {len(ids)}, at most {MAX_DETOKENIZED} are allowed", "tokens")
-        if not all(0 <= each < self.served.tokenizer.vocab_size for each in ids):
+        if not all(0 <= token < self.model_info.tokenizer.vocab_size for token in ids):
             raise RequestError("tokens: outside of the tokenizer's vocabulary", "tokens")
-        return {"prompt": self.served.tokenizer.detokenize(ids)}
+        return {"prompt": self.model_info.tokenizer.detokenize(ids)}
 
     async def _in_thread(self, request: Request, compute: Callable[[Fields], dict[str, object]]) -> Response:
         """Return the JSON that ``compute`` returns for the fields of ``request``."""
@@ -199,7 +206,7 @@ class Server:
         except UserError as error:  # its client prints the key "message"
             return _error_response(error, {"message": str(error)})
 
-    async def _answer(self, request: Request, read: Callable[[Fields, Served], Job]) -> Response:
+    async def _answer(self, request: Request, read: Callable[[Fields, ModelInfo], Job]) -> Response:
         answer = await self._read(request, read)
         if not answer.job.stream:
             choices = await self._choices(request, answer)
@@ -209,10 +216,10 @@ class Server:
         first = await _unless_gone(request, anext(updates))
         return StreamingResponse(_events(answer, first, updates), media_type="text/event-stream")
 
-    async def _read(self, request: Request, read: Callable[[Fields, Served], Job]) -> Answer:
+    async def _read(self, request: Request, read: Callable[[Fields, ModelInfo], Job]) -> Answer:
         """Read a request in another thread: long texts take time to tokenize."""
         body = await self._body(request)
-        return await asyncio.to_thread(lambda: Answer(read(Fields(body), self.served), self.served))
+        return await asyncio.to_thread(lambda: Answer(read(Fields(body), self.model_info), self.model_info))
 
     async def _texts(self, request: Request, answer: Answer) -> list[str]:
         """Return the texts of all choices. A client that leaves cancels them."""
@@ -332,16 +339,16 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientDisconnect
     finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        for future in (task, disconnect):
+            future.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 def _error(error: UserError) -> RequestError:
@@ -387,7 +394,7 @@ async def _bug(_: Request, error: Exception) -> Response:
     return _error_response(_internal(error))
 
 
-async def _gone(_: Request, __: ClientDisconnect) -> Response:
+async def _disconnected(_: Request, __: ClientDisconnect) -> Response:
     return Response(status_code=499)
 
 

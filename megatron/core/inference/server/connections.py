@@ -66,8 +66,8 @@ class Connection(H11Protocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._update()
         if len(self.connections) > self._limit:
-            longest = next(iter(self._waiting))
-            longest.end() if longest is not self else self._refuse()
+            oldest = next(iter(self._waiting))
+            oldest.end() if oldest is not self else self._refuse()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -72,9 +72,9 @@ class Fields:
 
     def finish(self, *rules: Rules) -> None:
         """Reject fields that were not read, except ignored ones and limited ones with a neutral value."""
-        known = {name: rule for table in rules for name, rule in table.items()}
+        rules_by_name = {name: rule for table in rules for name, rule in table.items()}
         for name, value in self._values.items():
-            rule = known.get(name)
+            rule = rules_by_name.get(name)
             if value is None or name in self._read or (rule is not None and rule.kind == "ignored"):
                 continue
             if rule is None:
@@ -103,7 +103,7 @@ def strings(name: str, value: object, at_most: int) -> list[str]:
     """Return a string, or list of strings, as a list without empty strings; empty for None."""
     if value is None:
         return []
-    found = [value] if isinstance(value, str) else checked_type(name, value, list)
-    if len(found) > at_most:
-        raise RequestError(f"{name}: has {len(found)} entries, at most {at_most} are allowed", name)
-    return [text for each in found if (text := checked_type(name, each, str))]
+    entries = [value] if isinstance(value, str) else checked_type(name, value, list)
+    if len(entries) > at_most:
+        raise RequestError(f"{name}: has {len(entries)} entries, at most {at_most} are allowed", name)
+    return [text for entry in entries if (text := checked_type(name, entry, str))]

@@ -87,7 +87,7 @@ CHAT: Rules = {
     "prompt_cache_options": _ignored("equal prefixes of all prompts share the cache"),
     "prompt_cache_retention": _ignored("equal prefixes of all prompts share the cache"),
 }
-FURTHER: Rules = {
+OTHER_FIELDS: Rules = {
     "top_k": _used("the k likeliest tokens; 0 or -1 (default): all"),
     "ignore_eos": _used("true: end tokens do not end the text"),
     "min_p": _only(0),
@@ -113,7 +113,7 @@ MEGATRON: Rules = {
     "add_BOS": _used("true: prompts begin with bos"),
     "random_seed": _used("at least 0; default: random"),
     "stop_token": _used("id that ends a text in place of the end tokens"),
-    "ignore_eos": FURTHER["ignore_eos"],
+    "ignore_eos": OTHER_FIELDS["ignore_eos"],
     "top_p_decay": _only(0),
     "top_p_bound": _only(0),
     "length_penalty": _only(1),
@@ -123,8 +123,8 @@ MEGATRON: Rules = {
     "no_log": _ignored("requests are not logged"),
 }
 PATHS: Mapping[str, tuple[Rules, Rules]] = {
-    "POST /v1/completions": (COMPLETION, FURTHER),
-    "POST /v1/chat/completions": (CHAT, {**FURTHER, **TEMPLATE}),
+    "POST /v1/completions": (COMPLETION, OTHER_FIELDS),
+    "POST /v1/chat/completions": (CHAT, {**OTHER_FIELDS, **TEMPLATE}),
     "PUT /api": (MEGATRON, {}),
 }
 """Path -> fields of its interface, and further ones."""

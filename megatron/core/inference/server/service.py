@@ -211,12 +211,12 @@ class EngineService:
             self._running[ticket.number] = ticket
 
     def _report(self, output: Output) -> None:
-        ticket, done = self._running[output.request], output.completion
-        score = done.scores[-1] if done.scores else None
-        event = Event(output.token, score, done.prompt_scores, done.finish_reason)
-        if done.finish_reason == "failed":
+        ticket, completion = self._running[output.request], output.completion
+        score = completion.scores[-1] if completion.scores else None
+        event = Event(output.token, score, completion.prompt_scores, completion.finish_reason)
+        if completion.finish_reason == "failed":
             event = Event(error=RequestFailed(NOT_FINITE))
-        if done.finish_reason is None:
+        if completion.finish_reason is None:
             if not ticket.is_done:
                 ticket.listener(event)
             return
