@@ -24,13 +24,13 @@ CHANGES = 14
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Kind -> a folder with valid files, made once."""
-    made = {}
+    built = {}
 
     def write(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("valid")
-            KINDS[name].write(made[name])
-        return made[name]
+        if name not in built:
+            built[name] = tmp_path_factory.mktemp("valid")
+            KINDS[name].write(built[name])
+        return built[name]
 
     return write
 
@@ -51,10 +51,10 @@ def test_pipes_devices_and_folders_in_the_place_of_files_are_named(name, written
             folder = copied(valid, tmp_path / "a")
             (folder / file).unlink()
             put(folder / file)
-            state, found = outcome(KINDS[name], folder)
-            rebuilt = name == "index cache" and found == value
+            state, result = outcome(KINDS[name], folder)
+            rebuilt = name == "index cache" and result == value
             empty = plant == "empty file" and file.name in KINDS[name].may_be_empty
-            assert state == "error" or rebuilt or empty or file.name in KINDS[name].optional, (str(file), plant, found)
+            assert state == "error" or rebuilt or empty or file.name in KINDS[name].optional, (str(file), plant, result)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -66,8 +66,8 @@ def test_changed_files_give_their_value_or_one_message(name, written, tmp_path):
         generator = random.Random(f"{name}/{number}")
         folder = copied(valid, tmp_path / "a")
         change(folder / generator.choice(files), generator)
-        state, found = outcome(kind, folder)
-        assert state == "error" or not kind.checksums or found == value, f"a silent difference in change {number}"
+        state, result = outcome(kind, folder)
+        assert state == "error" or not kind.checksums or result == value, f"a silent difference in change {number}"
 
 
 CONFIGS = {name: each for name, each in vars(published_configs).items() if name.isupper()}

@@ -42,20 +42,20 @@ def test_expert_groups_are_taken_from_all_but_the_pipeline():
 def test_every_field_partitions_the_world_and_each_rank_knows_its_place(grid):
     for name, lists in grid.all_rank_lists().items():
         assert sorted(rank for ranks in lists for rank in ranks) == list(range(grid.world_size)), name
-    made = []
+    built = []
     for rank in range(grid.world_size):
-        groups = build_process_groups(grid, rank, lambda name, lists: made.append(name) or (name, None))
+        groups = build_process_groups(grid, rank, lambda name, lists: built.append(name) or (name, None))
         assert groups.tp.ranks[groups.tp.rank] == rank == groups.edp.ranks[groups.edp.rank]
         assert (groups.tp.size, groups.cp.size, groups.dp.size, groups.pp.size) == (grid.tp, grid.cp, grid.dp, grid.pp)
         assert (groups.ep.size, groups.etp.size, groups.edp.size) == (grid.ep, grid.expert_tp, grid.edp)
         assert all((group.handle is None) == (group.size == 1) for group in vars(groups).values())
 
 
-def test_equal_ranks_share_a_communicator_but_messages_between_stages_have_their_own():
-    made = []
-    groups = build_process_groups(RankGrid(pp=2, dp=2), 0, lambda name, lists: made.append(name) or (name, None))
+def test_equal_ranks_share_a_communicator_that_messages_between_stages_do_not_use():
+    built = []
+    groups = build_process_groups(RankGrid(pp=2, dp=2), 0, lambda name, lists: built.append(name) or (name, None))
     assert len({groups.pp.handle, groups.pp_up.handle, groups.pp_down.handle}) == 3
-    assert groups.dp.handle == groups.dp_cp.handle == groups.edp.handle and len(made) == len(set(made))
+    assert groups.dp.handle == groups.dp_cp.handle == groups.edp.handle and len(built) == len(set(built))
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def _getters_of_a_real_world(rank, world_size):
     try:
         total = torch.tensor([float(rank)])
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        alone = torch.tensor([float(rank)])
-        dist.all_reduce(alone, group=parallel_state.get_pipeline_model_parallel_group())
+        single = torch.tensor([float(rank)])
+        dist.all_reduce(single, group=parallel_state.get_pipeline_model_parallel_group())
         return (
             parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank(), total.item(),
-            alone.item(), parallel_state.get_tensor_model_parallel_src_rank(),
+            single.item(), parallel_state.get_tensor_model_parallel_src_rank(),
         )  # fmt: skip
     finally:
         parallel_state.destroy_model_parallel()

@@ -167,7 +167,7 @@ def listing(folder):
 
 @pytest.mark.parametrize("target", ["folder", "file", "new file", "pipe"])
 @pytest.mark.parametrize("name", WRITERS)
-def test_nothing_is_written_or_removed_behind_a_planted_name(name, target, tmp_path, monkeypatch):
+def test_nothing_is_written_or_removed_through_a_planted_name(name, target, tmp_path, monkeypatch):
     shared, home = tmp_path / "shared", tmp_path / "home"
     link = shared / name.replace("PID", str(os.getpid()))
     link.parent.mkdir(parents=True)
@@ -191,7 +191,7 @@ def test_nothing_is_written_or_removed_behind_a_planted_name(name, target, tmp_p
     assert sorted(path.name for path in home.iterdir()) == ["000000-00000000.text.bin", "lock", "rank-0.txt", "sub"]
 
 
-def test_preprocessing_does_not_clean_a_folder_behind_a_link(tmp_path):
+def test_preprocessing_does_not_clean_the_target_of_a_link(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     for name in ("000000-00000000.text.bin", "000001.count", "mine.partial-1"):
@@ -236,7 +236,7 @@ def test_only_this_user_may_write_to_a_private_folder(tmp_path, umask, mode):
     assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o777 & ~umask
 
 
-def test_a_journal_with_a_second_name_is_left_alone(tmp_path):
+def test_a_journal_with_a_second_name_is_unchanged(tmp_path):
     (tmp_path / "mine").write_text("[1]\n")
     os.link(tmp_path / "mine", tmp_path / ".out.converting.journal")
     with pytest.raises(UserError, match="second name"):

@@ -10,22 +10,22 @@ from megatron.core.statistics import StepStatistics, invalid_values, summaries, 
 DOUBLE = torch.float64
 
 
-def test_a_distribution_is_told_by_its_ends_its_percentile_and_its_entropy():
+def test_a_distribution_is_reported_by_its_ends_percentile_and_entropy():
     loads = torch.arange(40, 0, -1, dtype=DOUBLE)
     share = loads / loads.sum()
-    found = summaries({"layer 4": {"tokens_per_expert": loads, "_levels": loads, "dropped": torch.tensor([7.0])}})
-    assert found.pop("layer 4/tokens_per_expert entropy").item() == pytest.approx(
+    result = summaries({"layer 4": {"tokens_per_expert": loads, "_levels": loads, "dropped": torch.tensor([7.0])}})
+    assert result.pop("layer 4/tokens_per_expert entropy").item() == pytest.approx(
         -(share * share.log()).sum().item() / math.log(40)
     )
-    assert {name.split("/")[1]: value.item() for name, value in found.items()} == {
+    assert {name.split("/")[1]: value.item() for name, value in result.items()} == {
         "tokens_per_expert min": 1, "tokens_per_expert p95": 38, "tokens_per_expert max": 40, "dropped": 7,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("loads, entropy", [([5, 5, 5, 5], 1.0), ([0, 9, 0, 0], 0.0), ([3, 0, 3, 0], 0.5), ([4], 0.0)])
 def test_entropy_is_1_for_equal_loads_and_0_for_one_expert(loads, entropy):
-    found = summaries({"layer 1": {"tokens_per_expert": torch.tensor(loads, dtype=DOUBLE)}})
-    assert found["layer 1/tokens_per_expert entropy"].item() == pytest.approx(entropy)
+    result = summaries({"layer 1": {"tokens_per_expert": torch.tensor(loads, dtype=DOUBLE)}})
+    assert result["layer 1/tokens_per_expert entropy"].item() == pytest.approx(entropy)
 
 
 def test_losses_are_means_of_each_layer_and_sums_over_all():
@@ -38,12 +38,12 @@ def test_losses_are_means_of_each_layer_and_sums_over_all():
 
 def test_what_is_not_finite_is_named_by_module():
     totals = {f"layer {n}": {"nonfinite_router_logit": torch.tensor([n - 1.0])} for n in (1, 2)}
-    found = invalid_values(totals)
-    assert found["a router logit of layer 1"].tolist() == [0.0, 1.0]
-    assert found["a router logit of layer 2"].isnan().tolist() == [True, False] and not summaries(totals)
+    result = invalid_values(totals)
+    assert result["a router logit of layer 1"].tolist() == [0.0, 1.0]
+    assert result["a router logit of layer 2"].isnan().tolist() == [True, False] and not summaries(totals)
 
 
-def test_sums_start_anew_when_they_are_taken():
+def test_sums_start_at_zero_after_they_are_taken():
     statistics = StepStatistics("layer 1", counts=2, rest=1)
     assert statistics.take(torch.device("cpu")).tolist() == [0, 0, 0]
     statistics.add("rest", torch.tensor(2))

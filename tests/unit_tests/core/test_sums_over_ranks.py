@@ -75,7 +75,9 @@ def sums_of_stages(rank, world):
         layers.append(Layer(StepStatistics("layer 2", tokens_per_expert=2)))
         layers[0].statistics.add("tokens_per_expert", torch.tensor([ODD, 3.0], dtype=torch.float64))
     totals = StatisticsSum(layers, groups)(torch.device("cpu"))
-    return totals["layer 2"]["tokens_per_expert"].tolist(), [each.totals["tokens_per_expert"].dtype for each in layers]
+    return totals["layer 2"]["tokens_per_expert"].tolist(), [
+        layer.totals["tokens_per_expert"].dtype for layer in layers
+    ]
 
 
 def test_a_stage_without_statistics_sums_in_the_width_of_the_others(gloo_pool):
@@ -95,10 +97,10 @@ def test_partial_gradients_of_several_dtypes_are_not_rounded_to_one(monkeypatch)
     groups = replace(SINGLE_PROCESS, tp=tp, world=replace(tp, name="world"))
     net = nn.Module()
     for name, dtype in (("narrow", torch.bfloat16), ("wide", torch.float32), ("again", torch.bfloat16)):
-        made = parameter((3,), init=Zeros(), partial=("tp",), dtype=dtype, groups=groups)
-        made.grad = torch.full((3,), 1.0 + 2.0**-12).to(dtype)
-        net.register_parameter(name, made)
-    assert all(isinstance(each.spec.grad["tp"], Partial) for each in net.parameters())
+        built = parameter((3,), init=Zeros(), partial=("tp",), dtype=dtype, groups=groups)
+        built.grad = torch.full((3,), 1.0 + 2.0**-12).to(dtype)
+        net.register_parameter(name, built)
+    assert all(isinstance(item.spec.grad["tp"], Partial) for item in net.parameters())
     partial_gradients.sum_partial_gradients([net], groups)
     assert dtypes == [torch.bfloat16, torch.float32]
     assert net.wide.grad.tolist() == [2.0 + 2.0**-11] * 3 and net.narrow.grad.tolist() == [2.0] * 3

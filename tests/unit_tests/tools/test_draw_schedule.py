@@ -34,8 +34,8 @@ def test_a_picture_is_written(tmp_path, suffix):
 def test_impossible_pipelines_are_rejected_by_one_message(capsys):
     assert main([flag.replace("zero-bubble", "interleaved") for flag in FLAGS]) == 2
     assert "requires several model chunks per rank" in capsys.readouterr().err
-    alone = FLAGS[: FLAGS.index("--pipeline-model-parallel-size")]
-    assert main(alone) == 2
+    single = FLAGS[: FLAGS.index("--pipeline-model-parallel-size")]
+    assert main(single) == 2
     assert "there is no pipeline to draw" in capsys.readouterr().err
 
 

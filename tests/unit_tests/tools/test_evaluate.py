@@ -51,14 +51,14 @@ def test_scores_equal_one_forward_pass_per_pair(name):
         pairs = random_pairs(rng)
         model.train()  # the engine selects evaluation mode
         engine = Engine(model, Limits(LENGTH, max_tokens), num_pages=pages, page_size=4)
-        found = score(engine, pairs)
+        result = score(engine, pairs)
         assert engine.pool.num_free == engine.pool.num_usable
-        for (context, continuation), each in zip(pairs, found, strict=True):
+        for (context, continuation), each in zip(pairs, result, strict=True):
             logprob, is_greedy = reference(logits_of, context, continuation, LENGTH)
             assert abs(each.logprob - logprob) < 1e-10 and each.is_greedy == is_greedy
     best = int(logits_of(torch.tensor([[3, 4]]))[0, -1].argmax())
     answers = score(engine, [([3, 4], [best]), ([3, 4], [(best + 1) % VOCAB])])
-    assert [each.is_greedy for each in answers] == [True, False]
+    assert [answer.is_greedy for answer in answers] == [True, False]
 
 
 def test_continuations_of_one_context_share_a_forward_pass():
@@ -111,16 +111,16 @@ def folder(tmp_path_factory):
     """A Hugging Face folder with a tokenizer, and in ``tasks`` the harness's tasks."""
     pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")
-    made = tmp_path_factory.mktemp("model")
-    tiny_llama(made, vocab_size=400)
-    byte_level_bpe(made / "tokenizer.json", 400)
-    (made / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    (made / "tasks").mkdir()
-    (made / "tasks" / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
+    built = tmp_path_factory.mktemp("model")
+    tiny_llama(built, vocab_size=400)
+    byte_level_bpe(built / "tokenizer.json", 400)
+    (built / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (built / "tasks").mkdir()
+    (built / "tasks" / "data.jsonl").write_text("".join(json.dumps(item) + "\n" for item in QUESTIONS))
     for name, text in TASKS.items():
-        common = COMMON.format(data=made / "tasks" / "data.jsonl")
-        (made / "tasks" / f"{name}.yaml").write_text(f"task: tiny_{name}\n{common}{text}metadata: {{version: 1}}\n")
-    return made
+        common = COMMON.format(data=built / "tasks" / "data.jsonl")
+        (built / "tasks" / f"{name}.yaml").write_text(f"task: tiny_{name}\n{common}{text}metadata: {{version: 1}}\n")
+    return built
 
 
 def transformers_adapter(folder):
@@ -143,23 +143,23 @@ def transformers_adapter(folder):
             return [reference(lambda ids: model(ids).logits, x, y, length) for _, x, y in requests]
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            found = []
-            for (text,) in (each.args for each in requests):
+            results = []
+            for (text,) in (request.args for request in requests):
                 windows = utils.get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, length, 1)
-                pairs = [(None, *utils.make_disjoint_window(each)) for each in windows]
-                found.append(sum(logprob for logprob, _ in self._loglikelihood_tokens(pairs)))
-            return found
+                pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
+                results.append(sum(logprob for logprob, _ in self._loglikelihood_tokens(pairs)))
+            return results
 
         def generate_until(self, requests, disable_tqdm=False):
-            found = []
-            for context, settings in (each.args for each in requests):
+            results = []
+            for context, settings in (request.args for request in requests):
                 ids = self.tok_encode(context)
                 count = len(ids)
                 while len(ids) < count + settings["max_gen_toks"] and ids[-1] != self.eot_token_id:
                     ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-                text = tokenizer.decode([each for each in ids[count:] if each != self.eot_token_id])
-                found.append(text.split(settings["until"][0])[0])
-            return found
+                text = tokenizer.decode([item for item in ids[count:] if item != self.eot_token_id])
+                results.append(text.split(settings["until"][0])[0])
+            return results
 
     return Reference()
 
@@ -179,12 +179,12 @@ def test_task_scores_equal_those_of_transformers(folder, monkeypatch, capsys):
     expected = simple_evaluate(model=transformers_adapter(folder), tasks=names, task_manager=manager)
     arguments = ["--load", folder, "--tasks", ",".join(names), "--include-path", folder / "tasks"]
     assert run_tool("evaluate", list(map(str, [*arguments, "--output", folder / "out"]))) == 0, capsys.readouterr().err
-    found = json.loads((folder / "out").read_text())["results"]
+    actual = json.loads((folder / "out").read_text())["results"]
     assert "tiny_choice" in capsys.readouterr().out
     for name in names:
         numbers = {key: value for key, value in expected["results"][name].items() if isinstance(value, float)}
         # fp32 sums over up to 100 tokens; word_perplexity is e to the power of such a sum
-        assert numbers and {key: found[name][key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+        assert numbers and {key: actual[name][key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
 
     from megatron.tools.evaluate import evaluate
     from megatron.training.trained_model import load_trained_model
@@ -193,16 +193,16 @@ def test_task_scores_equal_those_of_transformers(folder, monkeypatch, capsys):
     engine = Engine(trained.model, Limits(trained.cfg.data.seq_length, 50), num_pages=40, page_size=8)
     args = SimpleNamespace(tasks=",".join(names), include_path=folder / "tasks", num_fewshot=None, limit=None,
                            apply_chat_template=False)  # fmt: skip
-    ours, theirs = samples(evaluate(engine, trained.tokenizer, args, manager)), samples(expected)
-    assert ours["tiny_text"] == theirs["tiny_text"]
+    local, foreign = samples(evaluate(engine, trained.tokenizer, args, manager)), samples(expected)
+    assert local["tiny_text"] == foreign["tiny_text"]
     for name in ("tiny_choice", "tiny_perplexity"):
-        for (_, mine), (_, other) in zip(ours[name], theirs[name], strict=True):
+        for (_, mine), (_, other) in zip(local[name], foreign[name], strict=True):
             assert numbers_in(mine) == pytest.approx(numbers_in(other), rel=1e-5)
 
 
 def numbers_in(nested):
     """All numbers and booleans in nested lists and tuples."""
-    return [x for each in nested for x in numbers_in(each)] if isinstance(nested, list | tuple) else [float(nested)]
+    return [x for item in nested for x in numbers_in(item)] if isinstance(nested, list | tuple) else [float(nested)]
 
 
 def test_the_harness_scores_a_server_as_the_model(folder, tmp_path, monkeypatch):
@@ -224,13 +224,13 @@ def test_the_harness_scores_a_server_as_the_model(folder, tmp_path, monkeypatch)
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
     expected = samples(evaluate(engine, tokenizer, args, manager))
     with running_server(tokenizer) as (url, _):
-        found = samples(simple_evaluate(
+        actual = samples(simple_evaluate(
             model="local-completions", tasks=names, num_fewshot=1, limit=3,
             model_args={"base_url": f"{url}/v1/completions", "model": "tiny", "max_length": LENGTH},
             task_manager=manager,
         ))  # fmt: skip
-    assert found["tiny_text"] == expected["tiny_text"]
-    for (_, mine), (_, other) in zip(found["tiny_choice"], expected["tiny_choice"], strict=True):
+    assert actual["tiny_text"] == expected["tiny_text"]
+    for (_, mine), (_, other) in zip(actual["tiny_choice"], expected["tiny_choice"], strict=True):
         assert numbers_in(mine) == pytest.approx(numbers_in(other), rel=1e-5)
 
 
@@ -256,9 +256,9 @@ def test_the_packages_tasks_are_listed_only_where_a_name_may_need_them(tmp_path,
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
-    found = find_tasks("--tasks", names, tmp_path / "folder")
-    assert listed == [False, True][: 1 + full] and set(names) <= set(found.all_tasks)
-    assert ("lambada" in found.all_tasks) == full
+    result = find_tasks("--tasks", names, tmp_path / "folder")
+    assert listed == [False, True][: 1 + full] and set(names) <= set(result.all_tasks)
+    assert ("lambada" in result.all_tasks) == full
 
 
 def test_wrong_tasks_and_paths_are_named_before_the_model_is_loaded(folder, tmp_path, monkeypatch, capsys):

@@ -25,7 +25,7 @@ def tool():
     return call
 
 
-def test_several_prompts_give_the_texts_that_each_gives_alone(tool, gloo_pool, tmp_path, capsys):
+def test_several_prompts_give_the_texts_of_single_prompts(tool, gloo_pool, tmp_path, capsys):
     assert gloo_pool.run(train, 1, ["--mock-data", "--train-iters", "3", "--save", str(tmp_path / "run")]) == [0]
     (tmp_path / "prompts").write_text("\ufeff7 8\n9 10 11\n")  # editors of Windows begin files with this character
     common = ["generate", "--load", tmp_path / "run", "--max-new-tokens", 4]
@@ -111,7 +111,7 @@ def test_values_out_of_range_are_named_before_anything_is_loaded(tool, tmp_path,
         assert error.startswith(f"error: {flag} ") and ": must " in error and "--load" not in error, error
 
 
-def test_a_missing_folder_is_the_one_problem_named_beside_a_wrong_value(tool, tmp_path, capsys):
+def test_a_missing_folder_is_the_one_problem_named_with_a_wrong_value(tool, tmp_path, capsys):
     missing = tmp_path / "nope"
     assert tool("generate", "--load", missing, "--temperature", "nan") == 2
     assert capsys.readouterr().err == f"error: --load {missing}: there is no such folder; check the path\n"
@@ -166,9 +166,9 @@ def test_a_bert_without_the_binary_head_says_what_it_can_and_what_it_cannot(tool
 
 def test_masks_of_a_family_outside_of_the_package_are_filled(tool, gloo_pool, tmp_path, capsys):
     family = "tests.test_utils.masked_family"
-    asked = ["--load", run_of(gloo_pool, family, tmp_path), "--text", "The [MASK] jumps.", "--top-k", 1]
-    assert tool("fill-mask", *asked) == 2 and family in capsys.readouterr().err
-    assert tool("fill-mask", *asked, "--family", family) == 0
+    requested = ["--load", run_of(gloo_pool, family, tmp_path), "--text", "The [MASK] jumps.", "--top-k", 1]
+    assert tool("fill-mask", *requested) == 2 and family in capsys.readouterr().err
+    assert tool("fill-mask", *requested, "--family", family) == 0
     assert capsys.readouterr().out.startswith("The [MASK] jumps.\n  mask 1\n    ")
 
 
@@ -205,8 +205,8 @@ def converted(name, tokenizer, folder):
     family = FAMILIES[name]
     settings = {**family.settings, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     foreign = build(dataclasses.replace(family, settings=settings))
-    for each in (foreign, tokenizer):
-        each.save_pretrained(folder / "theirs")
+    for x in (foreign, tokenizer):
+        x.save_pretrained(folder / "theirs")
     line = ["--loader", "hf", "--saver", "native", "--load-dir", folder / "theirs", "--save-dir", folder / "ours"]
     assert convert.main([*map(str, line), "--no-checking"]) == 0
     return foreign, folder / "ours"
@@ -216,22 +216,22 @@ def test_masks_and_orders_of_pairs_are_those_of_transformers(tool, tmp_path, cap
     transformers = pytest.importorskip("transformers")
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
     tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
-    foreign, ours = converted("bert", tokenizer, tmp_path)
+    foreign, local = converted("bert", tokenizer, tmp_path)
     capsys.readouterr()
     texts = "the [MASK] jumps.", "a quick dog"
-    assert tool("fill-mask", "--load", ours, "--text", texts[0], "--text-pair", texts[1], "--top-k", 3) == 0
+    assert tool("fill-mask", "--load", local, "--text", texts[0], "--text-pair", texts[1], "--top-k", 3) == 0
     lines = capsys.readouterr().out.splitlines()
-    theirs = foreign(**tokenizer(*texts, return_tensors="pt"))
+    reference = foreign(**tokenizer(*texts, return_tensors="pt"))
     place = tokenizer(*texts)["input_ids"].index(WORDS.index("[MASK]"))
-    best = theirs.prediction_logits[0, place].softmax(-1).topk(3)
+    best = reference.prediction_logits[0, place].softmax(-1).topk(3)
     expected = [f"{value:.4f}  {WORDS[index]}" for value, index in zip(best.values.tolist(), best.indices.tolist())]
     assert [line.strip() for line in lines[2:5]] == expected
-    asked = ["--text", texts[0], "--text-pair", texts[1], "--top-k", 3]
-    assert tool("fill-mask", "--load", tmp_path / "theirs", *asked) == 0
+    requested = ["--text", texts[0], "--text-pair", texts[1], "--top-k", 3]
+    assert tool("fill-mask", "--load", tmp_path / "theirs", *requested) == 0
     assert capsys.readouterr().out.splitlines() == lines
     assert tool("generate", "--load", tmp_path / "theirs") == 2
     assert "contains a 'bert' model; use tools/fill_mask.py" in capsys.readouterr().err
-    order = theirs.seq_relationship_logits[0].softmax(-1).tolist()
+    order = reference.seq_relationship_logits[0].softmax(-1).tolist()
     assert lines[5:] == [f"  in order  {order[0]:.4f}", f"  swapped   {order[1]:.4f}"]
 
 
@@ -248,13 +248,13 @@ def test_answers_of_a_t5_are_those_of_transformers(tool, tmp_path, capsys):
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, **special, additional_special_tokens=sentinels
     )
-    foreign, ours = converted("t5-v1.1", tokenizer, tmp_path)
+    foreign, local = converted("t5-v1.1", tokenizer, tmp_path)
     capsys.readouterr()
     prompts = "the <extra_id_0> fox", "a quick dog <extra_id_1> the <extra_id_2>"
     flags = [word for prompt in prompts for word in ("--prompt", prompt)]
-    assert tool("generate", "--load", ours, *flags, "--temperature", 0, "--max-new-tokens", 12) == 0
-    found = capsys.readouterr().out.split("-" * 40 + "\n")
-    for prompt, text in zip(prompts, found, strict=True):
+    assert tool("generate", "--load", local, *flags, "--temperature", 0, "--max-new-tokens", 12) == 0
+    result = capsys.readouterr().out.split("-" * 40 + "\n")
+    for prompt, text in zip(prompts, result, strict=True):
         written = foreign.generate(
             **tokenizer(prompt, return_tensors="pt", return_token_type_ids=False), do_sample=False, max_new_tokens=12,
             use_cache=False,
@@ -276,13 +276,13 @@ def test_a_hugging_face_folder_generates_the_text_of_transformers(tool, tmp_path
     foreign = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
     foreign.save_pretrained(folder)
     capsys.readouterr()
-    asked = ["generate", "--load", folder, "--prompt", "the cat", "--max-new-tokens", 12, "--temperature", 0]
-    assert tool(*asked) == 2
+    requested = ["generate", "--load", folder, "--prompt", "the cat", "--max-new-tokens", 12, "--temperature", 0]
+    assert tool(*requested) == 2
     assert f"--load {folder}: contains no tokenizer; add its tokenizer.json" in capsys.readouterr().err
     train_byte_level_bpe(["the cat sat on the mat"] * 9, 300, str(folder / "tokenizer.json"), asked_by="a test")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     prompt = torch.tensor([tokenizer.encode("the cat")])
     expected = foreign.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=0, pad_token_id=0)
     capsys.readouterr()
-    assert tool(*asked) == 0
+    assert tool(*requested) == 0
     assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(expected[0]).removesuffix("<|endoftext|>")

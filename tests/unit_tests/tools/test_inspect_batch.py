@@ -74,11 +74,11 @@ def inspect(capsys):
     return call
 
 
-def same(found, read):
+def same(result, read):
     """Whether the samples of a batch are the recorded ones, in the order of the stream."""
-    rows = found["samples"]
+    rows = result["samples"]
     numbers = [row["sample"] for row in rows]
-    assert numbers == list(range(found["first_sample"], found["first_sample"] + found["batch_size"]))
+    assert numbers == list(range(result["first_sample"], result["first_sample"] + result["batch_size"]))
     return {(row["rank"], row["micro_batch"], row["sample"]): row["arrays"] for row in rows} == read
 
 
@@ -124,19 +124,19 @@ def test_batches_of_two_ranks_with_a_blend_and_a_ramp_match_the_run(inspect, glo
     ranks = gloo_pool.run(train_and_record, 2, argv)
     sizes = []
     for step in range(6):
-        found = inspect(tmp_path, step + 1)
-        assert same(found, samples_read(ranks, step))
-        assert found["notes"] == (["read, but not trained on: --iterations-to-skip"] if step == 2 else [])
-        sizes.append(found["batch_size"])
-        for row in found["samples"]:
+        results = inspect(tmp_path, step + 1)
+        assert same(results, samples_read(ranks, step))
+        assert results["notes"] == (["read, but not trained on: --iterations-to-skip"] if step == 2 else [])
+        sizes.append(results["batch_size"])
+        for row in results["samples"]:
             assert row["weight"] == pytest.approx({data[0]: 0.3, data[1]: 0.7}[row["data_set"]])
             source, tokens = IndexedDataset(row["data_set"]), row["arrays"]["tokens"] + row["arrays"]["labels"][-1:]
             pieces = [source.get(part["document"])[slice(*part["tokens"])].tolist() for part in row["documents"]]
             assert sum(pieces, []) == tokens
             assert [text for _, text in row["texts"]] == [" ".join(map(str, piece)) for piece in pieces]
     assert sizes == [4, 4, 8, 12, 12, 12]
-    following = inspect(tmp_path, 4, "--ckpt-step", "3")
-    assert same(following, samples_read(ranks, 3)) and "not read yet" in following["notes"][0]
+    next_item = inspect(tmp_path, 4, "--ckpt-step", "3")
+    assert same(next_item, samples_read(ranks, 3)) and "not read yet" in next_item["notes"][0]
     assert len(inspect(tmp_path, 6, "--samples", "3")["samples"]) == 3
     assert "--iteration 7: the run ends at iteration 6" in inspect(tmp_path, 7)
 
@@ -144,9 +144,9 @@ def test_batches_of_two_ranks_with_a_blend_and_a_ramp_match_the_run(inspect, glo
 def test_batches_of_a_resumed_run_match_both_parts(inspect, resumed):
     folder, ranks = resumed
     for step in range(8):
-        found = inspect(folder, step + 1)
-        assert same(found, samples_read(ranks, step)), step
-        changes = [note.split(":")[1] for note in found["notes"]]
+        results = inspect(folder, step + 1)
+        assert same(results, samples_read(ranks, step)), step
+        changes = [note.split(":")[1] for note in results["notes"]]
         expected = [" global_batch_size was 4, is 8", " train_iters was 4, is 8"] if step in (4, 5) else []
         assert changes == expected
 
@@ -210,9 +210,9 @@ def test_masked_samples_match_the_run(inspect, gloo_pool, tmp_path, family, caps
     ranks = gloo_pool.run(train_and_record, 2, argv, family)
     texts, marks = masked_runs.TEXTS, 0
     for step in range(3):
-        found = inspect(tmp_path / "run", step + 1)
-        assert same(found, samples_read(ranks, step))
-        for row in found["samples"]:
+        results = inspect(tmp_path / "run", step + 1)
+        assert same(results, samples_read(ranks, step))
+        for row in results["samples"]:
             (part,) = row["documents"]
             source, arrays = IndexedDataset(row["data_set"]), row["arrays"]
             first, end = source.document_indices[part["document"] : part["document"] + 2]
@@ -302,8 +302,8 @@ def test_settings_that_cannot_be_used_are_named(inspect, resumed, monkeypatch, c
 def test_stored_settings_are_those_of_the_run(resumed):
     directory = str(resumed[0] / "iter_0000008")
     stored = read_manifest(directory)["objects"]["args"]
-    found = config_to_dict(run_history.read_saved(directory).cfg.flat)
-    other = {name for name in stored if found[name] != stored[name]}
+    result = config_to_dict(run_history.read_saved(directory).cfg.flat)
+    other = {name for name in stored if result[name] != stored[name]}
     assert other <= {"explicit", "extra", "resolved"}
 
 

@@ -27,8 +27,8 @@ def test_documentation_is_prose_in_an_order_that_the_seed_decides(tmp_path):
 @pytest.mark.parametrize("path, count", [("json/encoder.py", 1), ("test/test_x.py", 0)])
 def test_long_docstrings_outside_of_tests_are_taken(path, count):
     source = f'"""{"A long text. " * 20}"""\ndef f():\n    """Short."""\n'
-    found = list(docstrings({"path": path, "text": source}))
-    assert len(found) == count and all(each["text"].startswith("A long text.") for each in found)
+    results = list(docstrings({"path": path, "text": source}))
+    assert len(results) == count and all(result["text"].startswith("A long text.") for result in results)
 
 
 def test_stories_are_complete_sentences_of_one_child(tmp_path):
@@ -44,5 +44,5 @@ def test_stories_are_complete_sentences_of_one_child(tmp_path):
 def test_every_slot_of_a_plot_has_a_value():
     slots, plots = grammar()
     used = {slot.lower() for plot in plots for part in plot for text in part for slot in re.findall(r"{(\w+)}", text)}
-    others = {"hero", "child", "she", "her", "them", "self"}
-    assert used - others == set(slots) - {"girl", "boy"} and len(plots) == 10
+    rest = {"hero", "child", "she", "her", "them", "self"}
+    assert used - rest == set(slots) - {"girl", "boy"} and len(plots) == 10

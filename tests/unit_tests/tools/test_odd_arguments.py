@@ -40,7 +40,7 @@ def place(tmp_path, monkeypatch):
         {"kind": "train", "iteration": n, "consumed_samples": n, "lm loss": value}
         for n, value in enumerate((1e308, -1e308, 1.0))
     ]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return tmp_path
 
 
@@ -73,9 +73,9 @@ def test_missing_folders_are_answered_before_torch_is_imported(name, form, tmp_p
         "import sys; from megatron.console import run_tool; "
         f"code = run_tool({name!r}, {arguments!r}); assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == f"error: {f'{flag} nosuch'.strip()}: there is no such folder; check the path\n"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert finished.returncode == 2
+    assert finished.stderr == f"error: {f'{flag} nosuch'.strip()}: there is no such folder; check the path\n"
 
 
 @pytest.mark.parametrize("word, answer", [

@@ -67,8 +67,8 @@ def test_the_load_of_experts_is_a_panel_and_statistics_can_be_asked_for(tmp_path
     run = load(tmp_path, "run")
     assert choose_panels([run], None) == ["lm loss", "learning_rate", "load of experts"]
     assert run.train["load of experts"].y == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
-    asked = ["--keys", "layer 2/dropped", "load of experts"]
-    assert main([str(tmp_path), "--output", str(tmp_path / "p.png"), *asked]) == 0
+    requested = ["--keys", "layer 2/dropped", "load of experts"]
+    assert main([str(tmp_path), "--output", str(tmp_path / "p.png"), *requested]) == 0
 
 
 def test_asked_keys_are_drawn_and_unknown_ones_refused_with_what_there_is(tmp_path, capsys):
@@ -89,7 +89,7 @@ def test_the_x_axis_counts_what_it_says(tmp_path):
     assert load(folder, "a", "tokens").timing["tflops_per_device"].x == [1000, 2000, 3000, 4000]
 
 
-def test_named_validation_sets_are_series_of_their_own(tmp_path):
+def test_named_validation_sets_are_separate_series(tmp_path):
     assert set(load(write_run(tmp_path, dataset="code"), "a").evaluation) == {("lm loss", "validation-code")}
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_is_still_writing_can_be_drawn(tmp_path):
     assert len(load(folder, "a").train["lm loss"].x) == 40
 
 
-def test_smoothing_does_not_lag_and_leaves_constants_alone():
+def test_smoothing_does_not_lag_and_keeps_constants():
     line = Series(list(range(100)), [5.0] * 50 + [math.nan] + [5.0] * 49)
     assert smoothed(line, 3.0).y == pytest.approx([5.0] * 99)
     ramp = Series(list(range(101)), [float(i) for i in range(101)])
@@ -154,7 +154,7 @@ def test_wrong_use_is_refused_in_one_line(tmp_path, capsys, arguments, code, mes
     write_run(tmp_path / "RUN")
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "EMPTY" / "metrics.jsonl").touch()
-    arguments = [str(tmp_path / each) if each in ("RUN", "EMPTY") else each for each in arguments]
+    arguments = [str(tmp_path / argument) if argument in ("RUN", "EMPTY") else argument for argument in arguments]
     try:
         assert main(arguments) == code
     except SystemExit as refusal:

@@ -35,9 +35,9 @@ def pair(prefix):
 def test_the_published_command_works_with_both_spellings(tmp_path):
     corpus = tmp_path / "data.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"line {n} of text"}) + "\n" for n in range(50)), encoding="utf-8")
-    done = call(TRAIN, "--input", corpus, "--vocab_size", 300, "--output", tmp_path / "tok")
-    assert done.returncode == 0, done.stderr
-    done = call(
+    finished = call(TRAIN, "--input", corpus, "--vocab_size", 300, "--output", tmp_path / "tok")
+    assert finished.returncode == 0, finished.stderr
+    finished = call(
         TOOL,
         "--input",
         corpus,
@@ -53,10 +53,10 @@ def test_the_published_command_works_with_both_spellings(tmp_path):
         "--dataset-impl",
         "mmap",
     )
-    assert done.returncode == 0, done.stderr
-    assert "50 documents" in done.stdout and (tmp_path / "a_text_document.tokenizer.json").exists()
-    done = call(TOOL, "--input", corpus, "--output-prefix", tmp_path / "a", *BYTES)
-    assert done.returncode == 2 and "--overwrite" in done.stderr
+    assert finished.returncode == 0, finished.stderr
+    assert "50 documents" in finished.stdout and (tmp_path / "a_text_document.tokenizer.json").exists()
+    finished = call(TOOL, "--input", corpus, "--output-prefix", tmp_path / "a", *BYTES)
+    assert finished.returncode == 2 and "--overwrite" in finished.stderr
 
 
 def test_training_a_tokenizer_is_deterministic(tmp_path):
@@ -74,17 +74,21 @@ def test_training_a_tokenizer_is_deterministic(tmp_path):
 
 
 def test_wrong_flags_are_named_all_at_once():
-    done = call(TOOL, "--json-key", "x", "--workers", "0", "--tokenizer-type", "Nope")
-    assert done.returncode == 2
+    finished = call(TOOL, "--json-key", "x", "--workers", "0", "--tokenizer-type", "Nope")
+    assert finished.returncode == 2
     for part in ("--json-key: unknown flag", "--workers", "--input", "--output-prefix", "--tokenizer-type"):
-        assert part in done.stderr
-    assert "Traceback" not in done.stderr
+        assert part in finished.stderr
+    assert "Traceback" not in finished.stderr
 
 
 def test_help_needs_no_torch():
-    done = call("-X", "importtime", TOOL, "--help")
-    assert done.returncode == 0 and "--keep-sequential-samples" in done.stdout and "--tiktoken-pattern" in done.stdout
-    assert " torch" not in done.stderr
+    finished = call("-X", "importtime", TOOL, "--help")
+    assert (
+        finished.returncode == 0
+        and "--keep-sequential-samples" in finished.stdout
+        and "--tiktoken-pattern" in finished.stdout
+    )
+    assert " torch" not in finished.stderr
 
 
 def test_bad_lines_decide_the_exit_status(tmp_path):
@@ -100,12 +104,12 @@ def test_bad_lines_decide_the_exit_status(tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_and_run_again_gives_the_bytes_of_an_uninterrupted_run(tmp_path, corpus, workers):
     arguments = [sys.executable, TOOL, "--input", str(corpus), "--append-eod", *BYTES, "--workers", str(workers)]
-    whole = subprocess.run([*arguments, "--output-prefix", str(tmp_path / "whole")], capture_output=True, text=True)
-    assert whole.returncode == 0, whole.stderr
-    again = [*arguments, "--output-prefix", str(tmp_path / "out")]
+    full = subprocess.run([*arguments, "--output-prefix", str(tmp_path / "whole")], capture_output=True, text=True)
+    assert full.returncode == 0, full.stderr
+    repeated = [*arguments, "--output-prefix", str(tmp_path / "out")]
     kills = 0
     while kills < 4:
-        process = subprocess.Popen(again, stdout=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(repeated, stdout=subprocess.DEVNULL, start_new_session=True)
         before = finished_parts(tmp_path)
         while process.poll() is None and finished_parts(tmp_path) < before + 2:
             time.sleep(0.002)
@@ -116,7 +120,7 @@ def test_killed_and_run_again_gives_the_bytes_of_an_uninterrupted_run(tmp_path, 
         kills += 1
         assert not (tmp_path / "out_text_document.idx").exists()
     assert kills >= 1
-    last = subprocess.run(again, capture_output=True, text=True)
+    last = subprocess.run(repeated, capture_output=True, text=True)
     assert last.returncode == 0 or "exists" in last.stderr, last.stderr
     assert pair(tmp_path / "out") == pair(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()

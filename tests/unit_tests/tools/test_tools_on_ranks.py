@@ -49,10 +49,10 @@ def test_ranks_generate_the_text_of_one_rank(gloo_pool, tmp_path, name):
     training = [*flags.split(), "--mock-data", "--train-iters", "3", "--save", str(tmp_path)]
     assert gloo_pool.run(train, 1, training) == [0]
     argv = ["generate", "--load", str(tmp_path), "--prompt", "1 2", "--prompt", "7 8 9", "--max-new-tokens", "6"]
-    ((code, alone, _),) = gloo_pool.run(run, 1, argv)
-    assert code == 0 and alone.startswith("1 2")
+    ((code, single, _),) = gloo_pool.run(run, 1, argv)
+    assert code == 0 and single.startswith("1 2")
     first, second = gloo_pool.run(run, 2, [*argv, *layout.split()])
-    assert first[:2] == (0, alone), first
+    assert first[:2] == (0, single), first
     assert second[:2] == (0, ""), second
     wrong = gloo_pool.run(run, 2, [*argv, "--tensor-model-parallel-size", "3"])
     assert all(code == 2 and "there are 2 ranks; use torchrun --nproc-per-node 3" in err for code, _, err in wrong)
@@ -63,11 +63,13 @@ def test_ranks_generate_the_text_of_one_rank(gloo_pool, tmp_path, name):
 def test_torchrun_generates_on_two_ranks(gloo_pool, tmp_path):
     assert gloo_pool.run(train, 1, ["--mock-data", "--train-iters", "3", "--save", str(tmp_path)]) == [0]
     argv = ["generate", "--load", str(tmp_path), "--prompt", "1 2", "--max-new-tokens", "4", "--temperature", "0"]
-    ((_, alone, _),) = gloo_pool.run(run, 1, argv)
+    ((_, single, _),) = gloo_pool.run(run, 1, argv)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, alone), done.stderr
+    finished = subprocess.run(
+        [*command, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert (finished.returncode, finished.stdout) == (0, single), finished.stderr
 
 
 def score(rank, world_size, argv, home):
@@ -81,9 +83,9 @@ def test_ranks_score_tasks_as_one_rank(gloo_pool, folder, tmp_path):
     results = []
     for ranks in (1, 2):
         output, home = tmp_path / f"{ranks}.json", str(folder / "cache")
-        (code, _, errors), *others = gloo_pool.run(score, ranks, [*map(str, argv), "--output", str(output)], home)
+        (code, _, errors), *rest = gloo_pool.run(score, ranks, [*map(str, argv), "--output", str(output)], home)
         assert code == 0, errors
-        assert all(each[:2] == (0, "") for each in others)
+        assert all(other[:2] == (0, "") for other in rest)
         results.append(json.loads(output.read_text())["results"])
     assert set(results[0]) == {"tiny_choice", "tiny_text"}
     for name, numbers in results[0].items():
@@ -100,10 +102,10 @@ def serve(rank, world_size):
 
 
 def answers(served):
-    found, ended = [], threading.Semaphore(0)
+    results, ended = [], threading.Semaphore(0)
 
     def listen(event):
-        found.append(event.token)
+        results.append(event.token)
         if event.finish_reason is not None:
             ended.release()
 
@@ -113,9 +115,9 @@ def answers(served):
         assert ended.acquire(timeout=60)
         time.sleep(0.3)
     served.stop()
-    return found
+    return results
 
 
 def test_ranks_serve_what_one_rank_does(gloo_pool):
-    (alone,) = gloo_pool.run(serve, 1)
-    assert len(alone) == 6 and gloo_pool.run(serve, 2) == [alone, None]
+    (single,) = gloo_pool.run(serve, 1)
+    assert len(single) == 6 and gloo_pool.run(serve, 2) == [single, None]

@@ -34,6 +34,6 @@ def test_masked_tokens_are_counted_where_they_are_predicted():
 
 
 @pytest.mark.parametrize(("program", "kind"), [("bert", "BertWordPieceLowerCase"), ("gpt", "GPT2BPETokenizer")])
-def test_the_tokenizer_is_the_programs_own_unless_another_is_named(program, kind, capsys):
+def test_the_tokenizer_is_that_of_the_program_unless_another_is_named(program, kind, capsys):
     assert run_tool("unigram-baseline", ["--program", f"pretrain_{program}.py"]) == 2
     assert f"--vocab-file: is required by --tokenizer-type {kind}" in capsys.readouterr().err

@@ -144,12 +144,12 @@ def test_flash_attn_equals_the_reference_for_rows_windows_and_documents(version,
     documents = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 4, 9, 10, 18], dtype=torch.int32), max_seqlen_q=8)
     for packed in (None, documents):
         results = []
-        for each in (core, reference):
-            mixed = each(query, key, value, AttentionContext(layout=TokenLayout(documents=packed)))
+        for x in (core, reference):
+            mixed = x(query, key, value, AttentionContext(layout=TokenLayout(documents=packed)))
             gradients = torch.autograd.grad((mixed * torch.arange(24)).sum(), (query, key, value))
             results.append((mixed, *gradients))
-        for found, expected in zip(*results):
-            torch.testing.assert_close(found, expected)
+        for actual, expected in zip(*results):
+            torch.testing.assert_close(actual, expected)
     assert calls == ["dense", "packed"]
     with pytest.raises(ValueError, match="takes no dense masks"):
         core(query, key, value, AttentionContext(attention_mask=torch.zeros(9, 9, dtype=torch.bool)))

@@ -75,8 +75,8 @@ def test_every_choice_equals_the_reference_in_float32(choice, groups, length=LEN
     mixed = CoreAttention(config, 1, groups=SINGLE_PROCESS)(*tensors)
     gradient = torch.randn_like(reference)
     expected = torch.autograd.grad(reference, exact, gradient)
-    found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
-    for one, other in zip((mixed, *found), (reference, *expected)):
+    actual = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
+    for one, other in zip((mixed, *actual), (reference, *expected)):
         # a query that sees only itself has no gradient: nonzero values there are rounding
         assert (one.float() - other).norm() < 0.02 * other.norm() + 1e-3
 
@@ -109,8 +109,8 @@ def test_heads_of_latent_attention_equal_the_reference(backend, packed, sink, ke
     reference = (scores.softmax(-1)[..., :LENGTH] @ exact[2]).permute(2, 0, 1, 3).flatten(2)
     gradient = torch.randn_like(reference)
     expected = [x.permute(2, 0, 1, 3) for x in torch.autograd.grad(reference, exact, gradient)]
-    found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
-    for one, other in zip((mixed, *found), (reference, *expected)):
+    actual = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
+    for one, other in zip((mixed, *actual), (reference, *expected)):
         assert (one.double() - other).norm() < 0.02 * other.norm()
 
 
@@ -134,8 +134,8 @@ def test_documents_equal_the_reference_in_one_call(choice, groups):
     mixed = CoreAttention(config, 1, groups=SINGLE_PROCESS)(*tensors, context)
     gradient = torch.randn_like(reference)
     expected = torch.autograd.grad(reference, exact, gradient)
-    found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
-    for one, other in zip((mixed, *found), (reference, *expected)):
+    actual = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
+    for one, other in zip((mixed, *actual), (reference, *expected)):
         assert (one.float() - other).norm() < 0.02 * other.norm() + 1e-3
 
 
@@ -175,8 +175,8 @@ def test_under_a_dense_mask_rows_of_small_logits_have_gradients(groups):
     mixed = CoreAttention(config, 1, groups=SINGLE_PROCESS)(*tensors, context)
     gradient = torch.randn_like(reference)
     expected = torch.autograd.grad(reference, exact, gradient)
-    found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
-    assert all(x.isfinite().all() for x in found)
+    results = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
+    assert all(x.isfinite().all() for x in results)
     # of the first channel, which all keys share, a query's gradient is rounding
-    for one, other in zip((mixed, *(x[..., 1:] for x in found)), (reference, *(x[..., 1:] for x in expected))):
+    for one, other in zip((mixed, *(x[..., 1:] for x in results)), (reference, *(x[..., 1:] for x in expected))):
         assert (one.float() - other).norm() < 0.05 * other.norm() + 1e-3

@@ -11,33 +11,33 @@ LENGTHS = torch.tensor([3, 128])
 
 
 def of(queries, keys=None):
-    tensors = [torch.tensor(each, dtype=torch.int32) for each in (queries, keys or queries)]
+    tensors = [torch.tensor(x, dtype=torch.int32) for x in (queries, keys or queries)]
     return PackedSeqParams(cu_seqlens_q=tensors[0], cu_seqlens_kv=tensors[1] if keys else tensors[0])
 
 
 def test_padding_is_a_document_and_where_keys_have_none_one_without_queries():
-    own, other = PackedSeqParams.of_lengths(LENGTHS, 128), PackedSeqParams.of_keys(LENGTHS, 64, 128)
-    assert own.cu_seqlens_q.tolist() == other.cu_seqlens_kv.tolist() == [0, 3, 128, 256, 256]
-    assert other.cu_seqlens_q.tolist() == [0, 64, 64, 128, 128] and own.cu_seqlens_kv is own.cu_seqlens_q
-    longest = [(each.max_seqlen_q, each.max_seqlen_kv) for each in (own, other)]
-    assert longest == [(128, 128), (64, 128)] and own.cu_seqlens_q.dtype == torch.int32
+    local, other = PackedSeqParams.of_lengths(LENGTHS, 128), PackedSeqParams.of_keys(LENGTHS, 64, 128)
+    assert local.cu_seqlens_q.tolist() == other.cu_seqlens_kv.tolist() == [0, 3, 128, 256, 256]
+    assert other.cu_seqlens_q.tolist() == [0, 64, 64, 128, 128] and local.cu_seqlens_kv is local.cu_seqlens_q
+    max_length = [(x.max_seqlen_q, x.max_seqlen_kv) for x in (local, other)]
+    assert max_length == [(128, 128), (64, 128)] and local.cu_seqlens_q.dtype == torch.int32
 
 
 def test_rows_without_padding_have_no_documents_where_the_host_can_know(monkeypatch):
-    whole = torch.tensor([128, 128])
-    assert PackedSeqParams.of_padding(whole, 128) is None
+    full = torch.tensor([128, 128])
+    assert PackedSeqParams.of_padding(full, 128) is None
     assert PackedSeqParams.of_padding(LENGTHS, 128).cu_seqlens_q.tolist() == [0, 3, 128, 256, 256]
     monkeypatch.setattr(packed_seq_params, "is_on_host", lambda x: False)
-    assert PackedSeqParams.of_padding(whole, 128).cu_seqlens_q.tolist() == [0, 128, 128, 256, 256]
+    assert PackedSeqParams.of_padding(full, 128).cu_seqlens_q.tolist() == [0, 128, 128, 256, 256]
 
 
 def test_boundaries_that_move_to_a_device_stay_known_to_the_host():
     meta = torch.device("meta")
-    own, other = PackedSeqParams.of_lengths(LENGTHS, 128), PackedSeqParams.of_keys(LENGTHS, 64, 128)
-    for documents in (own, other, PackedSeqParams()):
+    local, other = PackedSeqParams.of_lengths(LENGTHS, 128), PackedSeqParams.of_keys(LENGTHS, 64, 128)
+    for documents in (local, other, PackedSeqParams()):
         assert documents.on(torch.device("cpu")) is documents
-    there, keys_there = own.on(meta), other.on(meta)
-    assert there.cu_seqlens_kv is there.cu_seqlens_q and there.all_bounds() == own.all_bounds()
+    there, keys_there = local.on(meta), other.on(meta)
+    assert there.cu_seqlens_kv is there.cu_seqlens_q and there.all_bounds() == local.all_bounds()
     assert keys_there.cu_seqlens_q.device == keys_there.cu_seqlens_kv.device == meta
     assert keys_there.all_bounds() == ((0, 64, 64, 128, 128), (0, 3, 128, 256, 256))
 
@@ -51,13 +51,13 @@ def test_boundaries_are_known_where_the_host_may_read_or_has_read_them(monkeypat
     assert documents.known
 
 
-def test_what_is_left_begins_behind_empty_documents():
+def test_the_rest_begins_after_empty_documents():
     documents = PackedSeqParams.of_lengths(torch.tensor([128, 128, 3]), 128)
     assert documents.all_bounds() == ((0, 128, 128, 256, 256, 259, 384),) * 2
     assert documents.split_full_rows(3)[1].all_bounds() == ((0, 3, 128),) * 2
 
 
-def test_rows_whose_sides_share_no_boundary_are_not_split():
+def test_rows_without_a_common_boundary_are_not_split():
     documents = of([0, 4, 8, 10, 12], [0, 0, 4, 6, 12])
     documents.all_bounds()
     assert documents.split_full_rows(3) == (0, documents)
@@ -80,16 +80,16 @@ def test_documents_of_other_rows_are_refused(bounds):
 
 
 def padded(actual, places, **more):
-    tensors = [torch.tensor(each, dtype=torch.int32) for each in (actual, places)]
+    tensors = [torch.tensor(x, dtype=torch.int32) for x in (actual, places)]
     return PackedSeqParams("thd", tensors[0], tensors[0], tensors[1], tensors[1], 9, 9, **more)
 
 
 def test_padding_after_documents_is_made_documents():
     """Documents of 3, 4 and 0 tokens at 0, 4 and 8, in a row whose last place ends at 10, and two tokens more."""
-    found = padded([0, 3, 7, 7], [0, 4, 8, 10]).documents(12)
-    assert found.cu_seqlens_q.tolist() == [0, 3, 4, 8, 8, 8, 10, 12] and found.cu_seqlens_q.dtype == torch.int32
-    assert found.cu_seqlens_kv is found.cu_seqlens_q and found.max_seqlen_q is None
-    found.check(1, 12)
+    result = padded([0, 3, 7, 7], [0, 4, 8, 10]).documents(12)
+    assert result.cu_seqlens_q.tolist() == [0, 3, 4, 8, 8, 8, 10, 12] and result.cu_seqlens_q.dtype == torch.int32
+    assert result.cu_seqlens_kv is result.cu_seqlens_q and result.max_seqlen_q is None
+    result.check(1, 12)
     same = padded([0, 4, 8], [0, 4, 8]).documents(8)
     assert same.cu_seqlens_q.tolist() == [0, 4, 4, 8, 8, 8]
     bounds = torch.tensor([0, 4, 8], dtype=torch.int32)

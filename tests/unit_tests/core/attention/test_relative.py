@@ -50,9 +50,9 @@ def assert_equal_to_plain_torch(case, length, batch, heads, groups, channels, dt
             *leaves[:3], AttentionContext(layout=TokenLayout(documents=documents), position_bias=bias)
         )
         results.append([mixed, *torch.autograd.grad(mixed, leaves, upstream.to(number))])
-    for expected, found in zip(*results, strict=True):
-        assert found.dtype == dtype
-        assert (found.double() - expected).norm() < TOLERANCE[dtype] * expected.norm()
+    for expected, actual in zip(*results, strict=True):
+        assert actual.dtype == dtype
+        assert (actual.double() - expected).norm() < TOLERANCE[dtype] * expected.norm()
     return core
 
 

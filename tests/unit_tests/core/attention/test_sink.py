@@ -45,17 +45,17 @@ def inputs():
 def visible(window, documents):
     """Bool [b, 1, s, s], by positions."""
     distance = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH)
-    seen = (distance >= 0) & (distance <= (LENGTH if window is None else window[0]))
+    observed = (distance >= 0) & (distance <= (LENGTH if window is None else window[0]))
     document = torch.bucketize(torch.arange(BATCH * LENGTH), BOUNDS[1:].long(), right=True).view(BATCH, LENGTH)
     same = document.unsqueeze(2) == document.unsqueeze(1)
-    return (seen & same if documents else seen.expand(BATCH, -1, -1)).unsqueeze(1)
+    return (observed & same if documents else observed.expand(BATCH, -1, -1)).unsqueeze(1)
 
 
-def by_definition(query, key, value, sinks, seen):
+def by_definition(query, key, value, sinks, observed):
     """p_k = exp(s_k) / (sum_j exp(s_j) + exp(sink)), written out."""
     key, value = (x.repeat_interleave(HEADS // GROUPS, dim=2) for x in (key, value))
     scores = torch.einsum("qbad,kbad->baqk", query, key) / CHANNELS**0.5
-    weights = torch.exp(scores).masked_fill(~seen, 0.0)
+    weights = torch.exp(scores).masked_fill(~observed, 0.0)
     weights = weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks).view(1, -1, 1, 1))
     return torch.einsum("baqk,kbad->qbad", weights, value).flatten(2)
 
@@ -87,10 +87,10 @@ def test_output_and_gradients_are_those_of_the_definition(backend, window, docum
     core = CoreAttention(config, 1, groups=SINGLE_PROCESS)
     packed = PackedSeqParams(cu_seqlens_q=BOUNDS) if documents else None
     *tensors, grad = inputs()
-    found = results(of_core(core, packed), tensors, SINKS, grad)
-    seen = visible(window, documents)
-    expected = results(lambda *leaves: by_definition(*leaves, seen), tensors, SINKS, grad)
-    for one, other in zip(found, expected, strict=True):
+    actual = results(of_core(core, packed), tensors, SINKS, grad)
+    observed = visible(window, documents)
+    expected = results(lambda *leaves: by_definition(*leaves, observed), tensors, SINKS, grad)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -108,20 +108,20 @@ def differences_over_ranks(rank, size, form, levels):
         context_parallel_size=size, hierarchical_context_parallel_sizes=levels
     )
     *tensors, grad = inputs()
-    found = {}
+    actual = {}
     for name, window, documents in (("causal", None, False), ("window", WINDOW, False), ("packed", None, True)):
         config = make_config(window_size=window, context_parallel_size=size, cp_comm_type=[form])
         packed = PackedSeqParams(cu_seqlens_q=BOUNDS) if documents else None
-        seen = visible(window, documents)
-        expected = results(lambda *leaves, seen=seen: by_definition(*leaves, seen), tensors, SINKS, grad)
+        observed = visible(window, documents)
+        expected = results(lambda *leaves, observed=observed: by_definition(*leaves, observed), tensors, SINKS, grad)
         local = [zigzag.local_part(x, rank, size, dim=0) for x in (*tensors, grad)]
-        *own, share = results(
+        *separate, share = results(
             of_core(CoreAttention(config, 1, groups=groups), packed, groups), local[:3], SINKS, local[3]
         )
         parts = [zigzag.local_part(x, rank, size, dim=0) for x in expected[:-1]]
-        off = max((one - other).abs().max().item() for one, other in zip(own, parts, strict=True))
-        found[name] = off, share, expected[-1]
-    return found
+        off = max((one - other).abs().max().item() for one, other in zip(separate, parts, strict=True))
+        actual[name] = off, share, expected[-1]
+    return actual
 
 
 @pytest.mark.parametrize("form, size, levels", [
@@ -186,26 +186,26 @@ def gpt_oss_attention(layer):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_layer_is_that_of_gpt_oss(layer):
     """Sinks, biases, alternating windows and YaRN whose range is not rounded."""
-    theirs, weights = gpt_oss_attention(layer)
+    foreign, weights = gpt_oss_attention(layer)
     config = make_config(
         kv_channels=8, window_size=(6, 0), window_attn_skip_freq=2, yarn_correction_range_round_to_int=False,
         rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=8, yarn_beta_fast=2.0, yarn_beta_slow=0.2,
     )  # fmt: skip
-    ours = build_module(
+    local = build_module(
         get_gpt_layer_local_spec().submodules.self_attention, config, layer_number=layer + 1, groups=SINGLE_PROCESS
     )
     q, k, v = (getattr(weights, f"{name}_proj") for name in "qkv")
     for kind in ("weight", "bias"):
-        parts = [getattr(each, kind).data.unflatten(0, (GROUPS, -1)) for each in (q, k, v)]
-        getattr(ours.linear_qkv, kind).data = torch.cat(parts, dim=1).flatten(0, 1)
-        getattr(ours.linear_proj, kind).data = getattr(weights.o_proj, kind).data
-    ours.core_attention.softmax_offset.data = weights.sinks.data
+        parts = [getattr(item, kind).data.unflatten(0, (GROUPS, -1)) for item in (q, k, v)]
+        getattr(local.linear_qkv, kind).data = torch.cat(parts, dim=1).flatten(0, 1)
+        getattr(local.linear_proj, kind).data = getattr(weights.o_proj, kind).data
+    local.core_attention.softmax_offset.data = weights.sinks.data
     rotary = RotaryEmbedding(8, 1.0, rotary_base=150.0, dtype=torch.float64, scaling=yarn_scaling(config, LENGTH))
     context = ForwardContext(rotary_pos_emb=rotary(LENGTH, torch.device("cpu")))
     x = torch.randn(BATCH, LENGTH, HEADS * CHANNELS, dtype=torch.float64)
-    found = ours(x.transpose(0, 1), context)
-    found = (found[0] if isinstance(found, tuple) else found).transpose(0, 1)
-    torch.testing.assert_close(found, theirs(x), rtol=1e-5, atol=1e-5)  # their tables are fp32
+    result = local(x.transpose(0, 1), context)
+    result = (result[0] if isinstance(result, tuple) else result).transpose(0, 1)
+    torch.testing.assert_close(result, foreign(x), rtol=1e-5, atol=1e-5)  # their tables are fp32
 
 
 def test_the_clamped_activation_is_that_of_gpt_oss():

@@ -22,7 +22,7 @@ def pairs_of(tile):
 def test_tiles_are_the_visible_pairs_at_their_positions(queries, keys, window, documents):
     causal = window is None or window[1] == 0
     visibility = Visibility(causal, window)
-    found = [
+    results = [
         pair for tile in plan_tiles(queries, keys, visibility, 16, documents, merge=False) for pair in pairs_of(tile)
     ]
     before, after = visibility.limits
@@ -34,6 +34,6 @@ def test_tiles_are_the_visible_pairs_at_their_positions(queries, keys, window, d
         return together and near
 
     expected = [
-        (q, k) for span in queries for q in range(*span) for each in keys for k in range(*each) if sees(q, k)
+        (q, k) for span in queries for q in range(*span) for item in keys for k in range(*item) if sees(q, k)
     ]
-    assert sorted(found) == sorted(expected)
+    assert sorted(results) == sorted(expected)

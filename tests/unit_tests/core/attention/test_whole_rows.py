@@ -26,26 +26,26 @@ def told(documents):
 
 
 @pytest.mark.parametrize("lengths, whole", [((128, 128, 3), 2), ((128, 5, 128), 1), ((7, 128), 0), ((128, 128), 2)])
-def test_rows_are_whole_up_to_the_first_with_padding(lengths, whole):
+def test_rows_are_full_up_to_the_first_with_padding(lengths, whole):
     for documents in (padded(*lengths), padded(*lengths, num_queries=64)):
-        found, others = told(documents).split_full_rows(len(lengths))
-        assert found == whole and (others is None) == (whole == len(lengths))
-        if others is not None and whole:
-            bounds = others.all_bounds()
-            assert [each[0] for each in bounds] == [0, 0] and len(bounds[0]) == len(bounds[1])
+        result, rest = told(documents).split_full_rows(len(lengths))
+        assert result == whole and (rest is None) == (whole == len(lengths))
+        if rest is not None and whole:
+            bounds = rest.all_bounds()
+            assert [bound[0] for bound in bounds] == [0, 0] and len(bounds[0]) == len(bounds[1])
             assert bounds[1][-1] == LENGTH * (len(lengths) - whole)
-            assert [tuple(each.tolist()) for each in (others.cu_seqlens_q, others.cu_seqlens_k)] == list(bounds)
+            assert [tuple(x.tolist()) for x in (rest.cu_seqlens_q, rest.cu_seqlens_k)] == list(bounds)
 
 
-def test_boundaries_on_a_device_alone_are_not_waited_for():
+def test_boundaries_on_the_device_only_are_not_waited_for():
     documents = padded(128, 3)
     assert documents.split_full_rows(2) == (0, documents)
 
 
 def test_the_caller_may_know_of_full_rows_on_a_device():
     lengths = torch.tensor([128, 128, 3])
-    found, others = PackedSeqParams.of_lengths(lengths, LENGTH, full_rows=1).split_full_rows(3)
-    assert found == 1 and others.cu_seqlens_q.tolist() == others.cu_seqlens_k.tolist() == [0, 128, 128, 131, 256]
+    result, rest = PackedSeqParams.of_lengths(lengths, LENGTH, full_rows=1).split_full_rows(3)
+    assert result == 1 and rest.cu_seqlens_q.tolist() == rest.cu_seqlens_k.tolist() == [0, 128, 128, 131, 256]
     assert PackedSeqParams.of_lengths(lengths[:2], LENGTH, full_rows=2).split_full_rows(2) == (2, None)
 
 
@@ -74,17 +74,17 @@ class ExactKernel(torch_sdpa.TorchAttention):
         for (query, key, value, grad), tile in self._split((*tensors[1:4], tensors[0]), shape, window):
             out, lse = self.exact.forward(query, key, value, tile)
             grads.append(self.exact.backward(grad, query, key, value, out, lse, tile))
-        return [torch.cat([each.squeeze(0).transpose(0, 1) for each in column]) for column in zip(*grads)]
+        return [torch.cat([item.squeeze(0).transpose(0, 1) for item in column]) for column in zip(*grads)]
 
     def _split(self, tensors, shape, window):
         """Each document's tensors [1, a, n, d], and its tile."""
         assert window in ((-1, -1), (-1, 0))
         bounds = shape[0].tolist(), shape[1].tolist()
-        for (start, stop), (first, last) in zip(*(list(zip(each, each[1:])) for each in bounds)):
+        for (start, stop), (first, last) in zip(*(list(zip(bound, bound[1:])) for bound in bounds)):
             if last > first:
                 of_keys = [slice(start, stop), slice(first, last), slice(first, last), slice(start, stop)]
-                own = [x[part].transpose(0, 1).unsqueeze(0) for x, part in zip(tensors, of_keys)]
-                yield own, full_tile(stop - start, last - first, Visibility(window[1] == 0))
+                local = [x[part].transpose(0, 1).unsqueeze(0) for x, part in zip(tensors, of_keys)]
+                yield local, full_tile(stop - start, last - first, Visibility(window[1] == 0))
 
 
 @pytest.mark.parametrize("causal, queries", [(False, None), (True, None), (False, 256)])
@@ -101,6 +101,6 @@ def test_rows_and_documents_together_equal_the_definition(causal, queries, lengt
     for attend in (kernel._documents, kernel._document_by_document):
         out = attend(*inputs, mask)
         outcomes.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for found, expected in zip(*outcomes):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for actual, expected in zip(*outcomes):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     assert set(kernel.calls) == calls

@@ -36,7 +36,7 @@ def test_rows_are_well_formed():
         assert row.status != "other" or ": " in row.answer, row
 
 
-def test_no_spelling_stands_twice_or_beside_a_field():
+def test_spellings_are_unique_and_differ_from_fields():
     names = [name for row in absent.rows() for name in row.names]
     assert len(names) == len(set(names))
     assert not {name for name in names if "=" not in name} & set(FLAGS)
@@ -56,7 +56,7 @@ def text_of(spec, value):
     return f"{spec.names[0]} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-@pytest.mark.parametrize("spec", [each for each in absent.specs() if not each.is_bool], ids=lambda spec: spec.names[0])
+@pytest.mark.parametrize("spec", [item for item in absent.specs() if not item.is_bool], ids=lambda spec: spec.names[0])
 def test_a_flag_at_its_default_passes_and_another_value_is_answered(spec, caplog):
     row = absent.by_name()[spec.names[0]]
     if spec.default is not None:
@@ -71,7 +71,7 @@ def test_a_flag_at_its_default_passes_and_another_value_is_answered(spec, caplog
     assert [record.message for record in caplog.records] == [f"{spec.names[0]} {row.meaning}"]
 
 
-@pytest.mark.parametrize("spec", [each for each in absent.specs() if each.is_bool], ids=lambda spec: spec.names[0])
+@pytest.mark.parametrize("spec", [item for item in absent.specs() if item.is_bool], ids=lambda spec: spec.names[0])
 def test_a_switch_is_answered(spec, caplog):
     row = absent.by_name()[spec.names[0]]
     if row.status == "not yet":
@@ -151,7 +151,7 @@ def test_the_positive_spelling_of_a_switch_is_not_the_switch(caplog):
     assert len(caplog.records) == 2
 
 
-def test_typing_mistakes_are_told_from_flags_that_are_not_there():
+def test_typing_mistakes_differ_from_absent_flags():
     assert problems_of("--num-expert 3")[0] == "--num-expert: unknown flag; did you mean --num-experts?"
     assert "did you mean --hidden-size or" in problems_of("--hiden-size 3")[0]
     assert problems_of("--mtp-standalone")[0].startswith("--mtp-standalone: exists in Megatron-LM, is not available")

@@ -80,8 +80,8 @@ SPECS = group_flags(Sizes)
 
 
 def read(text):
-    found, problems = segments(text.split())
-    values, more = read_segments(SPECS, found)
+    result, problems = segments(text.split())
+    values, more = read_segments(SPECS, result)
     return values, [str(problem) for problem in problems + more]
 
 
@@ -204,7 +204,7 @@ def test_file_settings_take_field_and_flag_names():
 )
 def test_file_mistake_is_explained(content, problem):
     values, problems = read_mapping(SPECS, content)
-    assert values == {} and [str(each) for each in problems] == [problem]
+    assert values == {} and [str(item) for item in problems] == [problem]
 
 
 def test_renamed_keys_hold_in_files():

@@ -29,7 +29,7 @@ SIZES = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4}
 def test_impossible_experts_are_refused(settings, problem):
     with pytest.raises(ConfigError) as caught:
         TransformerConfig(**SIZES, **settings)
-    assert [str(each) for each in caught.value.problems][0].startswith(problem)
+    assert [str(item) for item in caught.value.problems][0].startswith(problem)
 
 
 def test_a_dense_model_takes_settings_of_experts_and_varying_lengths():

@@ -64,12 +64,12 @@ def test_weights_decide_the_blend_and_each_sample_is_the_sources_next(prefixes):
     for prefix in range(1, len(drawn)):
         for source, weight in enumerate((1 / 8, 2 / 8, 5 / 8)):
             assert abs(drawn[:prefix].count(source) - prefix * weight) <= 2
-    taken = [0, 0, 0]
+    selected = [0, 0, 0]
     for number, source in enumerate(drawn):
         sample = train[number]
         assert sample["dataset_id"] == source
-        assert sample["tokens"].tobytes() == train.datasets[source][taken[source]]["tokens"].tobytes()
-        taken[source] += 1
+        assert sample["tokens"].tobytes() == train.datasets[source][selected[source]]["tokens"].tobytes()
+        selected[source] += 1
     assert {source.index_split for source in valid.datasets} == {Split.valid}
 
 
@@ -88,7 +88,7 @@ def test_without_weights_each_source_is_read_once(prefixes, caplog):
     assert len(capped) == len(train) and "1000000 samples asked for" in caplog.text
 
 
-def test_splits_from_their_own_sources(prefixes):
+def test_splits_from_separate_sources(prefixes):
     blends = [get_blend_from_list(["1", prefixes[0], "3", prefixes[1]]), get_blend_from_list([prefixes[2]]), None]
     train, valid, test = build([100, 9, 5], blend_per_split=blends)
     assert sources_of(train).count(1) == 75 and set(sources_of(valid)) == {2} and test is None

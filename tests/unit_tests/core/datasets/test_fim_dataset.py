@@ -88,9 +88,9 @@ def test_every_segment_is_its_text_in_another_order(corpus):
 @pytest.mark.parametrize("rate, spm", [(0.25, 1.0), (0.75, 0.0)])
 def test_rates_are_shares_of_the_segments(corpus, rate, spm):
     rearranged, _ = datasets(corpus, fim_rate=rate, fim_spm_rate=spm)
-    found = [part for index in range(60) for part in segments(full_text(rearranged, index), EOD)[:-1] if part]
-    marked = [part for part in found if part[0] == PREFIX]
-    assert abs(len(marked) / len(found) - rate) < 3 * (rate * (1 - rate) / len(found)) ** 0.5
+    results = [part for index in range(60) for part in segments(full_text(rearranged, index), EOD)[:-1] if part]
+    marked = [part for part in results if part[0] == PREFIX]
+    assert abs(len(marked) / len(results) - rate) < 3 * (rate * (1 - rate) / len(results)) ** 0.5
     suffix_first = np.mean([part[1] == SUFFIX for part in marked])  # also PSM with an empty prefix
     assert suffix_first == 1 if spm else suffix_first < 0.4
 
@@ -119,7 +119,7 @@ def test_fragments_are_rearranged_separately(corpus):
     assert split and not any(PREFIX in part for part in split)
 
 
-def test_texts_with_the_prefix_are_left_alone(corpus):
+def test_texts_with_the_prefix_are_unchanged(corpus):
     letters = {part[0] for index in range(60) for part in segments(full_text(datasets(corpus)[1], index), EOD) if part}
     letter = min(letters - {FILE})
     rearranged, plain = datasets(corpus, fim_no_prefix=chr(letter))

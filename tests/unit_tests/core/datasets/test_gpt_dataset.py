@@ -31,10 +31,10 @@ def write(prefix, documents, dtype=np.uint16):
     return str(prefix)
 
 
-def corpus(seed=0, count=60, longest=20):
+def corpus(seed=0, count=60, max_length=20):
     """Return documents of random tokens that end in EOD."""
     generator = np.random.default_rng(seed)
-    return [[*generator.integers(1, 1000, generator.integers(0, longest)).tolist(), EOD] for _ in range(count)]
+    return [[*generator.integers(1, 1000, generator.integers(0, max_length)).tolist(), EOD] for _ in range(count)]
 
 
 def dataset(prefix, num_samples=None, split=Split.train, sequence_length=16, documents=None, **options):
@@ -102,7 +102,7 @@ def test_boundaries_equal_a_walk_over_the_tokens(tmp_path_factory, content):
     assert sample["cu_seqlens"].tolist() == bounds and sample["cu_seqlens"].dtype == np.int32
 
 
-def test_each_reset_flag_acts_alone(prefix):
+def test_each_reset_flag_acts_without_the_others(prefix):
     plain = dataset(prefix, 10)
     for flag, changed in (
         ("reset_position_ids", "position_ids"),
@@ -223,9 +223,9 @@ def test_indices_are_cached_by_every_setting_that_they_depend_on(tmp_path, monke
         "megatron.core.datasets.gpt_dataset.build_gpt_indices", lambda *_: pytest.fail("built although cached")
     )
     for num_samples in (5, 1, None):  # all need one epoch
-        again = dataset(path, num_samples)
+        repeated = dataset(path, num_samples)
         for name in ("document_index", "sample_index", "shuffle_index"):
-            assert getattr(first, name).tobytes() == getattr(again, name).tobytes()
+            assert getattr(first, name).tobytes() == getattr(repeated, name).tobytes()
     for options in ({"num_samples": 500}, {"sequence_length": 8}, {"split": Split.test}):
         with pytest.raises(pytest.fail.Exception):
             dataset(path, **({"num_samples": 5} | options))

@@ -81,8 +81,8 @@ def build(kind, prefix, sizes=(None, 0, 0), **options):
     try:
         return builder.build()
     except EmptySplitError as error:
-        refusal, found = None, refusal
-        assert found == str(error), "check() says what build() says, without an index"
+        refusal, result = None, refusal
+        assert result == str(error), "check() says what build() says, without an index"
         raise
     finally:
         assert refusal is None
@@ -120,23 +120,23 @@ def test_berts_samples_equal_the_reference(prefix, name, head, pad, seed):
     """Except for padding whose id is not 0 or was drawn as a replacement: it is known by length here."""
     options = {"masking_max_ngram": 3, "random_seed": seed, "classification_head": head, **MASKINGS[name]}
     tokenizer, settings = WordPieces(pad, cls=6), {**BERT, **options}
-    ours = train("bert", prefix, 100, tokenizer=tokenizer, **options)
+    local = train("bert", prefix, 100, tokenizer=tokenizer, **options)
     documents = [list(sentences) for sentences in corpus()]
     short = settings["short_sequence_probability"]
     vocabulary, rule = tokenizer.as_reference(), rule_of(settings)
     expected = reference.bert_samples(documents, 100, 48, short, seed, vocabulary, rule, head)
-    assert len(ours) == len(expected) > 100
-    for sample, theirs in zip((ours[i] for i in range(len(ours))), expected):
-        assert list(sample) == list(theirs)
+    assert len(local) == len(expected) > 100
+    for sample, foreign in zip((local[i] for i in range(len(local))), expected):
+        assert list(sample) == list(foreign)
         assert {value.dtype for value in sample.values() if not isinstance(value, int)} == {np.dtype(np.int64)}
         real = sample["padding_mask"] == 1
         assert real[: real.sum()].all() and not sample["text"][~real].any() and not sample["types"][~real].any()
         for key in ("text", "labels", "loss_mask"):
-            np.testing.assert_array_equal(sample[key], theirs[key], key)
-        np.testing.assert_array_equal(sample["types"][real], theirs["types"][real])
-        hidden = theirs["padding_mask"][real] != 1
+            np.testing.assert_array_equal(sample[key], foreign[key], key)
+        np.testing.assert_array_equal(sample["types"][real], foreign["types"][real])
+        hidden = foreign["padding_mask"][real] != 1
         assert not sample["text"][real][hidden].any() and (sample["loss_mask"][real][hidden] == 1).all()
-        assert (sample["is_random"], sample["truncated"]) == (theirs["is_random"], theirs["truncated"])
+        assert (sample["is_random"], sample["truncated"]) == (foreign["is_random"], foreign["truncated"])
 
 
 @pytest.mark.parametrize("name", MASKINGS)
@@ -145,16 +145,16 @@ def test_t5s_samples_equal_the_reference(tmp_path, name, seed, longest):
     documents = corpus(longest=longest)
     options = {"sequence_length_decoder": 60, "random_seed": seed, **MASKINGS[name]}
     tokenizer, settings = WordPieces(sentinels=40), {**T5, **options}
-    ours = train("t5", write(tmp_path / "data", documents), 100, tokenizer=tokenizer, **options)
+    local = train("t5", write(tmp_path / "data", documents), 100, tokenizer=tokenizer, **options)
     short = settings["short_sequence_probability"]
     vocabulary, rule = tokenizer.as_reference(), rule_of(settings)
     expected = reference.t5_samples(documents, 100, (48, 60), short, seed, vocabulary, rule)
-    assert len(ours) == len(expected) >= 100
+    assert len(local) == len(expected) >= 100
     assert any(sample["truncated"] for sample in expected)
-    for index, theirs in enumerate(expected):
-        assert set(ours[index]) == set(theirs) and ours[index]["enc_mask"].dtype == np.int64
-        for key, value in ours[index].items():
-            np.testing.assert_array_equal(value, theirs[key], key)
+    for index, foreign in enumerate(expected):
+        assert set(local[index]) == set(foreign) and local[index]["enc_mask"].dtype == np.int64
+        for key, value in local[index].items():
+            np.testing.assert_array_equal(value, foreign[key], key)
 
 
 def test_special_tokens_inside_sentences_are_not_masked_and_join_no_words(tmp_path):
@@ -165,16 +165,16 @@ def test_special_tokens_inside_sentences_are_not_masked_and_join_no_words(tmp_pa
     bert = reference.bert_samples(documents, 60, 48, 0.1, 1234, vocabulary, rule_of(BERT), True)
     t5 = reference.t5_samples(documents, 60, (48, 32), 0.1, 1234, vocabulary, rule_of(T5))
     for kind, expected, keys in (("bert", bert, ("text", "labels")), ("t5", t5, ("text_enc", "text_dec", "labels"))):
-        ours = train(kind, prefix, 60, tokenizer=tokenizer)
-        for index, theirs in enumerate(expected):
+        local = train(kind, prefix, 60, tokenizer=tokenizer)
+        for index, foreign in enumerate(expected):
             for key in keys:
-                np.testing.assert_array_equal(ours[index][key], theirs[key], key)
+                np.testing.assert_array_equal(local[index][key], foreign[key], key)
 
 
 def test_a_sample_depends_only_on_seed_and_number(prefix):
-    first, again = train("bert", prefix, 100), pickle.loads(pickle.dumps(train("bert", prefix, 100)))
+    first, repeated = train("bert", prefix, 100), pickle.loads(pickle.dumps(train("bert", prefix, 100)))
     other = train("bert", prefix, 100, random_seed=1235)
-    backwards = [again[i] for i in reversed(range(50))][::-1]
+    backwards = [repeated[i] for i in reversed(range(50))][::-1]
     for index, sample in enumerate(backwards):
         for key, value in first[index].items():
             np.testing.assert_array_equal(value, sample[key])
@@ -191,10 +191,10 @@ def test_text_that_holds_the_padding_id_is_labelled_0(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", [WordPieces(pad=None), WordPieces(pad=2), WordPieces(pad=-1)])
 def test_padding_needs_no_separate_id(prefix, tokenizer):
-    expected, ours = train("bert", prefix, 50), train("bert", prefix, 50, tokenizer=tokenizer)
+    expected, local = train("bert", prefix, 50), train("bert", prefix, 50, tokenizer=tokenizer)
     for index in range(50):
         for key, value in expected[index].items():
-            np.testing.assert_array_equal(ours[index][key], value, key)
+            np.testing.assert_array_equal(local[index][key], value, key)
 
 
 def test_a_split_divides_documents(prefix):
@@ -245,8 +245,8 @@ def test_gpt_rejects_documents_split_into_sentences(prefix):
 
 def test_documents_with_a_long_sentence_are_counted_in_the_refusal(tmp_path):
     prefix = write(tmp_path / "data", [[np.full(513, 9), np.full(3, 9)], [np.full(3, 9)]])
-    wanted = "1 have fewer than 2 .* and 1 have a sentence of more than 512 tokens; give that split a larger share"
-    with pytest.raises(EmptySplitError, match=wanted):
+    expected = "1 have fewer than 2 .* and 1 have a sentence of more than 512 tokens; give that split a larger share"
+    with pytest.raises(EmptySplitError, match=expected):
         train("bert", prefix, 10)
     prefix = write(tmp_path / "long", [[np.full(513, 9), np.full(3, 9)]] * 2)
     with pytest.raises(EmptySplitError, match="2 have a sentence of more than 512 tokens; shorten such sentences, or"):
@@ -287,7 +287,7 @@ def test_empty_sentences_next_to_text_are_accepted(tmp_path, caplog):
         assert len(train(kind, prefix)) and "no token" not in caplog.text
 
 
-def test_a_split_without_pairs_beside_one_that_has_some_needs_other_documents(tmp_path):
+def test_a_split_without_pairs_next_to_one_with_pairs_needs_other_documents(tmp_path):
     prefix = write(tmp_path / "data", [*corpus(8), [np.full(3, 9)], [np.full(3, 9)]])
     with pytest.raises(EmptySplitError, match="4 samples of valid .* of 2 documents 2 have fewer .*; .*larger share"):
         build("bert", prefix, (10, 4, 0), split="8,2,0")
@@ -300,19 +300,19 @@ def test_a_configuration_without_data_path_is_rejected(prefix):
 
 def test_blends_with_and_without_weights(tmp_path):
     prefixes = [write(tmp_path / name, corpus(seed=seed)) for seed, name in enumerate("ab")]
-    whole = train("bert", None, blend=(prefixes, None))
+    full = train("bert", None, blend=(prefixes, None))
     singles = [train("bert", prefix) for prefix in prefixes]
-    assert len(whole) == sum(map(len, singles))
+    assert len(full) == sum(map(len, singles))
     weighted = train("bert", None, 100, blend=(prefixes, [0.7, 0.3]))
     assert len(weighted) == 100
-    for blend in (whole, weighted):
+    for blend in (full, weighted):
         # masks come from the number within the source
         for index in (0, 1, 40, len(blend) - 1):
             sample, source = blend[index], int(blend.dataset_index[index])
             number = int(blend.dataset_sample_index[index])
-            own = blend.datasets[source][number]
+            local = blend.datasets[source][number]
             assert next(iter(sample)) == "dataset_id" and sample["dataset_id"] == source
-            np.testing.assert_array_equal(sample["text"], own["text"])
+            np.testing.assert_array_equal(sample["text"], local["text"])
 
 
 def test_sentinels_and_the_decoders_length_end_the_masking(prefix):
@@ -322,11 +322,11 @@ def test_sentinels_and_the_decoders_length_end_the_masking(prefix):
         scarce = train("t5", prefix, 100, **{**enough, **options})
         cut = 0
         for index in range(100):
-            ours, theirs = scarce[index], plenty[index]
-            assert (ours["text_dec"] >= WORDS).sum() <= most
-            if (ours["text_enc"] == theirs["text_enc"]).all():
-                length = len(ours["labels"])
-                np.testing.assert_array_equal(ours["labels"], theirs["labels"][:length])
+            local, foreign = scarce[index], plenty[index]
+            assert (local["text_dec"] >= WORDS).sum() <= most
+            if (local["text_enc"] == foreign["text_enc"]).all():
+                length = len(local["labels"])
+                np.testing.assert_array_equal(local["labels"], foreign["labels"][:length])
             else:
                 cut += 1
         assert 0 < cut < 100
@@ -340,9 +340,9 @@ def test_all_problems_of_a_configuration_are_reported_together(prefix):
              "sequence_length": 4, "masking_do_permutation": True}  # fmt: skip
     with pytest.raises(UserError) as refused:
         config("bert", prefix, bare, **wrong)
-    for said in ("--mask-prob 1.0", "--short-seq-prob 1.1", "masking_max_ngram", "permutation", "at least 5 tokens",
+    for printed in ("--mask-prob 1.0", "--short-seq-prob 1.1", "masking_max_ngram", "permutation", "at least 5 tokens",
                  "no token for cls, mask"):  # fmt: skip
-        assert said in str(refused.value)
+        assert printed in str(refused.value)
     with pytest.raises(UserError) as refused:
         config("t5", prefix, masking_probability=1.0, sequence_length_decoder=20)
     assert len(str(refused.value).splitlines()) == 1
@@ -361,10 +361,10 @@ def test_t5_needs_no_tokens_of_berts_and_starts_with_pad_where_there_is_no_bos(p
     tokenizer = WordPieces()
     expected = train("t5", prefix, 20)
     del tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.bos
-    ours = train("t5", prefix, 20, tokenizer=tokenizer)
+    local = train("t5", prefix, 20, tokenizer=tokenizer)
     for index in range(20):
-        assert ours[index]["text_dec"][0] == 0 and ours[index]["dec_mask"][0] == 1
-        np.testing.assert_array_equal(ours[index]["labels"], expected[index]["labels"])
+        assert local[index]["text_dec"][0] == 0 and local[index]["dec_mask"][0] == 1
+        np.testing.assert_array_equal(local[index]["labels"], expected[index]["labels"])
     del tokenizer.pad
     with pytest.raises(UserError, match="neither a bos nor a pad"):
         config("t5", prefix, tokenizer)
@@ -387,9 +387,9 @@ def test_the_sentence_map_is_cached_by_every_setting_that_it_depends_on(tmp_path
     files = set(folder.glob("*.npy"))
     assert len(files) == 1
     monkeypatch.setattr("megatron.core.datasets.masked_dataset.build_mapping", None)  # not built again
-    again = train("bert", prefix, 100, masking_probability=0.3)  # masks are no part of it
-    np.testing.assert_array_equal(again.sample_index, first.sample_index)
-    assert isinstance(again.sample_index.base, np.ndarray)
+    repeated = train("bert", prefix, 100, masking_probability=0.3)  # masks are no part of it
+    np.testing.assert_array_equal(repeated.sample_index, first.sample_index)
+    assert isinstance(repeated.sample_index.base, np.ndarray)
     monkeypatch.undo()
     for options in ({"random_seed": 5}, {"sequence_length": 40}, {"short_sequence_probability": 0.2},
                     {"classification_head": False}, {"split": "90,10,0"}):  # fmt: skip

@@ -51,18 +51,18 @@ def prefix(tmp_path):
 
 def pieces(documents):
     """(tokens, labels) of all samples, in document order."""
-    found = []
+    results = []
     for document in documents:
         for start in range(0, len(document) - 1, LENGTH):
             stop = min(start + LENGTH, len(document) - 1)
-            found.append((document[start:stop], document[start + 1 : stop + 1]))
-    return found
+            results.append((document[start:stop], document[start + 1 : stop + 1]))
+    return results
 
 
 def test_an_epoch_holds_every_label_once(prefix):
     data = dataset(prefix)
-    found = [(each["tokens"].tolist(), each["labels"].tolist()) for each in map(data.__getitem__, range(len(data)))]
-    assert sorted(found) == sorted(pieces(DOCUMENTS))
+    results = [(item["tokens"].tolist(), item["labels"].tolist()) for item in map(data.__getitem__, range(len(data)))]
+    assert sorted(results) == sorted(pieces(DOCUMENTS))
     assert all(data[i]["position_ids"].tolist() == list(range(len(data[i]["tokens"]))) for i in range(len(data)))
 
 
@@ -77,13 +77,13 @@ def test_epochs_are_shuffled_separately_and_a_prefix_does_not_depend_on_the_coun
     per_epoch = len(one)
     assert three.num_epochs == 3 and three.order[:per_epoch].tolist() == one.order.tolist()
     epochs = three.order.reshape(3, per_epoch)
-    assert (np.sort(epochs) == np.arange(per_epoch)).all() and len({tuple(each) for each in epochs.tolist()}) == 3
+    assert (np.sort(epochs) == np.arange(per_epoch)).all() and len({tuple(value) for value in epochs.tolist()}) == 3
 
 
 def test_a_part_of_the_documents_is_a_split(prefix):
     data = dataset(prefix, documents=np.arange(2, 5, dtype=np.int32))
-    found = [data[i]["tokens"].tolist() for i in range(len(data))]
-    assert sorted(found) == sorted(tokens for tokens, _ in pieces(DOCUMENTS[2:5]))
+    results = [data[i]["tokens"].tolist() for i in range(len(data))]
+    assert sorted(results) == sorted(tokens for tokens, _ in pieces(DOCUMENTS[2:5]))
 
 
 def test_the_loss_at_an_end_of_document_inside_is_masked(tmp_path):
@@ -111,10 +111,10 @@ def test_a_blend_knows_the_lengths(tmp_path):
 
 def test_mock_lengths_have_their_percentiles():
     lengths = LogNormalLengths.of_percentiles(700, 9000, 131_072).draw(100_000, 0)
-    found = LengthStatistics(lengths)
-    assert found.p50 == pytest.approx(700, rel=0.03) and found.p95 == pytest.approx(9000, rel=0.03)
-    assert found.maximum == 131_072 and 0.1 < found.tail_share < 0.5
-    assert str(found).startswith(f"p50 {found.p50}, p95 {found.p95}, maximum 131072 tokens; the longest 1 % hold")
+    result = LengthStatistics(lengths)
+    assert result.p50 == pytest.approx(700, rel=0.03) and result.p95 == pytest.approx(9000, rel=0.03)
+    assert result.maximum == 131_072 and 0.1 < result.tail_share < 0.5
+    assert str(result).startswith(f"p50 {result.p50}, p95 {result.p95}, maximum 131072 tokens; the longest 1 % hold")
 
 
 def test_mock_data_has_the_given_lengths():

@@ -72,7 +72,7 @@ def test_manifests_know_the_size_of_every_storable_dtype():
     assert {name: dtype.itemsize for name, dtype in sharded_tensor.DTYPES.items()} == manifest_module.ITEM_BYTES
 
 
-def test_what_is_synced_is_the_whole_file(tmp_path, small_blocks, monkeypatch):
+def test_the_complete_file_is_synced(tmp_path, small_blocks, monkeypatch):
     """Bytes that Python still buffers while the file is synced would be lost with the power."""
     synced, fsync = {}, writer_module.os.fsync
 
@@ -99,9 +99,9 @@ def test_the_files_are_plain_safetensors(saved):
 
 def cut(rank, world, dim, shape=(12, 10)):
     """Return this rank's uneven slice along ``dim`` of a global tensor, and a replicated tensor."""
-    whole = values(shape, torch.float32)
+    full = values(shape, torch.float32)
     bounds = [0] + [shape[dim] * (r + 1) // world - (1 if r + 1 < world else 0) for r in range(world)]
-    local = whole.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank]).contiguous()
+    local = full.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank]).contiguous()
     offsets = [0, 0]
     offsets[dim] = bounds[rank]
     return {

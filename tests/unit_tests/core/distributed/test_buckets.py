@@ -17,15 +17,15 @@ RANKS, REPLICAS = Group("dp_cp", (0, 1), 1), Group("dp_cp_replica", (1, 3), 0)
 @pytest.fixture
 def calls(monkeypatch):
     """Collectives with their elements, and waits, in order; nothing is sent."""
-    found = []
+    results = []
 
     def collective(name, tensor):
-        found.append((name, tensor.numel()))
-        return SimpleNamespace(wait=lambda: found.append(("wait", name)))
+        results.append((name, tensor.numel()))
+        return SimpleNamespace(wait=lambda: results.append(("wait", name)))
 
     monkeypatch.setattr(buffers, "all_reduce", lambda tensor, group: collective("all-reduce", tensor))
     monkeypatch.setattr(buffers, "all_gather", lambda output, *args, **kwargs: collective("all-gather", output))
-    return found
+    return results
 
 
 def test_instances_sum_only_the_shard_of_this_rank(calls):

@@ -41,11 +41,11 @@ def test_reductions_start_in_the_order_of_buckets_whatever_is_ready_first(monkey
     ddp = wrapped(overlap_grad_reduce=True)
     buffer, weights = ddp.grad_buffers[0], list(ddp.module.parameters())
     ddp.zero_grad_buffer()
-    for done, index in enumerate(order, 1):
+    for finished, index in enumerate(order, 1):
         weights[index].square().sum().backward()
-        ready = {id(buffer.buckets_by_parameter[weights[each]]) for each in order[:done]}
+        ready = {id(buffer.buckets_by_parameter[weights[item]]) for item in order[:finished]}
         first_waiting = next((n for n, bucket in enumerate(buffer.buckets) if id(bucket) not in ready), 3)
-        assert started == buffer.buckets[:first_waiting], done
+        assert started == buffer.buckets[:first_waiting], finished
     ddp.finish_grad_sync()
     assert started == buffer.buckets
 

@@ -174,7 +174,7 @@ def drifted(rank, world):
         with torch.no_grad():
             bits = net.first.weight.view(torch.int32)
             bits[2, 3] += 1  # one unit in the last place
-    return [tuple(each) for each in check_replicas([net], groups)]
+    return [tuple(check_replica) for check_replica in check_replicas([net], groups)]
 
 
 def test_a_replica_that_differs_in_one_bit_is_named(gloo_pool):
@@ -196,7 +196,7 @@ def test_a_model_that_nobody_holds_is_freed():
     net = nn.Linear(2, 2)
     ddp = wrapped(net, overlap_grad_reduce=True)
     ddp(torch.ones(1, 2)).sum().backward()
-    left = [weakref.ref(each) for each in (net, ddp)]
+    left = [weakref.ref(x) for x in (net, ddp)]
     del net, ddp
     gc.collect()
-    assert [each() for each in left] == [None, None]
+    assert [item() for item in left] == [None, None]

@@ -99,12 +99,12 @@ def chain(tmp_path_factory):
 
 
 def instances(*arguments):
-    return [SimpleNamespace(args=each, task_name="tiny") for each in arguments]
+    return [SimpleNamespace(args=argument, task_name="tiny") for argument in arguments]
 
 
-def random_text(rng, longest):
+def random_text(rng, max_length):
     parts = ["the", " cat", " c", "at", " ", "  ", "\n", "é", "中😀", "x", ".", "<s>", "on"]
-    return "".join(rng.choice(parts) for _ in range(rng.randrange(longest)))
+    return "".join(rng.choice(parts) for _ in range(rng.randrange(max_length)))
 
 
 def test_likelihoods_equal_those_of_the_harness(random_pair):
@@ -118,10 +118,10 @@ def test_likelihoods_equal_those_of_the_harness(random_pair):
         if encoded[1] and len(encoded[1]) < 60 and (context or continuation != "<s>"):
             pairs.append((context, continuation))
     expected = reference.loglikelihood(instances(*pairs), disable_tqdm=True)
-    found = adapter.loglikelihood(instances(*pairs), disable_tqdm=True)
-    assert [x for x, _ in found] == pytest.approx([x for x, _ in expected], rel=1e-5)
-    assert [x for _, x in found] == [x for _, x in expected]
-    assert len({round(x, 3) for x, _ in found}) > 40
+    actual = adapter.loglikelihood(instances(*pairs), disable_tqdm=True)
+    assert [x for x, _ in actual] == pytest.approx([x for x, _ in expected], rel=1e-5)
+    assert [x for _, x in actual] == [x for _, x in expected]
+    assert len({round(x, 3) for x, _ in actual}) > 40
 
 
 def test_steps_score_no_more_tokens_than_the_limit(random_pair, monkeypatch):
@@ -145,10 +145,10 @@ def test_caches_get_the_results_as_in_the_harness(random_pair):
     text = ("generate_until", "the", {"max_gen_toks": 3, "until": []})
     assert cached(adapter, *text) == cached(reference, *text)
     for scored in (("loglikelihood", "the", " cat"), ("loglikelihood_rolling", "the cat")):
-        [(name, key, found)], [(expected_name, expected_key, expected)] = (
+        [(name, key, actual)], [(expected_name, expected_key, expected)] = (
             cached(model, *scored) for model in (adapter, reference)
         )
-        assert (name, key) == (expected_name, expected_key) and found == pytest.approx(expected, rel=1e-5)
+        assert (name, key) == (expected_name, expected_key) and actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_defaults_are_those_of_the_harness(random_pair):
@@ -170,10 +170,10 @@ def test_a_missing_package_is_one_message(monkeypatch):
 def test_documents_equal_those_of_the_harness(random_pair):
     adapter, reference, _ = random_pair
     rng = random.Random(2)
-    texts = [(random_text(rng, longest),) for longest in (1, 2, 10, 60, 100, 300)]
+    texts = [(random_text(rng, max_length),) for max_length in (1, 2, 10, 60, 100, 300)]
     expected = reference.loglikelihood_rolling(instances(*texts), disable_tqdm=True)
-    found = adapter.loglikelihood_rolling(instances(*texts), disable_tqdm=True)
-    assert found == pytest.approx(expected, rel=1e-5) and found[-1] < -100
+    actual = adapter.loglikelihood_rolling(instances(*texts), disable_tqdm=True)
+    assert actual == pytest.approx(expected, rel=1e-5) and actual[-1] < -100
 
 
 LIMITS = [{"max_gen_toks": 6}, {"max_new_tokens": 5}, {"max_tokens": 7}, {"max_completion_tokens": 4}, {},
@@ -203,8 +203,8 @@ def test_greedy_texts_equal_those_of_the_harness(random_pair):
             context = context[:12]
         jobs.append((context, settings))
     expected = reference.generate_until(instances(*jobs), disable_tqdm=True)
-    found = adapter.generate_until(instances(*jobs), disable_tqdm=True)
-    assert [x for x in zip(jobs, found, expected) if x[1] != x[2]] == [] and len(set(found)) > 8
+    actual = adapter.generate_until(instances(*jobs), disable_tqdm=True)
+    assert [x for x in zip(jobs, actual, expected) if x[1] != x[2]] == [] and len(set(actual)) > 8
 
 
 def test_a_context_with_bos_gets_no_second_one(random_pair):
@@ -243,19 +243,19 @@ def test_answers_end_with_the_end_token_and_stop_strings_and_lack_special_tokens
     jobs += [("A" if rng.random() < 0.5 else "A" * 70, random_settings(rng, ["S", "TO", "c"])) for _ in range(20)]
     jobs = [(context, x) for context, x in jobs if context == "A" or "max_length" not in x]
     expected = reference.generate_until(instances(*jobs), disable_tqdm=True)
-    found = adapter.generate_until(instances(*jobs), disable_tqdm=True)
-    assert [x for x in zip(jobs, found, expected) if x[1] != x[2]] == []
-    assert found[:4] == ["b😀cSTOPd"] * 4 and found[10] == "b😀cSTOP"
+    actual = adapter.generate_until(instances(*jobs), disable_tqdm=True)
+    assert [x for x in zip(jobs, actual, expected) if x[1] != x[2]] == []
+    assert actual[:4] == ["b😀cSTOPd"] * 4 and actual[10] == "b😀cSTOP"
 
 
 def test_equally_likely_tokens_are_greedy_only_if_generation_takes_them(chain):
     adapter, reference, _ = chain
     pairs = [("A", "b😀cSTOP"), ("A", "bc"), ("zz", "!"), ("zz", "a"), ("zz", "<|endoftext|>"), ("A", "b<|x|>")]
     expected = reference.loglikelihood(instances(*pairs), disable_tqdm=True)
-    found = adapter.loglikelihood(instances(*pairs), disable_tqdm=True)
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert [x for x, _ in found] == pytest.approx([x for x, _ in expected], rel=1e-5)
-    assert {greedy for _, greedy in found[2:5]} == {True, False}
+    actual = adapter.loglikelihood(instances(*pairs), disable_tqdm=True)
+    assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
+    assert [x for x, _ in actual] == pytest.approx([x for x, _ in expected], rel=1e-5)
+    assert {greedy for _, greedy in actual[2:5]} == {True, False}
 
 
 def test_a_continuation_that_merges_into_the_context_is_scored_by_its_text(random_pair):

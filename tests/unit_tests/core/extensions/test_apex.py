@@ -58,22 +58,22 @@ def outcome(model, grad_reduce_in_fp32=True):
     return losses.detach(), {name: param.main_grad for name, param in model.named_parameters()}
 
 
-def compare(ours, theirs):
-    (losses, gradients), (other_losses, others) = ours, theirs
+def compare(local, foreign):
+    (losses, gradients), (other_losses, rest) = local, foreign
     torch.testing.assert_close(other_losses, losses, rtol=1e-5, atol=1e-5)
-    assert others.keys() == gradients.keys()
+    assert rest.keys() == gradients.keys()
     for name, gradient in gradients.items():
         narrow = gradient.dtype == BF16
         tolerance = {"rtol": 2e-2, "atol": 2e-2} if narrow else {"rtol": 1e-4, "atol": 1e-5}
-        torch.testing.assert_close(others[name], gradient, msg=name, **tolerance)
+        torch.testing.assert_close(rest[name], gradient, msg=name, **tolerance)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_equal_the_built_in_kernels(case, monkeypatch):
     calls = fake_apex.install(monkeypatch)
-    ours = outcome(make_model([], **CASES[case]))
+    local = outcome(make_model([], **CASES[case]))
     assert calls == [], "an installed package is not picked up by itself"
-    compare(ours, outcome(make_model(BOTH, **CASES[case])))
+    compare(local, outcome(make_model(BOTH, **CASES[case])))
     norm = CASES[case].get("normalization", "LayerNorm")
     assert {"wgrad fp32", norm} == set(calls)
 
@@ -90,7 +90,7 @@ def test_sums_of_gradients_in_16_bits_stay_there(monkeypatch):
 
 def test_weight_gradients_can_wait_and_copies_make_memory_contiguous(monkeypatch):
     calls = fake_apex.install(monkeypatch)
-    found = []
+    results = []
     for traits in (LinearTraits(SINGLE_PROCESS.tp), LinearTraits(SINGLE_PROCESS.tp, gemms=Gemms(ApexWeightGradient()))):
         generator = torch.Generator().manual_seed(0)
         x, grad = (torch.randn(size, 5, generator=generator).t().requires_grad_() for size in (7, 9))
@@ -102,8 +102,8 @@ def test_weight_gradients_can_wait_and_copies_make_memory_contiguous(monkeypatch
         (compute,) = store.take()
         compute()
         assert len(arrivals) == 1
-        found.append((x.grad, weight.main_grad))
-    torch.testing.assert_close(*found)
+        results.append((x.grad, weight.main_grad))
+    torch.testing.assert_close(*results)
     assert calls == ["wgrad fp32"]
 
 
@@ -154,17 +154,17 @@ def trained(parts, dtype, settings, poisoned=False):
 @pytest.mark.parametrize("state", STATES)
 def test_adam_equals_the_built_in_update(state, poisoned, monkeypatch):
     calls = fake_apex.install(monkeypatch)
-    ours = trained([], *STATES[state], poisoned)
+    local = trained([], *STATES[state], poisoned)
     assert calls == []
-    theirs = trained(["adam"], *STATES[state], poisoned)
-    assert set(calls) == {"adam"} and [done for done, _ in theirs[0]] == [True, True, not poisoned, True]
-    assert theirs[0] == ours[0] or poisoned  # an infinite norm is not compared
-    for name, value in ours[1].items():
-        torch.testing.assert_close(theirs[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
-    for kind, moments in ours[2].items():
+    foreign = trained(["adam"], *STATES[state], poisoned)
+    assert set(calls) == {"adam"} and [finished for finished, _ in foreign[0]] == [True, True, not poisoned, True]
+    assert foreign[0] == local[0] or poisoned  # an infinite norm is not compared
+    for name, value in local[1].items():
+        torch.testing.assert_close(foreign[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+    for kind, moments in local[2].items():
         for name, value in moments.items():
             wide = value.dtype == torch.float32
-            torch.testing.assert_close(theirs[2][kind][name], value, rtol=1e-4 if wide else 2**-6, atol=1e-6)
+            torch.testing.assert_close(foreign[2][kind][name], value, rtol=1e-4 if wide else 2**-6, atol=1e-6)
 
 
 def test_what_can_be_updated_where_it_is_takes_one_call_per_rates(monkeypatch):

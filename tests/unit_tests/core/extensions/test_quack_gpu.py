@@ -12,14 +12,14 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("ends, rows, out, width", [((70, 70, 300), 320, 256, 136), ((2000, 4096), 4096, 1536, 768)])
 def test_quack_adds_the_weight_gradient(ends, rows, out, width):
     pytest.importorskip("quack")
-    grad, x = (torch.randn(rows, each, device="cuda", dtype=torch.bfloat16) for each in (out, width))
+    grad, x = (torch.randn(rows, item, device="cuda", dtype=torch.bfloat16) for item in (out, width))
     assert quack.quack_serves(x, out, width)
     ends_g = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    found = torch.randn(len(ends), out, width, device="cuda")
-    before, exact = found.clone(), found.double()
-    quack.add_grouped_weight_gradient(grad, x, ends_g, found)
+    result = torch.randn(len(ends), out, width, device="cuda")
+    before, exact = result.clone(), result.double()
+    quack.add_grouped_weight_gradient(grad, x, ends_g, result)
     grouped_weight_gradient_reference(grad, x, ends_g, exact)
-    assert (found.double() - exact).abs().max() <= 1e-4 * exact.abs().max()
+    assert (result.double() - exact).abs().max() <= 1e-4 * exact.abs().max()
     for group, (start, end) in enumerate(zip((0, *ends), ends)):
         if start == end:
-            assert torch.equal(found[group], before[group])
+            assert torch.equal(result[group], before[group])

@@ -98,10 +98,10 @@ def outcome(model, **kwargs):
 def test_losses_gradients_and_names_equal_the_built_in_layers(case, monkeypatch):
     fake_transformer_engine.install(monkeypatch)
     documents = case == "llama"
-    ours, expected = outcome(make_model(False, **CASES[case]), documents=documents)
+    local, expected = outcome(make_model(False, **CASES[case]), documents=documents)
     model = make_model(True, **CASES[case])
-    theirs, gradients = outcome(model, documents=documents)
-    torch.testing.assert_close(theirs, ours)
+    foreign, gradients = outcome(model, documents=documents)
+    torch.testing.assert_close(foreign, local)
     assert gradients.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(gradients[name], expected[name], msg=name)
@@ -119,8 +119,8 @@ def test_latent_attention_generates_the_texts_of_built_in_layers(monkeypatch):
     requests, texts = [Request(prompt=[1, 2, 3], max_new_tokens=6, sampling=Sampling(seed=n)) for n in range(3)], []
     for engine in (False, True):
         model = make_model(engine, **CASES["latent"])
-        done = Engine(model, Limits(max_length=LENGTH), num_pages=12, page_size=4).generate(requests)
-        texts.append([x.tokens for x in done])
+        finished = Engine(model, Limits(max_length=LENGTH), num_pages=12, page_size=4).generate(requests)
+        texts.append([x.tokens for x in finished])
     assert texts[0] == texts[1]
 
 
@@ -129,27 +129,27 @@ def test_encoders_with_padding_equal_the_built_in_layers(fields, monkeypatch):
     fake_transformer_engine.install(monkeypatch)
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     padding = PackedSeqParams.of_lengths(torch.tensor([LENGTH, 7]), LENGTH)
-    found = []
+    results = []
     for engine in (False, True):
         config = make_model(engine, **fields).config
         spec = get_bert_block_spec(config, use_transformer_engine=engine)
         model = BertModel(config, 2, spec, VOCAB, LENGTH, groups=SINGLE_PROCESS)
         losses, order = model(tokens, None, tokens % 2, tokens, packed_seq_params=padding)
         (losses.sum() + order.square().sum()).backward()
-        found.append((losses, order, {name: param.grad for name, param in by_global_name(model).items()}))
-    torch.testing.assert_close(found[1][:2], found[0][:2])
-    for name, gradient in found[0][2].items():
-        torch.testing.assert_close(found[1][2][name], gradient, msg=name)
+        results.append((losses, order, {name: param.grad for name, param in by_global_name(model).items()}))
+    torch.testing.assert_close(results[1][:2], results[0][:2])
+    for name, gradient in results[0][2].items():
+        torch.testing.assert_close(results[1][2][name], gradient, msg=name)
 
 
 def test_branches_of_layers_compose(monkeypatch):
     fake_transformer_engine.install(monkeypatch)
-    whole = make_model(True)
-    config = whole.config
+    full = make_model(True)
+    config = full.config
     x = torch.randn(LENGTH, BATCH, config.hidden_size, dtype=torch.float64)
     spec = get_gpt_layer_with_transformer_engine_spec()
     parts = [build_module(spec, config, layer_number=1, branches=range(at, at + 1)) for at in range(2)]
-    layer = whole.decoder.layers[0].eval()
+    layer = full.decoder.layers[0].eval()
     weights = layer.state_dict()
     assert sorted(name for part in parts for name in part.state_dict()) == sorted(weights)
     for part in parts:
@@ -160,21 +160,21 @@ def test_branches_of_layers_compose(monkeypatch):
 
 def test_checkpoints_do_not_know_who_computed(monkeypatch):
     fake_transformer_engine.install(monkeypatch)
-    ours, theirs = (module_tensors(make_model(engine), groups=SINGLE_PROCESS) for engine in (False, True))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor.local, theirs[name].local) and tensor.global_shape == theirs[name].global_shape
+    local, foreign = (module_tensors(make_model(engine), groups=SINGLE_PROCESS) for engine in (False, True))
+    assert local.keys() == foreign.keys()
+    for name, tensor in local.items():
+        assert torch.equal(tensor.local, foreign[name].local) and tensor.global_shape == foreign[name].global_shape
 
 
 def test_without_a_gradient_buffer_gradients_go_the_usual_way(monkeypatch):
     fake_transformer_engine.install(monkeypatch)
-    ours, theirs = make_model(False), make_model(True)
-    for model in (ours, theirs):
+    local, foreign = make_model(False), make_model(True)
+    for model in (local, foreign):
         losses(model).sum().backward()
-    others = by_global_name(theirs)
-    for name, param in by_global_name(ours).items():
-        torch.testing.assert_close(others.pop(name).grad, param.grad, msg=name)
-    assert not others
+    rest = by_global_name(foreign)
+    for name, param in by_global_name(local).items():
+        torch.testing.assert_close(rest.pop(name).grad, param.grad, msg=name)
+    assert not rest
 
 
 def tensor_parallel_outcome(rank, world_size, sequence_parallel):
@@ -187,8 +187,8 @@ def tensor_parallel_outcome(rank, world_size, sequence_parallel):
             results = [outcome(make_model(engine, groups, **layout)) for engine in (False, True)]
         finally:
             parallel_state.destroy_model_parallel()
-    (ours, expected), (theirs, gradients) = results
-    torch.testing.assert_close(theirs, ours)
+    (local, expected), (foreign, gradients) = results
+    torch.testing.assert_close(foreign, local)
     for name in expected:
         torch.testing.assert_close(gradients[name], expected[name], msg=name)
 
@@ -201,9 +201,9 @@ def test_two_tensor_parallel_ranks_equal_the_built_in_layers(gloo_pool, sequence
 def test_attention_with_dropout_is_the_built_in_one(monkeypatch):
     """Dropout masks equal the masks without the package."""
     fake_transformer_engine.install(monkeypatch)
-    engine, ours = (losses(make_model(built, attention_dropout=0.3)) for built in (True, False))
-    torch.testing.assert_close(engine, ours)
-    assert not torch.allclose(ours, losses(make_model(False)))
+    engine, local = (losses(make_model(built, attention_dropout=0.3)) for built in (True, False))
+    torch.testing.assert_close(engine, local)
+    assert not torch.allclose(local, losses(make_model(False)))
 
 
 def test_contradicting_variables_are_refused(monkeypatch):
@@ -216,9 +216,9 @@ def test_contradicting_variables_are_refused(monkeypatch):
 
 def test_what_was_built_is_described(monkeypatch):
     fake_transformer_engine.install(monkeypatch)
-    ours, theirs = ("\n".join(kernel_summary([make_model(engine)])) for engine in (False, True))
-    assert "layers: local" in ours and "attention: torch SDPA (no GPU, float64, head dim 8)" in ours
-    assert "layers: transformer_engine" in theirs and "attention: Transformer Engine" in theirs
+    local, foreign = ("\n".join(kernel_summary([make_model(engine)])) for engine in (False, True))
+    assert "layers: local" in local and "attention: torch SDPA (no GPU, float64, head dim 8)" in local
+    assert "layers: transformer_engine" in foreign and "attention: Transformer Engine" in foreign
     layered = "\n".join(kernel_summary([make_model(False, num_layers=4, **CASES["llama"])]))
     assert "window 3,0) in layers 1, 3" in layered and "in layers 2, 4" in layered
 

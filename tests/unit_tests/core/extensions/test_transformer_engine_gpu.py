@@ -74,9 +74,9 @@ def outcome(model, **kwargs):
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_agree_with_the_built_in_layers(engine, case, documents):
-    ours, expected = outcome(make_model(False, **CASES[case]), documents=documents)
-    theirs, gradients = outcome(make_model(True, **CASES[case]), documents=documents)
-    torch.testing.assert_close(theirs, ours, rtol=2e-2, atol=2e-2)
+    local, expected = outcome(make_model(False, **CASES[case]), documents=documents)
+    foreign, gradients = outcome(make_model(True, **CASES[case]), documents=documents)
+    torch.testing.assert_close(foreign, local, rtol=2e-2, atol=2e-2)
     assert gradients.keys() == expected.keys()
     for name in expected:
         error = (gradients[name] - expected[name]).norm() / expected[name].norm()
@@ -89,11 +89,11 @@ def test_fp8_agrees_with_the_built_in_recipes(engine, monkeypatch, recipe, fp8):
     """Within the rounding of 8-bit factors, which differ where their inputs differ in bf16."""
     monkeypatch.setitem(globals(), "BATCH", 2)  # a multiple of 128 tokens
     settings = {**CASES["llama"], "fp8": fp8, "fp8_recipe": recipe}
-    ours, expected = outcome(make_model(False, **settings))
-    theirs, gradients = outcome(make_model(True, **settings))
+    local, expected = outcome(make_model(False, **settings))
+    foreign, gradients = outcome(make_model(True, **settings))
     plain, _ = outcome(make_model(True, **CASES["llama"]))
-    torch.testing.assert_close(theirs, ours, rtol=3e-2, atol=3e-2)
-    assert not torch.equal(theirs, plain), "the package has computed in bf16"
+    torch.testing.assert_close(foreign, local, rtol=3e-2, atol=3e-2)
+    assert not torch.equal(foreign, plain), "the package has computed in bf16"
     for name in expected:
         error = (gradients[name] - expected[name]).norm() / expected[name].norm()
         assert error < 0.15, f"{name}: {error}"

@@ -68,11 +68,11 @@ def test_the_three_products_equal_the_reference(recipe, gradients, weight_gradie
         grad[used:] *= 1e3
         y, dx, dw = run(products, x, weight, grad, ends)
         ranges = row_ranges(ends)
-        leaves = [each.requires_grad_() for each in (spread(x, ranges), weight.clone())]
+        leaves = [item.requires_grad_() for item in (spread(x, ranges), weight.clone())]
         expected = reference.expert_linear(c, *leaves, "layer", histories, 1, True)
         expected.backward(spread(grad, ranges))
-        found = spread(y, ranges), spread(dx, ranges), dw
-        for one, other in zip(found, (expected.detach(), leaves[0].grad, leaves[1].grad)):
+        actual = spread(y, ranges), spread(dx, ranges), dw
+        for one, other in zip(actual, (expected.detach(), leaves[0].grad, leaves[1].grad)):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-13 * float(other.abs().max()) + 1e-300)
         for history in histories.values():
             history.end_step(c)
@@ -104,7 +104,7 @@ def test_weights_are_cast_once_per_step_with_a_scale_each():
     weight = torch.stack([filled(32, 48, dtype=torch.bfloat16) * scale for scale in (1.0, 2.0**-7)])
     products = build("tensorwise", weight)
     stacked = products.casts.weights[0].view(2, 32, 48)
-    first, second = (products.casts.weight_copies(each, columns=False) for each in stacked)
+    first, second = (products.casts.weight_copies(item, columns=False) for item in stacked)
     assert torch.equal(first.data.view(torch.uint8), second.data.view(torch.uint8))
     assert second.scale == first.scale * 2.0**-7
     assert products.casts.weight_copies(stacked[1], columns=False).data is second.data
@@ -119,10 +119,10 @@ def check_casts(x, counts, dtype):
     numbers = torch.tensor(counts).cumsum(0).int()
     ranges, used = row_ranges(numbers), int(numbers[-1])
     to = reference.E4M3 if dtype == E4M3 else reference.E5M2
-    given = Scale(*torch.tensor([[2.0], [0.5]], device=x.device))
-    for scale in (amax_parts(x[:used]), given):
+    passed = Scale(*torch.tensor([[2.0], [0.5]], device=x.device))
+    for scale in (amax_parts(x[:used]), passed):
         factor = scale.factor.double() if isinstance(scale, Scale) else None
-        noted = new_amax(x.device) if scale is given else None
+        noted = new_amax(x.device) if scale is passed else None
         copies = cast_groups(x, dtype, scale, ranges, rows=True, columns=True, noted=noted)
         assert noted is None or noted.max() == amax_parts(x[:used]).view(torch.int32).max()
         expected = reference.per_tensor(x[:used].double(), to, factor)
@@ -134,9 +134,9 @@ def check_casts(x, counts, dtype):
             size, columns = rows.stop - rows.start, columns.view(torch.uint8)
             assert columns.is_contiguous() and columns.shape == (x.shape[1], -(-size // 128) * 128)
             assert torch.equal(columns[:, :size], codes[rows].T) and not columns[:, size:].any()
-        alone = cast_groups(x, dtype, scale, ranges, rows=False, columns=True)
-        bits = (each.columns.data.view(torch.uint8) for each in (alone, copies))
-        assert alone.rows is None and torch.equal(*bits)
+        single = cast_groups(x, dtype, scale, ranges, rows=False, columns=True)
+        bits = (item.columns.data.view(torch.uint8) for item in (single, copies))
+        assert single.rows is None and torch.equal(*bits)
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
@@ -173,7 +173,7 @@ def test_products_on_a_gpu_equal_those_of_a_cpu(gradients, counts, total):
     weight = filled(len(counts), 144, 256, dtype=torch.bfloat16)
     results = []
     for device in ("cpu", "cuda"):
-        x, grad, weight, ends = (each.to(device) for each in (x, grad, weight, ends))
+        x, grad, weight, ends = (item.to(device) for item in (x, grad, weight, ends))
         products = build("tensorwise", weight, gradients=gradients)
         products.casts.weights = [weight.view(-1, 256)]
         inputs = products.pack_input(x, ends, for_backward=True)

@@ -19,19 +19,19 @@ def gathered(rank, world_size, blocks, length, batch):
     x = filled(length, batch, 144, dtype=torch.bfloat16) * torch.logspace(-2, 2, length).view(-1, 1, 1)
     local = x.chunk(world_size)[rank]
     if blocks:
-        full, part = (cast_in_blocks(each, torch.float8_e4m3fn, columns=True) for each in (x, local))
+        full, part = (cast_in_blocks(item, torch.float8_e4m3fn, columns=True) for item in (x, local))
     else:
-        full, part = (cast_tensor(each, torch.float8_e5m2, amax_parts(x), columns=True) for each in (x, local))
+        full, part = (cast_tensor(item, torch.float8_e5m2, amax_parts(x), columns=True) for item in (x, local))
     rows = part.rows._replace(data=part.rows.data.view(local.shape))
-    found = (
+    actual = (
         begin_gather(rows, group, transposed=False).wait(),
         begin_gather(part.columns, group, transposed=True).wait(),
     )
-    for one, expected in zip(found, full, strict=True):
+    for one, expected in zip(actual, full, strict=True):
         assert one.data.dtype == expected.data.dtype and one.data.is_contiguous()
         assert torch.equal(one.data.view(torch.uint8).flatten(), expected.data.view(torch.uint8).flatten())
         assert torch.equal(one.scale, expected.scale) and one.scale.stride() == expected.scale.stride()
-    return tuple(found[0].data.shape), tuple(found[1].data.shape)
+    return tuple(actual[0].data.shape), tuple(actual[1].data.shape)
 
 
 @pytest.mark.parametrize("blocks, length, batch", [(False, 12, 3), (False, 4, 1), (True, 512, 1), (True, 256, 2)])
@@ -60,8 +60,8 @@ def gathered_gradient(rank, world_size, recipe, weight_gradients):
 
     with mock.patch.object(collectives, "all_gather", counted):
         carrier = gemms.gather_gradient(grad.bfloat16().chunk(world_size)[rank], group)
-    found = gemms.pack_gradient(carrier, for_input=True, for_weight=True)
-    for one, other in zip(found, expected, strict=True):
+    actual = gemms.pack_gradient(carrier, for_input=True, for_weight=True)
+    for one, other in zip(actual, expected, strict=True):
         if isinstance(other, torch.Tensor):
             assert torch.equal(one, other)
         else:
@@ -76,5 +76,5 @@ def gathered_gradient(rank, world_size, recipe, weight_gradients):
 def test_gradients_of_row_parallel_layers_are_gathered_in_fp8(gloo_pool, recipe, weight_gradients, size):
     """One byte per element, and the values of the carrier are not used. With block scales the two copies differ, and
     weight gradients in higher precision read the values: there the tensor is gathered."""
-    found = gloo_pool.run(gathered_gradient, 2, recipe, weight_gradients)
-    assert found == [((32, 2, 144), size == 1, 16 * 2 * 144 * size)] * 2
+    result = gloo_pool.run(gathered_gradient, 2, recipe, weight_gradients)
+    assert result == [((32, 2, 144), size == 1, 16 * 2 * 144 * size)] * 2

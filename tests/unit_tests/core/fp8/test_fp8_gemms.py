@@ -30,7 +30,7 @@ def build_gemms(recipe, weights, *, gradients=E5M2, weight_gradients=True):
 
 def products(gemms, x, weight, grad, bias=None):
     """Y, dX, dW and db by the autograd function of linear layers."""
-    x, weight = (each.clone().requires_grad_() for each in (x, weight))
+    x, weight = (item.clone().requires_grad_() for item in (x, weight))
     bias = None if bias is None else bias.clone().requires_grad_()
     gemms.weights = [weight]
     y = parallel_linear(x, weight, bias, LinearTraits(Group("tp"), gemms=gemms))
@@ -58,12 +58,12 @@ def test_the_three_products_equal_the_reference(recipe, gradients, weight_gradie
         x, grad = (
             filled(tokens, size, dtype=torch.float64, seed=7 + step + size) * 3.0**step for size in (columns, rows)
         )
-        found = products(gemms, x, weight, grad)
-        leaves = [each.clone().requires_grad_() for each in (x.view(1, tokens, columns), weight)]
+        actual = products(gemms, x, weight, grad)
+        leaves = [item.clone().requires_grad_() for item in (x.view(1, tokens, columns), weight)]
         y = reference.linear(c, *leaves, "layer", histories, 1, True)
         y.backward(grad.view(1, tokens, rows))
         expected = y.detach()[0], leaves[0].grad[0], leaves[1].grad
-        for one, other in zip(found, expected):
+        for one, other in zip(actual, expected):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-13 * other.abs().max().item())
         for history in histories.values():
             history.end_step(c)
@@ -84,9 +84,9 @@ def test_errors_of_products_of_normal_numbers(recipe, gradients, dtype):
     x, weight, grad = (
         filled(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate([(256, 384), (128, 384), (256, 128)])
     )
-    found = products(build_gemms(recipe, [weight], gradients=gradients), x, weight, grad)
+    result = products(build_gemms(recipe, [weight], gradients=gradients), x, weight, grad)
     exact = x.double() @ weight.double().t(), grad.double() @ weight.double(), grad.double().t() @ x.double()
-    for one, other, band in zip(found, exact, BANDS[recipe, gradients]):
+    for one, other, band in zip(result, exact, BANDS[recipe, gradients]):
         error = ((one.double() - other).norm() / other.norm()).item()
         assert band * 0.9 < error < band * 1.1, f"{error:.4f}, not {band}"
 
@@ -96,8 +96,10 @@ def test_blocks_keep_small_values_next_to_outliers():
     x, weight = torch.ones(128, 256, dtype=torch.float64), torch.ones(128, 256, dtype=torch.float64)
     x[5, 7] = 1e6
     grad = torch.ones(128, 128, dtype=torch.float64)
-    lost, kept = (products(build_gemms(recipe, [weight]), x, weight, grad)[0] for recipe in ("tensorwise", "blockwise"))
-    assert lost[6].abs().max() == 0 and torch.equal(kept[6], torch.full((128,), 256.0, dtype=torch.float64))
+    lost, saved = (
+        products(build_gemms(recipe, [weight]), x, weight, grad)[0] for recipe in ("tensorwise", "blockwise")
+    )
+    assert lost[6].abs().max() == 0 and torch.equal(saved[6], torch.full((128,), 256.0, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -114,9 +116,9 @@ def test_backward_keeps_one_byte_per_element_of_the_input(recipe):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
         parallel_linear(x, weight, None, LinearTraits(Group("tp"), gemms=build_gemms(recipe, [weight])))
-    others = [each for each in saved if each.data_ptr() != weight.data_ptr()]
-    assert sum(each.numel() * each.element_size() for each in others) <= x.numel() * 1.05
-    assert others[0].dtype == E4M3 and others[0].shape == (256, 128)
+    rest = [item for item in saved if item.data_ptr() != weight.data_ptr()]
+    assert sum(other.numel() * other.element_size() for other in rest) <= x.numel() * 1.05
+    assert rest[0].dtype == E4M3 and rest[0].shape == (256, 128)
 
 
 def test_a_frozen_weight_or_input_costs_no_copy():
@@ -158,8 +160,8 @@ def test_weights_are_cast_once_per_step_for_all_micro_batches():
     weight, other = (filled(16, 32, dtype=torch.float32, seed=seed) for seed in (0, 1))
     gemms = counting(weight, other)
     for _ in range(3):
-        for each in (weight, other):
-            assert torch.equal(value(gemms, each), value(gemms, each, columns=True))
+        for x in (weight, other):
+            assert torch.equal(value(gemms, x), value(gemms, x, columns=True))
     assert gemms.casts == 1
     gemms.epoch.advance()
     assert value(gemms, weight, columns=True) is not None and gemms.casts == 2
@@ -228,12 +230,12 @@ def test_bad_values_reach_the_output_and_do_not_stay(recipe, bad):
         for step in range(3):
             one = x.clone()
             one[3, 4] = value if step == 1 else 1.0
-            found = products(gemms, one, weight, grad)
+            result = products(gemms, one, weight, grad)
             if step == 1:
-                assert found[0][3].isfinite().all() == (value == 1.0)
+                assert result[0][3].isfinite().all() == (value == 1.0)
             if recipe == "delayed":
                 gemms.history.update(())
-        gemms.found = found
+        gemms.found = result
     for one, other in zip(clean.found[:3], dirty.found[:3]):
         assert one.isfinite().all() and torch.equal(one, other)
 

@@ -17,16 +17,16 @@ def matrix(rows, columns, kind, dtype, *, seed, device="cpu"):
     x = filled(rows, columns, dtype=torch.float32, seed=seed, device=device)
     x *= torch.logspace(-1, 1, rows, device=device)[:, None]
     if kind == "tensor":
-        made = cast_tensor(x, dtype, amax_parts(x), columns=False).rows
-        return made, made.data.double() * made.scale.double()
-    made = cast_in_blocks(x, dtype, columns=False, square=kind == "squares").rows
+        built = cast_tensor(x, dtype, amax_parts(x), columns=False).rows
+        return built, built.data.double() * built.scale.double()
+    built = cast_in_blocks(x, dtype, columns=False, square=kind == "squares").rows
     side = 128 if kind == "squares" else 1
     row, column = torch.arange(rows, device=device) // side, torch.arange(columns, device=device) // 128
-    return made, made.data.double() * made.scale.double()[row[:, None], column[None, :]]
+    return built, built.data.double() * built.scale.double()[row[:, None], column[None, :]]
 
 
-def error(found, exact):
-    return ((found.double() - exact).abs().max() / exact.abs().max()).item()
+def error(result, exact):
+    return ((result.double() - exact).abs().max() / exact.abs().max()).item()
 
 
 KINDS = [("tensor", "tensor"), ("rows", "squares"), ("squares", "rows"), ("rows", "rows")]
@@ -104,9 +104,9 @@ def test_cublaslt_adds_products_to_gradients(m, n, k, kinds, formats, dtype):
         assert cublaslt.fp8_product(total, *arguments, scales=kinds, adds=True, fast=False)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    stored = torch.cuda.memory_allocated()
     add_product(total, left, right)
-    assert torch.cuda.max_memory_allocated() - held < total.numel() * total.element_size()
+    assert torch.cuda.max_memory_allocated() - stored < total.numel() * total.element_size()
     assert torch.equal(buffer[: m * n], before[: m * n])
     expected = before[m * n :].view(m, n).double() + 3 * exact
     assert error(total, expected) < 6 * TOLERANCE[dtype] + 5e-4

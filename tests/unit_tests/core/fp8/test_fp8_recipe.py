@@ -123,12 +123,12 @@ FLAGS = [*MODEL, "--fp8-format", "hybrid", "--pipeline-model-parallel-size", "2"
 
 def test_numbers_and_names_are_global_on_pipeline_stages(gloo_pool):
     split = [*FLAGS, "--num-layers-per-virtual-pipeline-stage", "1"]
-    kept = ["--fp8-recipe", "tensorwise", "--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "2"]
-    (first, _), (second, _) = gloo_pool.run(stage, 2, split + kept)
+    saved = ["--fp8-recipe", "tensorwise", "--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "2"]
+    (first, _), (second, _) = gloo_pool.run(stage, 2, split + saved)
     assert first == [[], []] and second == [sorted(linears(1)), []]
-    (first, names), (second, others) = gloo_pool.run(stage, 2, split)
+    (first, names), (second, rest) = gloo_pool.run(stage, 2, split)
     assert (first, second) == ([sorted(linears(0)), sorted(linears(2))], [sorted(linears(1)), sorted(linears(3))])
-    assert not set(names) & set(others) and len(names) == len(others) == 2 * 4 * 2 * 2
+    assert not set(names) & set(rest) and len(names) == len(rest) == 2 * 4 * 2 * 2
 
 
 def test_state_has_the_memory_of_live_scales():

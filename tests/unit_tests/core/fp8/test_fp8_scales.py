@@ -18,10 +18,10 @@ INF, NAN = torch.inf, torch.nan
 
 
 def history(length=1, uses_maximum=False, margin=0, largest=448.0):
-    made = ScaleHistory(length, uses_maximum=uses_maximum, margin=margin)
-    made.add("layer.input", largest)
-    made.state(CPU)
-    return made
+    built = ScaleHistory(length, uses_maximum=uses_maximum, margin=margin)
+    built.add("layer.input", largest)
+    built.state(CPU)
+    return built
 
 
 def step(scales, *amaxes, row=0):
@@ -55,7 +55,7 @@ def test_factors_follow_the_rule_of_the_reference(sequence, margin, length, algo
         factor = step(scales, *amaxes)
         assert factor == (0.0 if expected.factor is None else expected.factor.item())
         entries = scales.state(CPU)["history"][0].tolist()
-        assert entries == [float(each) for each in expected.entries] + [0.0] * (length - len(expected.entries))
+        assert entries == [float(entry) for entry in expected.entries] + [0.0] * (length - len(expected.entries))
         scale = scales.scale(0, CPU)
         assert (scale is None) == (factor == 0)
         if scale is not None:
@@ -70,7 +70,7 @@ def test_a_bad_magnitude_keeps_the_scale_and_is_forgotten(bad):
     before = step(scales, 2.0)
     assert step(scales, bad) == before == 224
     assert step(scales, 4.0) == 112
-    assert all(step(scales, 1.0) == each for each in (112, 112, 448))
+    assert all(step(scales, 1.0) == value for value in (112, 112, 448))
 
 
 def test_an_overflowing_quotient_becomes_the_largest_number():
@@ -157,8 +157,8 @@ def test_weights_are_scaled_by_their_values_of_this_step():
     scales = ScaleHistory(4, uses_maximum=True, margin=3)
     gemms = layer(scales)
     for _ in range(2):
-        found = gemms.weight_copies(gemms.weights[0], columns=False)
-        assert found.scale.item() == pytest.approx(gemms.weights[0].abs().max().item() / 448)
+        result = gemms.weight_copies(gemms.weights[0], columns=False)
+        assert result.scale.item() == pytest.approx(gemms.weights[0].abs().max().item() / 448)
         gemms.weights[0].mul_(10)
         scales.update(())
     assert [name.rpartition(".")[2] for name in scales.names] == ["input", "gradient"]

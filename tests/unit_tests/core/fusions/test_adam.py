@@ -33,14 +33,14 @@ def updated(size, weight, kind, moments, gradient, device="cpu", seed=0):
         master.write(exact)
     first, second = (0.1 * torch.randn(size, generator=generator).to(device) for _ in range(2))
     states = (first.to(moments[0]), second.square().to(moments[1]))
-    made = torch.randn(size, generator=generator).to(device, gradient)
-    return OptimizerEntry(master, made, states, 1e-3, 0.1)
+    built = torch.randn(size, generator=generator).to(device, gradient)
+    return OptimizerEntry(master, built, states, 1e-3, 0.1)
 
 
 def numbers(device="cpu", skip=0.0, factor=0.3, decoupled=True, step=3.0):
-    made = (torch.tensor(value, device=device) for value in (step, skip))
+    built = (torch.tensor(value, device=device) for value in (step, skip))
     scale = None if factor is None else torch.tensor(factor, dtype=torch.float64, device=device)
-    return AdamStep(0.9, 0.999, 1e-8, decoupled, *made, scale)
+    return AdamStep(0.9, 0.999, 1e-8, decoupled, *built, scale)
 
 
 FORMATS = {
@@ -62,18 +62,18 @@ def entries_of(make):
 def compare(kernel, name, device):
     make = lambda size: updated(size, *FORMATS[name], device)  # noqa: E731
     for changes in ({}, {"factor": None, "decoupled": False}, {"skip": 1.0}):
-        ours, theirs, before = (entries_of(make) for _ in range(3))
-        kernel(ours, numbers(device, **changes))
-        adam_reference_(theirs, numbers(device, **changes))
-        for mine, reference, old in zip(ours, theirs, before):
+        local, foreign, before = (entries_of(make) for _ in range(3))
+        kernel(local, numbers(device, **changes))
+        adam_reference_(foreign, numbers(device, **changes))
+        for mine, reference, old in zip(local, foreign, before):
             check(mine, reference, old, bool(changes.get("skip")))
 
 
 def check(mine, reference, old, skipped):
     """Triton's interpreter cuts bf16 off where a GPU rounds to nearest."""
-    for found, wanted in zip(mine.moments, reference.moments):
-        wide = found.dtype == torch.float32
-        torch.testing.assert_close(found, wanted, rtol=1e-5 if wide else 2**-7, atol=1e-7)
+    for result, expected in zip(mine.moments, reference.moments):
+        wide = result.dtype == torch.float32
+        torch.testing.assert_close(result, expected, rtol=1e-5 if wide else 2**-7, atol=1e-7)
     exact = mine.storage.read()
     torch.testing.assert_close(exact, reference.storage.read(), rtol=1e-5, atol=1e-6)
     weight = mine.storage.weight
@@ -108,18 +108,18 @@ class Declared(Copy):
 def test_declared_storages_are_updated_without_the_kernel():
     kinds = {"mine": Declared, "built in": Copy}
     formats = {name: (torch.bfloat16, kind, *FORMATS["bf16, copy"][2:]) for name, kind in kinds.items()}
-    ours, theirs = ([updated(100, *each) for each in formats.values()] for _ in range(2))
-    adam.TritonAdam()(ours, numbers())
-    adam_reference_(theirs, numbers())
-    assert torch.equal(ours[0].storage.weight, theirs[0].storage.weight)
-    assert torch.equal(ours[0].storage.weight, -ours[0].storage.read().bfloat16())
-    check(ours[1], theirs[1], updated(100, *formats["built in"]), False)
+    local, foreign = ([updated(100, *value) for value in formats.values()] for _ in range(2))
+    adam.TritonAdam()(local, numbers())
+    adam_reference_(foreign, numbers())
+    assert torch.equal(local[0].storage.weight, foreign[0].storage.weight)
+    assert torch.equal(local[0].storage.weight, -local[0].storage.read().bfloat16())
+    check(local[1], foreign[1], updated(100, *formats["built in"]), False)
 
 
 def test_kernels_read_storages_that_inherit_reading_and_writing():
     weight = torch.zeros(4, dtype=torch.bfloat16)
     inheriting = [Fp8Gathered.build(weight, split=split) for split in (True, False)]
-    assert all(is_read_by_kernels(each) for each in (*inheriting, Copy(weight)))
+    assert all(is_read_by_kernels(x) for x in (*inheriting, Copy(weight)))
     assert not is_read_by_kernels(Declared(weight))
 
 
@@ -133,7 +133,7 @@ def test_the_kernel_equals_torch_on_a_gpu(name):
     for _ in range(2):
         entries = entries_of(lambda size: updated(size, *FORMATS[name], "cuda"))
         chosen(entries, numbers("cuda"))
-        results.append([each.storage.read().clone() for each in entries])
+        results.append([entry.storage.read().clone() for entry in entries])
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
@@ -159,14 +159,14 @@ def test_masters_of_bf16_walk_the_same_path(decoupled):
     """From values that are halves, too."""
     kinds = {Remainder: torch.bfloat16, Copy: torch.bfloat16, FSDPStorage: torch.float32}
     many = [updated(4001, dtype, kind, (torch.float32, torch.float32), torch.float32) for kind, dtype in kinds.items()]
-    for each in many:
-        each.storage.write(many[0].storage.read().view(torch.int32).bitwise_or(0x8000).view(torch.float32))
+    for item in many:
+        item.storage.write(many[0].storage.read().view(torch.int32).bitwise_or(0x8000).view(torch.float32))
     for step in range(8):
         gradient = torch.randn(4001, generator=torch.Generator().manual_seed(step))
-        for each in many:
-            each.gradient.copy_(gradient)
-            adam_reference_([each], numbers(step=step + 1.0, decoupled=decoupled))
-        for each in many[1:]:
-            assert torch.equal(each.storage.read(), many[0].storage.read())
-        for each in many[:2]:
-            assert torch.equal(each.storage.weight, each.storage.read().bfloat16())
+        for item in many:
+            item.gradient.copy_(gradient)
+            adam_reference_([item], numbers(step=step + 1.0, decoupled=decoupled))
+        for item in many[1:]:
+            assert torch.equal(item.storage.read(), many[0].storage.read())
+        for item in many[:2]:
+            assert torch.equal(item.storage.weight, item.storage.read().bfloat16())

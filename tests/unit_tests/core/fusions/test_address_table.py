@@ -14,7 +14,7 @@ def formats(tables):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_operand_of_another_dtype_at_the_same_address_gets_its_own_table(dtype):
+def test_operands_of_two_dtypes_at_one_address_have_separate_tables(dtype):
     weight, gradient = torch.zeros(SIZE), torch.ones(SIZE)
     tables = AddressTables()
     [wide] = tables.find([(Storage(weight), (gradient,))])
@@ -23,7 +23,7 @@ def test_an_operand_of_another_dtype_at_the_same_address_gets_its_own_table(dtyp
     assert wide.rows.tolist() == narrow.rows.tolist() == [[weight.data_ptr(), 0, gradient.data_ptr(), SIZE]]
 
 
-def test_a_weight_of_another_dtype_at_the_same_address_gets_its_own_table():
+def test_weights_of_two_dtypes_at_one_address_have_separate_tables():
     memory, gradient = torch.zeros(SIZE), torch.ones(SIZE)
     tables = AddressTables()
     kinds = [tables.find([(Storage(memory.view(dtype)[:SIZE]), (gradient,))])[0].format.weight

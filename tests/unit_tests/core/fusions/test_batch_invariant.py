@@ -32,8 +32,8 @@ def products(kind):
 
 def matrices(rows, columns, width, device):
     generator = torch.Generator().manual_seed(0)
-    found = torch.randn(rows, width, generator=generator), torch.randn(columns, width, generator=generator)
-    return [x.to(device, DTYPE) for x in found]
+    results = torch.randn(rows, width, generator=generator), torch.randn(columns, width, generator=generator)
+    return [x.to(device, DTYPE) for x in results]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,7 +55,7 @@ def test_ranks_that_split_k_add_up_to_the_bits_of_one_rank(kind):
     full = multiply(x, weight, 8)
     for ranks in (2, 4, 8):
         shards = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
-        assert same(kind, tree_sum([multiply(*each, 8 // ranks) for each in shards]), full)
+        assert same(kind, tree_sum([multiply(*shard, 8 // ranks) for shard in shards]), full)
     assert not torch.equal(multiply(x, weight, 1), full), "another order of sums would be found"
 
 
@@ -63,10 +63,10 @@ def test_ranks_that_split_k_add_up_to_the_bits_of_one_rank(kind):
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_large_tiles_have_the_bits_of_small_ones(parts):
     x, weight = matrices(200, 144, 64 * parts, DEVICE)
-    found = product.product_large(x, weight, parts)
-    assert same("triton", found, product.product_triton(x, weight, parts))
+    result = product.product_large(x, weight, parts)
+    assert same("triton", result, product.product_triton(x, weight, parts))
     rounded = product.product_large(x, weight, parts, torch.bfloat16)
-    assert torch.equal(rounded, found.to(torch.bfloat16)) if DEVICE == "cuda" else rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, result.to(torch.bfloat16)) if DEVICE == "cuda" else rounded.dtype == torch.bfloat16
 
 
 @pytest.mark.gpu
@@ -127,15 +127,15 @@ def test_prefill_decoding_and_pages_give_the_same_bits(kind, scores):
     paged_rows = torch.cat([place, place])
     spans = [Span(0, 1, 99, 0), Span(1, 40, 110, LENGTH)]
     rows = [99, *range(110, 150)]
-    found = attend(query[rows], keys[order], values[order], paged_rows, spans, scores)
-    assert same(kind, found[0], out[rows]) and same(kind, found[1], lse[rows])
+    actual = attend(query[rows], keys[order], values[order], paged_rows, spans, scores)
+    assert same(kind, actual[0], out[rows]) and same(kind, actual[1], lse[rows])
     # keys in order need no index
-    found = attend(query, keys, values, None, [Span(0, LENGTH, 0, 0)], scores)
-    assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+    actual = attend(query, keys, values, None, [Span(0, LENGTH, 0, 0)], scores)
+    assert torch.equal(actual[0], out) and torch.equal(actual[1], lse)
     # one group and some of its heads, as a tensor-parallel rank has them
     local = scores._replace(sink=None if scores.sink is None else scores.sink[3:5])
-    found = attend(query[:, 3:5], keys[:, 1:], values[:, 1:], key_rows, [Span(0, LENGTH, 0, 0)], local)
-    assert same(kind, found[0], out[:, 3:5]) and same(kind, found[1], lse[:, 3:5])
+    actual = attend(query[:, 3:5], keys[:, 1:], values[:, 1:], key_rows, [Span(0, LENGTH, 0, 0)], local)
+    assert same(kind, actual[0], out[:, 3:5]) and same(kind, actual[1], lse[:, 3:5])
 
 
 CHUNKED = {

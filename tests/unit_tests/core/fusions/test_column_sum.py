@@ -13,10 +13,10 @@ from tests.test_utils.kernels import DEVICE, TOLERANCE, filled
 def check(function, shape, dtype, total_dtype):
     x = filled(*shape, dtype=dtype).to(DEVICE)
     before = None if total_dtype is None else filled(shape[1], dtype=total_dtype, seed=1).to(DEVICE)
-    ours, again = (function(x, None if before is None else before.clone()) for _ in range(2))
+    local, repeated = (function(x, None if before is None else before.clone()) for _ in range(2))
     exact = x.double().sum(0) + (0 if before is None else before.double())
-    assert torch.equal(ours, again) and ours.dtype == (total_dtype or dtype) and ours.shape == exact.shape
-    assert (ours.double() - exact).abs().max() <= TOLERANCE[ours.dtype] * max(1.0, exact.abs().max())
+    assert torch.equal(local, repeated) and local.dtype == (total_dtype or dtype) and local.shape == exact.shape
+    assert (local.double() - exact).abs().max() <= TOLERANCE[local.dtype] * max(1.0, exact.abs().max())
 
 
 @pytest.mark.parametrize("function", [column_sum_triton, column_sum_plain])

@@ -30,11 +30,11 @@ def inputs(tokens, width, num_true, dtype, device=DEVICE, scale=4.0):
 
 def check(passes, tokens, width, num_true, dtype, device=DEVICE):
     logits, label, grad, num_true = inputs(tokens, width, num_true, dtype, device)
-    found, expected = (each.statistics(logits, label, num_true) for each in (passes, PLAIN))
+    actual, expected = (x.statistics(logits, label, num_true) for x in (passes, PLAIN))
     if num_true:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     else:
-        assert found[1:].eq(0).all() and found[0].lt(-1e38).all()
+        assert actual[1:].eq(0).all() and actual[0].lt(-1e38).all()
     softmax = Softmax(expected[0].clamp(min=0), expected[1] + 1, num_true)  # of several slices
     exact = torch.empty_like(logits, dtype=torch.float32)
     PLAIN.gradient(logits.float(), label, softmax, grad, exact)
@@ -52,11 +52,11 @@ def test_kernels_equal_plain_torch(fused, tokens, width, num_true, dtype):
 
 def test_rows_may_lie_apart_and_the_result_elsewhere(fused):
     logits, label, grad, _ = inputs(4, 40, 37, torch.float32)
-    kept, out = logits.clone(), torch.full((4, 40), torch.nan, device=DEVICE)
-    view, statistics = logits[:, :37], PLAIN.statistics(kept[:, :37].contiguous(), label, 37)
+    saved, out = logits.clone(), torch.full((4, 40), torch.nan, device=DEVICE)
+    view, statistics = logits[:, :37], PLAIN.statistics(saved[:, :37].contiguous(), label, 37)
     torch.testing.assert_close(fused.statistics(view, label, 37), statistics)
     fused.gradient(view, label, Softmax(statistics[0], statistics[1], 37), grad, out[:, :37])
-    assert torch.equal(logits, kept) and out[:, 37:].isnan().all() and not out[:, :37].isnan().any()
+    assert torch.equal(logits, saved) and out[:, 37:].isnan().all() and not out[:, :37].isnan().any()
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])

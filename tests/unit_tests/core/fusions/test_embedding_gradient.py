@@ -29,16 +29,16 @@ def check(add_rows, kind, shape, dtype, total_dtype):
     tokens, width, rows = shape
     ids, grad = some_ids(kind, tokens, rows).to(DEVICE), filled(tokens, width, dtype=dtype, device=DEVICE)
     before = filled(rows, width, dtype=total_dtype, seed=1, device=DEVICE)
-    ours, again = before.clone(), before.clone()
-    for total in (ours, again):
+    local, repeated = before.clone(), before.clone()
+    for total in (local, repeated):
         add_rows(grad, ids, total)
-    assert torch.equal(ours, again)
+    assert torch.equal(local, repeated)
     present = ids >= 0
     exact = before.double().index_add_(0, ids[present], grad.double()[present])
-    error = (ours.double() - exact).abs().max() / exact.abs().max()
+    error = (local.double() - exact).abs().max() / exact.abs().max()
     assert error < TOLERANCE[total_dtype]
     unused = torch.ones(rows, dtype=torch.bool, device=DEVICE).index_fill_(0, ids[present], False)
-    assert torch.equal(ours[unused], before[unused])
+    assert torch.equal(local[unused], before[unused])
 
 
 @pytest.mark.parametrize("add_rows", [add_rows_triton, add_rows_plain])

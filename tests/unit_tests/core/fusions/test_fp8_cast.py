@@ -19,13 +19,13 @@ FORMATS = {E4M3: reference.E4M3, E5M2: reference.E5M2}
 both_formats = pytest.mark.parametrize("dtype", FORMATS, ids=["e4m3", "e5m2"])
 
 
-def assert_same(found, expected, dtype):
+def assert_same(actual, expected, dtype):
     """``found`` is a ``Quantized`` of the library, ``expected`` one of the reference."""
-    assert found.data.dtype == dtype and found.data.is_contiguous() and found.scale.dtype == torch.float32
-    found_codes, codes = found.data.view(torch.uint8), reference.codes(expected.grid, FORMATS[dtype])
-    is_nan = found.data.float().isnan()  # of either sign, and in e5m2 with any mantissa
+    assert actual.data.dtype == dtype and actual.data.is_contiguous() and actual.scale.dtype == torch.float32
+    found_codes, codes = actual.data.view(torch.uint8), reference.codes(expected.grid, FORMATS[dtype])
+    is_nan = actual.data.float().isnan()  # of either sign, and in e5m2 with any mantissa
     assert torch.equal(torch.where(is_nan, 0x7F, found_codes), codes)
-    assert torch.equal(found.scale.double(), expected.scale)
+    assert torch.equal(actual.scale.double(), expected.scale)
 
 
 def grid(dtype):
@@ -117,8 +117,8 @@ def test_every_number_tie_and_neighbor_is_rounded_as_in_the_reference(dtype):
 def test_values_beyond_the_range_of_a_given_scale_are_clipped(dtype):
     largest, one = FORMATS[dtype].largest, torch.ones(1)
     x = torch.tensor([[1.5 * largest, -1e30, 3.4e38, largest, -torch.inf]])
-    found = cast_tensor(x, dtype, Scale(4 * one, one / 4), columns=False).rows.data.float()
-    assert found[0, :4].tolist() == [largest, -largest, largest, largest] and found[0, 4].isnan()
+    result = cast_tensor(x, dtype, Scale(4 * one, one / 4), columns=False).rows.data.float()
+    assert result[0, :4].tolist() == [largest, -largest, largest, largest] and result[0, 4].isnan()
 
 
 def test_only_wanted_copies_are_made():
@@ -144,8 +144,8 @@ def test_leading_dims_are_rows():
         lambda y: cast_tensor(y, E4M3, amax_parts(y), columns=True),
         lambda y: cast_in_blocks(y, E4M3, columns=True),
     ):
-        for found, expected in zip(cast(x), cast(x.view(15, 16))):
-            assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+        for actual, expected in zip(cast(x), cast(x.view(15, 16))):
+            assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
 # ---- Triton kernels
@@ -203,8 +203,8 @@ def on_cpu(x):
 @pytest.mark.parametrize("height, width", [*SIZES, (0, 3)])
 def test_kernels_transpose_bytes(height, width):
     x = torch.randint(0, 256, (height, width), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    found = fp8_cast.transpose_triton(x.view(E4M3).to(DEVICE))
-    assert found.dtype == E4M3 and found.is_contiguous() and torch.equal(found.view(torch.uint8).cpu(), x.t())
+    result = fp8_cast.transpose_triton(x.view(E4M3).to(DEVICE))
+    assert result.dtype == E4M3 and result.is_contiguous() and torch.equal(result.view(torch.uint8).cpu(), x.t())
 
 
 def test_a_carrier_has_no_values_and_views_do_not_carry_copies():
@@ -313,7 +313,7 @@ def test_parts_of_an_amax_do_not_depend_on_the_shape(monkeypatch):
     """Ranks with other numbers of rows exchange them."""
     matrices = [torch.ones(*shape, dtype=torch.bfloat16) for shape in [(0, 8), (3, 5), (30, 2048)]]
     parts = [fp8_cast.amax_triton(kernels_of(x, E4M3, monkeypatch)) for x in matrices]
-    assert len({len(each) for each in parts}) == 1 and [each.max() for each in parts] == [0, 1, 1]
+    assert len({len(part) for part in parts}) == 1 and [part.max() for part in parts] == [0, 1, 1]
 
 
 # ---- noted magnitudes
@@ -346,10 +346,10 @@ def test_norms_note_the_magnitudes_of_output_and_gradient(shape, centred):
     weight = filled(shape[1], dtype=torch.float32, seed=2).to(DEVICE).requires_grad_()
     _, out = normalize_triton(x, branch, weight, None, NormTraits(1e-5, centred, 0.0, notes_amax=True))
     assert_noted(out)
-    seen = []
-    x.register_hook(seen.append)
+    observed = []
+    x.register_hook(observed.append)
     out.backward(filled(*shape, dtype=torch.float32, seed=3).to(DEVICE))
-    (grad,) = seen
+    (grad,) = observed
     assert_noted(grad)
 
 
@@ -361,9 +361,9 @@ def assert_noted(x):
 @pytest.mark.parametrize("width", [5, 2049])
 def test_gated_activations_note_the_magnitudes_of_output_and_gradient(width):
     packed = filled(6, 2 * width, dtype=torch.bfloat16).to(DEVICE).requires_grad_()
-    seen = []
-    packed.register_hook(seen.append)
+    observed = []
+    packed.register_hook(observed.append)
     out = gated_triton(packed, GateTraits(1.0, notes_amax=True))
     assert_noted(out)
     out.backward(filled(6, width, dtype=torch.bfloat16, seed=1).to(DEVICE))
-    assert_noted(seen[0])
+    assert_noted(observed[0])

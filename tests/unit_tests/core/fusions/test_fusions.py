@@ -27,8 +27,8 @@ def both_gradients(function, reference, *inputs):
 @pytest.mark.parametrize("shape", [(3, 2, 8), (1, 1, 2), (5, 3, 14)])
 def test_swiglu_equals_its_formula(shape):
     x = torch.randn(shape, dtype=DOUBLE)
-    for ours, expected in both_gradients(swiglu, lambda t: F.silu(t.chunk(2, -1)[0]) * t.chunk(2, -1)[1], x):
-        torch.testing.assert_close(ours, expected)
+    for local, expected in both_gradients(swiglu, lambda t: F.silu(t.chunk(2, -1)[0]) * t.chunk(2, -1)[1], x):
+        torch.testing.assert_close(local, expected)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(DOUBLE, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
@@ -36,9 +36,9 @@ def test_swiglu_equals_its_formula(shape):
 def test_rms_norm_equals_torch(shape, dtype, tolerance):
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     pairs = both_gradients(lambda a, w: rms_norm(a, w, 1e-5), lambda a, w: rms_norm_reference(a, w, 1e-5), x, weight)
-    for ours, expected in pairs:
-        assert ours.dtype == dtype
-        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance * 2)
+    for local, expected in pairs:
+        assert local.dtype == dtype
+        torch.testing.assert_close(local, expected, rtol=tolerance, atol=tolerance * 2)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -52,8 +52,8 @@ def test_rotary_equals_its_reference(interleaved, width):
         lambda x: rotary_reference(x, angles.cos(), angles.sin(), interleaved),
         strided,
     )
-    for ours, expected in pairs:
-        torch.testing.assert_close(ours, expected)
+    for local, expected in pairs:
+        torch.testing.assert_close(local, expected)
 
 
 def choice(params_dtype=DOUBLE, **overrides):

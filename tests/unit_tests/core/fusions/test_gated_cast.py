@@ -31,10 +31,10 @@ def seen(*targets):
     return [each.noted.view(torch.float32).max().item() for each in targets]
 
 
-def different_bytes(found, expected):
-    assert found.data.dtype == expected.data.dtype and found.data.is_contiguous()
-    assert found.data.shape == expected.data.shape and torch.equal(found.scale, expected.scale)
-    return (found.data.view(torch.uint8) != expected.data.view(torch.uint8)).float().mean().item()
+def different_bytes(actual, expected):
+    assert actual.data.dtype == expected.data.dtype and actual.data.is_contiguous()
+    assert actual.data.shape == expected.data.shape and torch.equal(actual.scale, expected.scale)
+    return (actual.data.view(torch.uint8) != expected.data.view(torch.uint8)).float().mean().item()
 
 
 @pytest.mark.parametrize("traits", GATES.values(), ids=GATES)
@@ -58,8 +58,8 @@ def test_copies_have_the_bytes_of_separate_casts(rows, width, traits, monkeypatc
     pairs = [(carried(carrier), y, output), (arrived[0], plain.grad, gradient)]
     for copies, values, cast in pairs:
         expected = cast_tensor(values, cast.dtype, cast.scale, columns=True)
-        for found, other in zip(copies, expected, strict=True):
-            assert different_bytes(found, other) <= (0.002 if DEVICE == "cuda" else 0)
+        for actual, other in zip(copies, expected, strict=True):
+            assert different_bytes(actual, other) <= (0.002 if DEVICE == "cuda" else 0)
 
 
 def test_without_gradients_there_is_one_copy_and_no_record():
@@ -79,7 +79,7 @@ def test_bad_values_are_observed(half, value):
     gated_cast_triton(x, *targets, traits=GATES["swiglu"]).backward(
         torch.ones(8, 32, dtype=torch.bfloat16, device=DEVICE)
     )
-    bits = torch.stack([each.noted.max() for each in targets])  # a maximum of numbers would drop NaN
+    bits = torch.stack([item.noted.max() for item in targets])  # a maximum of numbers would drop NaN
     assert not any(bits.view(torch.float32).isfinite())
 
 
@@ -96,9 +96,9 @@ def test_targets_exist_once_delayed_scales_are_known():
     assert gemms.input_target(device) is None and build().input_target(device) is None
     gemms.pack_input(filled(16, 16, dtype=torch.bfloat16), for_backward=True)
     history.update(())
-    found = gemms.input_target(device)
-    assert found.dtype == E4M3 and gemms.gradient_target(device) is None
-    found.noted[3] = torch.tensor(7.0).view(torch.int32)
+    result = gemms.input_target(device)
+    assert result.dtype == E4M3 and gemms.gradient_target(device) is None
+    result.noted[3] = torch.tensor(7.0).view(torch.int32)
     assert history.magnitudes().tolist() == [7.0, 0.0]
     gemms.weight_gradients = False
     assert gemms.input_target(device) is None
@@ -111,7 +111,7 @@ def test_targets_exist_once_delayed_scales_are_known():
 def test_selection(settings, expected, monkeypatch):
     from megatron.core.config.transformer_config import TransformerConfig
 
-    monkeypatch.setattr(activations, "kernels_serve", lambda dtype, wanted: wanted)
+    monkeypatch.setattr(activations, "kernels_serve", lambda dtype, requested: requested)
     values = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "fp8": "hybrid", "bf16": True,
               "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}  # fmt: skip
     values |= settings
@@ -157,9 +157,9 @@ def test_layers_around_the_activation_read_its_copies(monkeypatch):
     weights = [filled(*shape, dtype=torch.bfloat16).to(DEVICE) * 0.1 for shape in ((160, 48), (48, 80))]
     records = [], []
     expected, none = feed_forward(x, grad, weights, fused=False, observed=records[0])
-    found, some = feed_forward(x, grad, weights, fused=True, observed=records[1])
+    actual, some = feed_forward(x, grad, weights, fused=True, observed=records[1])
     assert some and not none
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         largest = other.abs().max().item()
         torch.testing.assert_close(one, other, rtol=0, atol=0.02 * largest if DEVICE == "cuda" else 0)
     for one, other in zip(*records, strict=True):

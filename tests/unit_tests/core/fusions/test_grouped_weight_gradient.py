@@ -18,7 +18,7 @@ CASES = [  # Triton's interpreter multiplies no bf16
     ((4, 9), 9, 1300, 300, torch.float32, torch.float32),
 ]
 BIG = [
-    (tuple(512 * each - each % 7 for each in range(1, 129)), 65536, 1536, 2048, torch.float32, torch.bfloat16),
+    (tuple(512 * index - index % 7 for index in range(1, 129)), 65536, 1536, 2048, torch.float32, torch.bfloat16),
     ((20, 8000, 8000, 16384), 16384, 4096, 14336, torch.float32, torch.bfloat16),
     ((5, 700), 900, 333, 77, torch.float32, torch.float16),
 ]
@@ -29,18 +29,18 @@ BIG = [
     [*CASES, *(pytest.param(*case, marks=pytest.mark.gpu) for case in BIG)],
 )
 def test_the_kernel_equals_the_formula(ends, rows, out, width, total_dtype, dtype):
-    grad, x = (filled(rows, each, dtype=dtype, seed=each) for each in (out, width))
+    grad, x = (filled(rows, item, dtype=dtype, seed=item) for item in (out, width))
     grad[ends[-1] :], x[ends[-1] :] = float("nan"), float("nan")
     grad, x, ends_g = grad.to(DEVICE), x.to(DEVICE), torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     before = filled(len(ends), out, width, dtype=total_dtype).to(DEVICE)
-    found, again, exact = before.clone(), before.clone(), before.double()
-    grouped_weight_gradient_triton(grad, x, ends_g, found)
-    grouped_weight_gradient_triton(grad, x, ends_g, again)
+    result, repeated, exact = before.clone(), before.clone(), before.double()
+    grouped_weight_gradient_triton(grad, x, ends_g, result)
+    grouped_weight_gradient_triton(grad, x, ends_g, repeated)
     grouped_weight_gradient_reference(grad, x, ends_g, exact)
-    assert torch.equal(found, again), "differs from run to run"
+    assert torch.equal(result, repeated), "differs from run to run"
     # tensor cores cut off what is below their fp32 sums instead of rounding it, thousands of times
     tolerance = (1e-5 if rows < 1000 else 1e-4) if total_dtype == torch.float32 else 1e-2
-    assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()
+    assert (result.double() - exact).abs().max() <= tolerance * exact.abs().max()
     for group, (start, end) in enumerate(zip((0, *ends), ends)):
         if start == end:
-            assert torch.equal(found[group], before[group])
+            assert torch.equal(result[group], before[group])

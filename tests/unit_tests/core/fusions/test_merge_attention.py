@@ -11,7 +11,7 @@ def attention(query, key, value):
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
-def test_merged_parts_equal_the_whole():
+def test_merged_parts_equal_full_attention():
     query, key, value = torch.randn(3, 2, 3, 7, 5, dtype=torch.float64)
     out, lse = torch.zeros_like(query), torch.full((2, 3, 7), -torch.inf, dtype=torch.float64)
     for keys in (slice(0, 2), slice(2, 3), slice(3, 7)):

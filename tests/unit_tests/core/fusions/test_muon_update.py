@@ -34,16 +34,16 @@ class Negative(Copy):
 
 def entries_of(name, device, kind=None):
     weight, storage, gradient, _ = FORMATS[name]
-    generator, found = torch.Generator().manual_seed(0), []
+    generator, results = torch.Generator().manual_seed(0), []
     for index, shape in enumerate(SHAPES):
-        exact, momentum, made = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
-        own = (kind if kind is not None and index == 1 else storage)(exact.to(weight))
-        if own.kept_dtype is not None:
-            own.kept = torch.zeros(shape, dtype=own.kept_dtype, device=device)
-            own.write(exact)
+        exact, momentum, built = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
+        local = (kind if kind is not None and index == 1 else storage)(exact.to(weight))
+        if local.kept_dtype is not None:
+            local.kept = torch.zeros(shape, dtype=local.kept_dtype, device=device)
+            local.write(exact)
         lr, decay = ((0.01, 0.1), (0.02, 0.0))[index % 2]
-        found.append(OptimizerEntry(own, made.to(gradient), (0.1 * momentum,), lr, decay))
-    return found
+        results.append(OptimizerEntry(local, built.to(gradient), (0.1 * momentum,), lr, decay))
+    return results
 
 
 def numbers(device, skip=0.0, factor=0.3, nesterov=False, decoupled=True):
@@ -55,18 +55,20 @@ def run(update, name, device, changes, kind=None):
     entries, step = entries_of(name, device, kind), numbers(device, **changes)
     directions = update.advance(entries, step)
     generator = torch.Generator().manual_seed(1)
-    factors = [torch.randn(each, generator=generator).to(device, FORMATS[name][3]) for each in SHAPES]
+    factors = [torch.randn(item, generator=generator).to(device, FORMATS[name][3]) for item in SHAPES]
     if step.skip:
-        factors = [torch.full_like(each, float("nan")) for each in factors]
+        factors = [torch.full_like(factor, float("nan")) for factor in factors]
     update.apply(entries, factors, [2.0, 3.0, 2.0, 0.5], step)
     return entries, directions
 
 
 def check(update, name, device, changes, kind=None):
     """Triton's interpreter cuts bf16 off where a GPU rounds to nearest."""
-    (ours, directions), (theirs, expected) = (run(each, name, device, changes, kind) for each in (update, MuonUpdate()))
+    (local, directions), (foreign, expected) = (
+        run(x, name, device, changes, kind) for x in (update, MuonUpdate())
+    )
     skipped, before = bool(changes.get("skip")), entries_of(name, device, kind)
-    for mine, reference, old in zip(ours, theirs, before):
+    for mine, reference, old in zip(local, foreign, before):
         torch.testing.assert_close(mine.moments, reference.moments, rtol=1e-5, atol=1e-6)
         exact, weight = mine.storage.read(), mine.storage.weight
         torch.testing.assert_close(exact, reference.storage.read(), rtol=1e-5, atol=1e-6)
@@ -96,7 +98,7 @@ def test_declared_storages_are_updated_without_the_kernels():
 
 
 def test_torch_operations_are_chosen_on_a_cpu():
-    assert type(choose_muon_update([each.storage for each in entries_of("fp32", "cpu")])) is MuonUpdate
+    assert type(choose_muon_update([item.storage for item in entries_of("fp32", "cpu")])) is MuonUpdate
     assert type(choose_muon_update([])) is MuonUpdate
 
 
@@ -104,6 +106,6 @@ def test_torch_operations_are_chosen_on_a_cpu():
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_kernels_equal_torch_on_a_gpu(name, changes):
-    chosen = choose_muon_update([each.storage for each in entries_of(name, "cuda")])
+    chosen = choose_muon_update([item.storage for item in entries_of(name, "cuda")])
     assert isinstance(chosen, TritonMuonUpdate)
     check(chosen, name, "cuda", CHANGES[changes])

@@ -194,7 +194,7 @@ def train(model, *, casts):
         y.backward(filled(32, 2, 128, dtype=torch.bfloat16, seed=1).to(DEVICE))
         magnitudes = history.magnitudes()
         history.update(())
-    gradients = [each.grad for each in model.decoder.parameters()]
+    gradients = [parameter.grad for parameter in model.decoder.parameters()]
     return [y.detach(), x.grad, *gradients, magnitudes]
 
 
@@ -221,8 +221,8 @@ def test_layers_train_as_with_separate_casts(settings, monkeypatch):
         counted.clear()
         results.append(train(model, casts=casts))
         casts_made.append(len(counted))
-    expected, found = results
+    expected, actual = results
     assert casts_made[0] - casts_made[1] == 2 * 4, "inputs of four layers in two steps"
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         largest = other.abs().max().item()
         torch.testing.assert_close(one, other, rtol=0, atol=0.02 * largest if DEVICE == "cuda" else 0)

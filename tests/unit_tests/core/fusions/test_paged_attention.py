@@ -33,7 +33,7 @@ def case(heads, groups, width, out_width, dtype, positions=POSITIONS, page=16, s
 
 def reference(query, keys, values, rows, scale, left=None, soft_cap=None, sink=None):
     """Attention in fp64, token by token."""
-    found = []
+    results = []
     keys = torch.cat((values, keys), -1) if query.shape[2] > keys.shape[3] else keys
     for row, (sequence, position) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist())):
         first = 0 if left is None else max(position - left, 0)
@@ -46,8 +46,8 @@ def reference(query, keys, values, rows, scale, left=None, soft_cap=None, sink=N
         if sink is not None:
             scores = torch.cat([scores, sink.double()[:, None]], 1)
         weights = scores.softmax(-1)[:, : len(k)]
-        found.append(torch.einsum("at,tae->ae", weights, v))
-    return torch.stack(found)
+        results.append(torch.einsum("at,tae->ae", weights, v))
+    return torch.stack(results)
 
 
 @pytest.mark.parametrize(("heads", "groups", "width", "out_width"), [(4, 2, 24, 24), (3, 3, 16, 10), (8, 1, 64, 64)])
@@ -58,9 +58,9 @@ def test_paged_attention_equals_softmax_over_gathered_keys(heads, groups, width,
     options = {**options, "scale": 0.3}
     if "sink" in options:
         options["sink"] = torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    found = paged_attention(*inputs, **options)
+    result = paged_attention(*inputs, **options)
     tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    torch.testing.assert_close(found.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("heads", "width", "out_width"), [(5, 6, 20), (20, 16, 32), (20, 16, 272)])
@@ -71,9 +71,9 @@ def test_values_may_be_channels_of_the_keys(heads, width, out_width, options, dt
     options = {**options, "scale": 0.1}
     if "sink" in options:
         options["sink"] = torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    found = paged_attention(*inputs, **options)
+    result = paged_attention(*inputs, **options)
     tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    torch.testing.assert_close(found.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
 
 
 def test_bits_do_not_depend_on_the_batch():
@@ -83,8 +83,8 @@ def test_bits_do_not_depend_on_the_batch():
         at = slice(row, row + 1)
         splits = (torch.from_numpy(x).to(DEVICE) for x in split_tokens(rows.positions[at].cpu().numpy()))
         single = PagedRows(rows.tables, rows.sequences[at], rows.positions[at], *splits)
-        alone = paged_attention(query[at], keys, values, single, scale=0.3)
-        assert torch.equal(alone[0], together[row])
+        separate = paged_attention(query[at], keys, values, single, scale=0.3)
+        assert torch.equal(separate[0], together[row])
 
 
 def test_written_entries_are_read_back():
@@ -112,10 +112,10 @@ def test_paged_attention_on_a_gpu_at_sizes_of_models(heads, groups, width, posit
     options = {**options, "scale": width**-0.5}
     if "sink" in options:
         options["sink"] = torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    found = paged_attention(*inputs, **options)
+    result = paged_attention(*inputs, **options)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(found.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
-    assert torch.equal(found, paged_attention(*inputs, **options))
+    torch.testing.assert_close(result.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
+    assert torch.equal(result, paged_attention(*inputs, **options))
 
 
 @pytest.mark.gpu
@@ -125,10 +125,10 @@ def test_paged_attention_on_a_gpu_at_sizes_of_models(heads, groups, width, posit
 def test_attention_to_latents_on_a_gpu_at_sizes_of_models(heads, positions, options, dtype):
     inputs = case(heads, 1, 64, 512, dtype, positions, page=256, values_in_keys=True)
     options = {**options, "scale": 576**-0.5}
-    found = paged_attention(*inputs, **options)
+    result = paged_attention(*inputs, **options)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(found.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
-    assert torch.equal(found, paged_attention(*inputs, **options))
+    torch.testing.assert_close(result.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
+    assert torch.equal(result, paged_attention(*inputs, **options))
 
 
 @pytest.mark.gpu

@@ -57,7 +57,7 @@ def test_padding_gives_every_key_as_many_rows(capacity, tokens, places):
     permutation = pad_to(sort_choices(key, KEYS), key, capacity)
     assert permutation.token_r.tolist() == tokens
     assert permutation.place_tj.tolist() == places
-    assert permutation.ends.tolist() == [capacity * each for each in range(1, KEYS + 1)]
+    assert permutation.ends.tolist() == [capacity * index for index in range(1, KEYS + 1)]
 
 
 @pytest.mark.parametrize("capacity", [None, 3, 9])
@@ -75,8 +75,8 @@ def test_gather_and_combine_are_exact_and_have_exact_gradients(capacity):
     assert torch.autograd.gradcheck(lambda y: combine_rows(y, permutation), y)
     place, is_choice = permutation.place_tj, permutation.choice_r >= 0
     assert torch.autograd.gradcheck(lambda each: gather_choices(each, permutation)[is_choice], numbers)
-    found = gather_choices(numbers, permutation)
-    assert torch.equal(found[place[place >= 0]], numbers[place >= 0])
+    actual = gather_choices(numbers, permutation)
+    assert torch.equal(actual[place[place >= 0]], numbers[place >= 0])
 
 
 def test_a_complete_permutation_is_the_same_without_masks():

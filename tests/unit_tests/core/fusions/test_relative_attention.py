@@ -59,8 +59,8 @@ def check(shape, pairs, dtype, tilings=TILINGS):
     grads = relative_attention_backward(grad, (query, key, value, out, lse, bias), SCALE, pairs, tilings)
     assert out.stride() == query.stride() and lse.dtype == grads[3].dtype == torch.float32
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 1e-2)
-    for found, one in zip((out, *grads), (expected, *expected_grads), strict=True):
-        assert (found.double() - one).norm() < TOLERANCE[dtype] * one.norm() + 1e-6
+    for actual, one in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert (actual.double() - one).norm() < TOLERANCE[dtype] * one.norm() + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,10 @@ def test_a_gradient_may_have_any_strides_a_row_any_size_and_a_bias_16_bits(monke
         return out, lse, *relative_attention_backward(grad, (*tensors, out, lse, bias), SCALE, pairs, SMALL)
 
     for plain, strided in (grad, torch.stack((grad, -grad), -1)[..., 0]), (same.contiguous(), same):
-        wanted, found = results(half.float(), plain), results(half, strided)
-        assert all(torch.equal(*each) for each in zip(found, wanted, strict=True)) and found[-1].dtype == torch.float32
+        expected, result = results(half.float(), plain), results(half, strided)
+        assert (
+            all(torch.equal(*item) for item in zip(result, expected, strict=True)) and result[-1].dtype == torch.float32
+        )
 
 
 @pytest.mark.gpu

@@ -76,14 +76,14 @@ def test_plain_torch_equals_the_formula(traits):
 def test_16_bit_branches_and_weights_join_an_fp32_stream():
     wide, branch, weight = (filled(3, 40, dtype=torch.float32), filled(3, 40, dtype=torch.bfloat16, seed=1),
                             filled(40, dtype=torch.bfloat16, seed=2))  # fmt: skip
-    found = []
+    actual = []
     for normalize in (normalize_triton, normalize_plain):
         leaves = [x.to(DEVICE, copy=True).requires_grad_() for x in (wide, branch, weight)]
         stream, normed = normalize(*leaves[:2], leaves[2], None, RMS)
         (stream.sum() + normed.float().square().sum()).backward()
         assert (stream.dtype, normed.dtype) == (torch.float32, torch.bfloat16)
-        found.append([stream.detach(), normed.detach(), *(x.grad for x in leaves)])
-    for mine, expected in zip(*found):
+        actual.append([stream.detach(), normed.detach(), *(x.grad for x in leaves)])
+    for mine, expected in zip(*actual):
         assert mine.dtype == expected.dtype
         torch.testing.assert_close(mine.float(), expected.float(), rtol=3e-2, atol=3e-2)
 

@@ -33,14 +33,14 @@ def check(kind, sizes, k, dtype, biased):
     differs = (experts != expected).any(-1)
     if differs.any():  # scores that are equal but for rounding
         scores = exact if kind == "softmax" else expert_scores(exact, function) + (0 if bias is None else bias.double())
-        mine, theirs = (scores.gather(-1, each)[differs] for each in (experts, expected))
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        mine, foreign = (scores.gather(-1, x)[differs] for x in (experts, expected))
+        torch.testing.assert_close(mine, foreign, rtol=1e-5, atol=1e-6)
         assert differs.float().mean() < 0.01
 
-    mine, theirs = logits.clone().requires_grad_(), exact.clone().requires_grad_()
+    mine, foreign = logits.clone().requires_grad_(), exact.clone().requires_grad_()
     weights, sums = weigh_triton(mine, experts, kind, 2.5, True)
     assert sums is not None and weights.dtype == dtype
-    exact_weights, exact_sums = rule.weigh(theirs, experts), summarize(theirs, experts, function)
+    exact_weights, exact_sums = rule.weigh(foreign, experts), summarize(foreign, experts, function)
     tolerance = {"rtol": 1e-2, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 2e-5, "atol": 1e-5}
     torch.testing.assert_close(weights.double(), exact_weights, **tolerance)
     assert torch.equal(sums.choices_be.double(), exact_sums.choices_be) and not sums.nonfinite_b.any()
@@ -48,17 +48,17 @@ def check(kind, sizes, k, dtype, biased):
     torch.testing.assert_close(sums.z_b.double(), exact_sums.z_b, rtol=1e-5, atol=1e-5)
     outputs = weights, sums.scores_be, sums.z_b
     exact_outputs = exact_weights, exact_sums.scores_be, exact_sums.z_b
-    upstream = [torch.randn(each.shape, generator=generator).to(DEVICE) for each in outputs]
+    upstream = [torch.randn(output.shape, generator=generator).to(DEVICE) for output in outputs]
     for results in (outputs, exact_outputs):
         torch.autograd.backward(results, [grad.to(each.dtype) for grad, each in zip(upstream, results)])
     loose = {"rtol": 1e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 2e-5, "atol": 2e-5}
-    torch.testing.assert_close(mine.grad.double(), theirs.grad, **loose)
+    torch.testing.assert_close(mine.grad.double(), foreign.grad, **loose)
 
     other = logits.clone().requires_grad_()
-    alone, nothing = weigh_triton(other, experts, kind, 2.5, False)
-    assert nothing is None and torch.equal(alone, weights)
+    single, nothing = weigh_triton(other, experts, kind, 2.5, False)
+    assert nothing is None and torch.equal(single, weights)
     exact_alone = exact.clone().requires_grad_()
-    alone.backward(upstream[0].to(dtype))
+    single.backward(upstream[0].to(dtype))
     rule.weigh(exact_alone, experts).backward(upstream[0].to(dtype).double())
     torch.testing.assert_close(other.grad.double(), exact_alone.grad, **loose)
 
@@ -88,7 +88,7 @@ def test_logits_that_are_not_finite_are_counted_and_choose_experts_that_exist():
     logits[2, 1, 3], logits[3, 1] = torch.inf, -torch.inf
     experts = choose_triton(logits, None, "softmax", 3)
     assert experts.min() >= 0 and experts.max() < 10
-    assert all(len(set(each)) == 3 for each in experts.flatten(0, 1).tolist())
+    assert all(len(set(value)) == 3 for value in experts.flatten(0, 1).tolist())
     _, sums = weigh_triton(logits, experts, "softmax", 1.0, True)
     assert sums is not None and sums.nonfinite_b.tolist() == [4.0, 11.0]
     assert sums.choices_be.sum(1).tolist() == [18.0, 18.0]

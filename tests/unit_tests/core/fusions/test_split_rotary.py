@@ -71,7 +71,7 @@ def test_the_kernel_equals_the_formula_at_real_sizes(shape, pairs, dtype, interl
         pytest.param((257, 3, 5, 72), 30, torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
-def test_heads_that_were_split_before_are_rotated_alike(shape, pairs, dtype):
+def test_heads_that_were_split_before_are_rotated_equally(shape, pairs, dtype):
     angles = filled(shape[0], 1, 1, pairs, dtype=torch.float64, seed=1).to(DEVICE)
     cos, sin = angles.cos(), angles.sin()
     assert_equal_to_formula(

@@ -22,10 +22,10 @@ CHOICES = [
 ]
 
 
-def build(values, compute, split, kept):
+def build(values, compute, split, saved):
     storage = build_storage(torch.ones(3, dtype=values), compute, split=split)
-    if kept is not None:
-        storage.kept = torch.zeros(3, dtype=kept)
+    if saved is not None:
+        storage.kept = torch.zeros(3, dtype=saved)
         storage.refresh()
     return storage
 
@@ -43,9 +43,9 @@ def test_writes_move_only_ties_of_bf16_models(values, compute, split, kind, kept
     storage = build(values, compute, split, kept)
     above = TIE + 2.0**-7  # a tie that rounds up needs no move
     value = torch.tensor([TIE, above, -TIE], dtype=storage.dtype)
-    given = value.clone()
+    passed = value.clone()
     storage.write(value)
-    assert torch.equal(value, given), "the caller's tensor changed"
+    assert torch.equal(value, passed), "the caller's tensor changed"
     expected = [BELOW, above, -BELOW] if nudges else [TIE, above, -TIE]
     assert storage.read().tolist() == expected
     if kept is not None:

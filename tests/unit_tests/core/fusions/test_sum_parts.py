@@ -21,9 +21,9 @@ def test_the_kernel_equals_torch_and_writes_nothing_else(shape, dtype, rounds, d
     outs = []
     for add in (module.sum_parts_triton, sum_parts_reference):
         so_far = torch.cat((total.flatten(), total.new_full((9,), 7.0)))
-        kept = so_far[: total.numel()].view(shape)
+        saved = so_far[: total.numel()].view(shape)
         out = torch.full((total.numel() + 9,), 7.0, device=device, dtype=dtype) if rounds else so_far
-        add(kept, part, out[: total.numel()].view(shape))
+        add(saved, part, out[: total.numel()].view(shape))
         outs.append(out)
     # Triton's interpreter cuts bf16 off instead of rounding it
     tolerance = 2**-7 if rounds and dtype == torch.bfloat16 and device == "cpu" else 0.0
@@ -60,10 +60,10 @@ def test_all_parts_are_added_in_fp32_in_their_order(count, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_any_number_of_parts_and_double_precision_are_served(count, dtype):
     parts = list(torch.randn(count, 5, 6).to(dtype).transpose(1, 2))
-    kept = [part.clone() for part in parts]
+    saved = [part.clone() for part in parts]
     expected = torch.stack(parts).double().sum(0)
     torch.testing.assert_close(sum_all(parts).double(), expected, rtol=2**-8, atol=1e-12)
-    assert all(torch.equal(part, before) for part, before in zip(parts, kept))
+    assert all(torch.equal(part, before) for part, before in zip(parts, saved))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from megatron.core.fusions.symmetric_product import symmetric_product, symmetric
 # Triton's interpreter multiplies the bits of bf16
 RUNS = [
     ("cpu", torch.float16),
-    *(pytest.param("cuda", each, marks=pytest.mark.gpu) for each in (torch.float16, torch.bfloat16)),
+    *(pytest.param("cuda", x, marks=pytest.mark.gpu) for x in (torch.float16, torch.bfloat16)),
 ]
 
 
@@ -31,11 +31,13 @@ def test_kernel_equals_a_full_gemm(k, m, n, dtype, device, transposed):
     if transposed:
         x = x.mT.contiguous().mT
     for arguments in ((x, x, None, 0.5, 1.0), (gram, square, None, 1.0, 1.0), (gram, gram, gram, -1.5, 0.75)):
-        found = module.symmetric_product_triton(*arguments)
-        expected = symmetric_product_reference(*(each.float() if torch.is_tensor(each) else each for each in arguments))
-        assert found.dtype == dtype and torch.equal(found, found.mT)
+        actual = module.symmetric_product_triton(*arguments)
+        expected = symmetric_product_reference(
+            *(argument.float() if torch.is_tensor(argument) else argument for argument in arguments)
+        )
+        assert actual.dtype == dtype and torch.equal(actual, actual.mT)
         error = torch.finfo(dtype).eps
-        torch.testing.assert_close(found.float(), expected, rtol=error, atol=error * float(expected.abs().max()))
+        torch.testing.assert_close(actual.float(), expected, rtol=error, atol=error * float(expected.abs().max()))
 
 
 def test_cpus_and_other_dtypes_use_a_full_gemm():

@@ -82,12 +82,12 @@ def generated_rows(model, max_tokens=11):
     """Return the log-probabilities [NUM, LENGTH - 1, v] that the engine reports for the prompts' tokens, on rank 0."""
     requests = [Request(prompt=x, max_new_tokens=0, prompt_logprobs=True, top_logprobs=VOCAB) for x in samples()]
     engine = Engine(model, Limits(max_length=17, max_tokens=max_tokens, max_sequences=2), num_pages=12, page_size=4)
-    found = torch.empty(NUM, ROWS_OF_A_SAMPLE, VOCAB, dtype=torch.float64)
-    done = engine.generate(requests)
-    for rows, completion in zip(found, done):
+    result = torch.empty(NUM, ROWS_OF_A_SAMPLE, VOCAB, dtype=torch.float64)
+    finished = engine.generate(requests)
+    for rows, completion in zip(result, finished):
         for row, score in zip(rows, completion.prompt_scores[1:], strict=True):
             row[[token for token, _ in score.top]] = torch.tensor([x for _, x in score.top], dtype=torch.float64)
-    return found if done else None
+    return result if finished else None
 
 
 def rows_of(rank, world_size, name, dtype, sizes, generates):
@@ -98,7 +98,7 @@ def rows_of(rank, world_size, name, dtype, sizes, generates):
 
 
 def first(results):
-    return next(each for each in results if each is not None)
+    return next(result for result in results if result is not None)
 
 
 def world(sizes):
@@ -120,15 +120,15 @@ def cases():
 @pytest.mark.parametrize("name, dtype", cases())
 def test_every_trainer_layout_equals_every_generator_layout(gloo_pool, name, dtype):
     experts = name == "experts"
-    found = {}
+    actual = {}
     for generates, layouts in ((True, GENERATORS), (False, TRAINERS + EXPERT_TRAINERS * experts)):
         for sizes in layouts:
             shape = {**sizes, **({"etp": 1} if experts and sizes.get("tp", 1) > 1 else {})}
             rows = first(gloo_pool.run(rows_of, world(sizes), name, DTYPES[dtype], shape, generates))
-            found[f"{'generator' if generates else 'trainer'} {sizes}"] = rows[:, :ROWS_OF_A_SAMPLE]
-    expected = found["trainer {}"]
+            actual[f"{'generator' if generates else 'trainer'} {sizes}"] = rows[:, :ROWS_OF_A_SAMPLE]
+    expected = actual["trainer {}"]
     assert expected.isfinite().all() and expected.std() > 0.1
-    assert not {key: float((x - expected).abs().max()) for key, x in found.items() if not torch.equal(x, expected)}
+    assert not {key: float((x - expected).abs().max()) for key, x in actual.items() if not torch.equal(x, expected)}
 
 
 @pytest.mark.gpu
@@ -168,15 +168,15 @@ def test_documents_of_a_packed_row_have_the_bits_of_separate_rows():
     """Training packs samples of different lengths into a row; the generator sees one at a time."""
     model = build("dense", torch.float32).train()
     lengths = 5, 16, 9
-    found = [log_probabilities(model, [x[:n]]) for x, n in zip(samples(), lengths)]
+    results = [log_probabilities(model, [x[:n]]) for x, n in zip(samples(), lengths)]
     packed = log_probabilities(model, [x[:n] for x, n in zip(samples(), lengths)])
-    assert torch.equal(packed, torch.cat(found))
+    assert torch.equal(packed, torch.cat(results))
 
 
 def log_probabilities(model, documents):
     """Return rows [tokens, v] of a packed row of ``documents``."""
     ids = torch.tensor([sum(documents, [])])
-    positions = torch.cat([torch.arange(len(each)) for each in documents])[None]
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
     bounds = torch.tensor([0, *itertools.accumulate(map(len, documents))], dtype=torch.int32)
     packed = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     samples_of_tokens = torch.cat([torch.full((len(each),), n) for n, each in enumerate(documents)])[None]

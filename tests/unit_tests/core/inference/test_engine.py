@@ -52,8 +52,8 @@ def engine(model, pages=40, size=4, **limits):
 
 def prompts(lengths=(1, 3, 9, 12, 5, 5)):
     rng = random.Random(7)
-    found = [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
-    return [*found, found[2][:8] + [3]]  # the last shares a prefix
+    results = [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    return [*results, results[2][:8] + [3]]  # the last shares a prefix
 
 
 @pytest.mark.parametrize(("name", "dtype", "tolerance"), [
@@ -66,20 +66,20 @@ def test_every_position_equals_a_full_forward_pass(name, dtype, tolerance):
     sampling = Sampling(temperature=0.9, seed=3)
     requests = [Request(prompt=x, max_new_tokens=4, prompt_logprobs=n % 2 == 0, sampling=sampling, **ALL)
                 for n, x in enumerate(prompts())]  # fmt: skip
-    for request, done in zip(requests, engine(model, pages=8).generate(requests), strict=True):
-        ids = torch.tensor([[*request.prompt, *done.tokens]])
+    for request, finished in zip(requests, engine(model, pages=8).generate(requests), strict=True):
+        ids = torch.tensor([[*request.prompt, *finished.tokens]])
         with torch.no_grad():
             logits = model(ids, torch.arange(ids.shape[1])[None])[0, :, :VOCAB]
         expected = logits.double().log_softmax(-1)
-        assert len(done.tokens) == min(4, 17 - len(request.prompt)) and done.finish_reason == "length"
-        assert done.prompt_scores[:1] == ([None] if request.prompt_logprobs else [])
-        scores = [*done.prompt_scores[1:], *done.scores]
+        assert len(finished.tokens) == min(4, 17 - len(request.prompt)) and finished.finish_reason == "length"
+        assert finished.prompt_scores[:1] == ([None] if request.prompt_logprobs else [])
+        scores = [*finished.prompt_scores[1:], *finished.scores]
         first = ids.shape[1] - len(scores)
         for row, score in enumerate(scores, first - 1):
             assert score.token == ids[0, row + 1] and dict(score.top)[score.token] == score.logprob
-            found = torch.empty(VOCAB, dtype=torch.float64)
-            found[[token for token, _ in score.top]] = torch.tensor([x for _, x in score.top], dtype=torch.float64)
-            torch.testing.assert_close(found, expected[row], atol=tolerance, rtol=0)
+            actual = torch.empty(VOCAB, dtype=torch.float64)
+            actual[[token for token, _ in score.top]] = torch.tensor([x for _, x in score.top], dtype=torch.float64)
+            torch.testing.assert_close(actual, expected[row], atol=tolerance, rtol=0)
 
 
 def test_log_probabilities_can_be_those_of_the_temperature():
@@ -89,13 +89,13 @@ def test_log_probabilities_can_be_those_of_the_temperature():
     kinds = [(hot, True), (hot, False), (greedy, True)]
     requests = [Request(prompt=x, sampling=sampling, logprobs_at_temperature=scaled, **common)
                 for x in prompts() for sampling, scaled in kinds]  # fmt: skip
-    for request, done in zip(requests, engine(model, **limits).generate(requests), strict=True):
-        ids = torch.tensor([[*request.prompt, *done.tokens]])
+    for request, finished in zip(requests, engine(model, **limits).generate(requests), strict=True):
+        ids = torch.tensor([[*request.prompt, *finished.tokens]])
         divisor = 0.6 if request.logprobs_at_temperature and request.sampling.temperature else 1.0
         with torch.no_grad():
             logits = model(ids, torch.arange(ids.shape[1])[None])[0, :, :VOCAB]
         expected = (logits / divisor).log_softmax(-1)
-        for row, score in enumerate([*done.prompt_scores[1:], *done.scores]):
+        for row, score in enumerate([*finished.prompt_scores[1:], *finished.scores]):
             assert score.logprob == pytest.approx(float(expected[row, score.token]), abs=1e-10)
             assert score.top[0][1] == pytest.approx(float(expected[row].max()), abs=1e-10)
 
@@ -105,8 +105,8 @@ def test_bf16_logits_are_divided_in_fp32():
     model, sampling, scores = build("grouped", torch.bfloat16), Sampling(temperature=0.6, seed=1), []
     for scaled in (False, True):
         request = Request(prompt=[3, 4, 5], max_new_tokens=4, sampling=sampling, logprobs_at_temperature=scaled, **ALL)
-        [done] = engine(model).generate([request])
-        rows = [[dict(score.top)[token] for token in range(VOCAB)] for score in done.scores]
+        [finished] = engine(model).generate([request])
+        rows = [[dict(score.top)[token] for token in range(VOCAB)] for score in finished.scores]
         scores.append(torch.tensor(rows, dtype=torch.float64))
     plain, scaled = scores
     torch.testing.assert_close(scaled, (plain / 0.6).log_softmax(-1), atol=1e-5, rtol=0)
@@ -118,7 +118,7 @@ def run(model, seed, extras=False):
     rng, is_moe = random.Random(seed), model.config.num_moe_experts is not None
     limits = {"max_tokens": rng.choice((2, 5, 9, 40)), "max_sequences": rng.choice((1, 2, 5, 9))}
     each = engine(model, rng.choice((6, 9, 40)), **limits)
-    pending, numbers, done = list(enumerate(prompts())), {}, {}
+    pending, numbers, finished = list(enumerate(prompts())), {}, {}
     rng.shuffle(pending)
     while pending or each.has_work:
         for _ in range(rng.choice((0, 1, 3)) if pending else 0):
@@ -132,9 +132,9 @@ def run(model, seed, extras=False):
                 numbers[each.add(request)] = index
         for output in each.step() if each.has_work else ():
             if output.completion.finish_reason:
-                done[numbers[output.request]] = output.completion
+                finished[numbers[output.request]] = output.completion
     assert each.pool.num_free == each.pool.num_usable
-    scores = {index: (x.tokens, [*x.prompt_scores[1:], *x.scores], x.routes) for index, x in done.items()}
+    scores = {index: (x.tokens, [*x.prompt_scores[1:], *x.scores], x.routes) for index, x in finished.items()}
     return scores, each.scheduler.num_preemptions
 
 
@@ -142,9 +142,9 @@ def run(model, seed, extras=False):
 def test_tokens_do_not_depend_on_arrival_chunks_and_preemption(name):
     model = build(name)
     results = [run(model, seed, extras=True) for seed in range(9)]
-    for done, _ in results:
+    for finished, _ in results:
         for index, prompt in enumerate(prompts()):
-            tokens, scores, routes = done[index]
+            tokens, scores, routes = finished[index]
             # by one forward pass over prompt and text
             ids = torch.tensor([[*prompt, *tokens]])
             with torch.no_grad(), record_routes([model]) as recorded:
@@ -234,9 +234,9 @@ def test_few_tokens_after_a_cached_prefix_read_pages_by_the_kernel(name, monkeyp
     document = [7 * place % VOCAB for place in range(165)]
     each.generate([Request(prompt=document[:161], max_new_tokens=1)])
     assert rows == []
-    new, done = each.generate([Request(prompt=x, max_new_tokens=1, **ALL) for x in ([1] * 9, document)])
+    new, finished = each.generate([Request(prompt=x, max_new_tokens=1, **ALL) for x in ([1] * 9, document)])
     assert set(rows) == {5}
-    for prompt, completion in (([1] * 9, new), (document, done)):
+    for prompt, completion in (([1] * 9, new), (document, finished)):
         ids = torch.tensor([prompt])
         with torch.no_grad():
             expected = model(ids, torch.arange(len(prompt))[None])[0, -1, :VOCAB].log_softmax(-1)
@@ -248,20 +248,22 @@ def test_a_stop_token_ends_the_text_without_being_part_of_it():
     greedy = Sampling(temperature=0)
     (free,) = engine(model).generate([Request(prompt=[1, 2], max_new_tokens=8, sampling=greedy)])
     stop = free.tokens[3]
-    (done,) = engine(model).generate([Request(prompt=[1, 2], max_new_tokens=8, sampling=greedy, stop_tokens=[stop])])
+    (finished,) = engine(model).generate(
+        [Request(prompt=[1, 2], max_new_tokens=8, sampling=greedy, stop_tokens=[stop])]
+    )
     end = free.tokens.index(stop)
-    assert done.tokens == free.tokens[:end] and done.finish_reason == "stop"
-    assert [score.token for score in done.scores] == free.tokens[: end + 1]
+    assert finished.tokens == free.tokens[:end] and finished.finish_reason == "stop"
+    assert [score.token for score in finished.scores] == free.tokens[: end + 1]
 
 
 def test_a_text_ends_at_the_maximum_length():
-    (done,) = engine(build("learned")).generate([Request(prompt=[1] * 10, max_new_tokens=50)])
-    assert len(done.tokens) == 6 and done.finish_reason == "length"
+    (finished,) = engine(build("learned")).generate([Request(prompt=[1] * 10, max_new_tokens=50)])
+    assert len(finished.tokens) == 6 and finished.finish_reason == "length"
 
 
 def test_a_prompt_can_be_scored_without_generating():
-    (done,) = engine(build("learned")).generate([Request(prompt=[1] * 7, max_new_tokens=0, prompt_logprobs=True)])
-    assert done.tokens == [] and len(done.prompt_scores) == 7 and done.finish_reason == "length"
+    (finished,) = engine(build("learned")).generate([Request(prompt=[1] * 7, max_new_tokens=0, prompt_logprobs=True)])
+    assert finished.tokens == [] and len(finished.prompt_scores) == 7 and finished.finish_reason == "length"
 
 
 def test_a_cancelled_request_frees_its_pages():
@@ -280,14 +282,14 @@ def test_a_discarded_cache_has_no_keys_of_former_weights(free_memory):
     expected = [x.scores for x in engine(other).generate(requests)]
     each = engine(model, max_tokens=2)
     each.generate(requests)
-    numbers, done = [each.add(request) for request in requests], {}
+    numbers, finished = [each.add(request) for request in requests], {}
     assert each.step() == [] and each.scheduler.running[0].num_cached == 10  # 8 by its prefix
     model.load_state_dict(other.state_dict())
     each.discard_cache(free_memory=free_memory)
     assert each.pool.num_free == each.pool.num_usable and bool(each.runner.cache._tensors) != free_memory
     while each.has_work:
-        done |= {x.request: x.completion for x in each.step()}
-    assert [x.logprob for number in numbers for x in done[number].scores] == pytest.approx(
+        finished |= {x.request: x.completion for x in each.step()}
+    assert [x.logprob for number in numbers for x in finished[number].scores] == pytest.approx(
         [x.logprob for scores in expected for x in scores], abs=1e-10
     )
 
@@ -343,7 +345,7 @@ def test_a_request_with_logits_that_are_not_finite_does_not_end_the_others(name,
     greedy, shared = Sampling(temperature=0), [3, 4, 5, 6]
     healthy = [[*shared, 9], [*shared, 7, 8, 9], [2, 1], [5, 4, 3, 2, 1, 6]]
     expected = engine(model).generate([Request(prompt=x, max_new_tokens=4, sampling=greedy) for x in healthy])
-    used = {token for prompt, done in zip(healthy, expected) for token in (*prompt, *done.tokens)}
+    used = {token for prompt, finished in zip(healthy, expected) for token in (*prompt, *finished.tokens)}
     low, bad = sorted(set(range(VOCAB)) - used)[:2]
     model.embedding.word_embeddings.weight.data[[low, bad]] = torch.nan
     poisoned = [[low], [*shared, bad], [*shared, 7, 8, bad], [bad, *shared, 1, 2], [bad, 3]]
@@ -351,15 +353,15 @@ def test_a_request_with_logits_that_are_not_finite_does_not_end_the_others(name,
                 for n, x in enumerate([*poisoned, *healthy])]  # fmt: skip
     rng = random.Random(name)
     for pages in (7, 40):
-        served, done = engine(model, pages, max_tokens=rng.choice((2, 6, 40))), {}
+        served, finished = engine(model, pages, max_tokens=rng.choice((2, 6, 40))), {}
         numbers = {served.add(requests[index]): index for index in rng.sample(range(len(requests)), len(requests))}
         while served.has_work:
             for output in served.step():
                 if output.completion.finish_reason:
-                    assert numbers[output.request] not in done
-                    done[numbers[output.request]] = output.completion
-        assert len(done) == len(requests) and served.pool.num_free == served.pool.num_usable
-        for index, completion in done.items():
+                    assert numbers[output.request] not in finished
+                    finished[numbers[output.request]] = output.completion
+        assert len(finished) == len(requests) and served.pool.num_free == served.pool.num_usable
+        for index, completion in finished.items():
             if index < len(poisoned):
                 assert (completion.finish_reason, completion.tokens) == ("failed", []), requests[index].prompt
             else:

@@ -42,14 +42,14 @@ def completions(rank, world_size, ranks, fields):
         Request(prompt=x, max_new_tokens=5, prompt_logprobs=n % 2 == 0, top_logprobs=2, sampling=Sampling(seed=n))
         for n, x in enumerate(prompts())
     ]
-    done = engine.generate(requests)
-    values = [x.logprob for each in done for x in (*each.prompt_scores, *each.scores) if x is not None]
-    if done:
-        values += [each.logprob for each in score(engine, [*zip(prompts(), prompts()[1:]), ([3], [4]), ([3], [5])])]
+    finished = engine.generate(requests)
+    values = [x.logprob for item in finished for x in (*item.prompt_scores, *item.scores) if x is not None]
+    if finished:
+        values += [item.logprob for item in score(engine, [*zip(prompts(), prompts()[1:]), ([3], [4]), ([3], [5])])]
         engine.stop()
     else:
         engine.follow()
-    return [each.tokens for each in done], torch.tensor(values, dtype=torch.float64)
+    return [item.tokens for item in finished], torch.tensor(values, dtype=torch.float64)
 
 
 def damaged(rank, world_size):
@@ -81,8 +81,8 @@ def names(fields):
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_generate_what_one_rank_does(gloo_pool, case):
     ranks, fields = CASES[case]
-    alone = {name: value for name, value in fields.items() if name != "sequence_parallel"}
-    ((tokens, logprobs),) = gloo_pool.run(completions, 1, {}, alone)
-    (first, values), *others = gloo_pool.run(completions, 4 if case == "tp, pp" else 2, ranks, fields)
-    assert first == tokens and all(each[0] == [] for each in others)
+    single = {name: value for name, value in fields.items() if name != "sequence_parallel"}
+    ((tokens, logprobs),) = gloo_pool.run(completions, 1, {}, single)
+    (first, values), *rest = gloo_pool.run(completions, 4 if case == "tp, pp" else 2, ranks, fields)
+    assert first == tokens and all(other[0] == [] for other in rest)
     torch.testing.assert_close(values, logprobs, atol=1e-10, rtol=0)

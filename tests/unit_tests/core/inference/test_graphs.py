@@ -66,7 +66,7 @@ def run(model, seed, make_graphs, **options):
     limits = Limits(max_length=16, max_tokens=rng.choice((9, 40)), max_sequences=rng.choice((2, 5, 9)))
     engine = Engine(model, limits, num_pages=rng.choice((8, 40)), page_size=4, cuda_graphs=False, **options)
     engine.runner.graphs, engine.runner.pads_prompts = make_graphs and make_graphs(engine.runner.device), True
-    pending, numbers, done = list(enumerate(prompts() * 2)), {}, {}
+    pending, numbers, finished = list(enumerate(prompts() * 2)), {}, {}
     rng.shuffle(pending)
     kinds = SETTINGS if seed % 2 else SETTINGS[:1]
     while pending or engine.has_work:
@@ -81,12 +81,13 @@ def run(model, seed, make_graphs, **options):
             numbers[engine.add(request)] = index
         for output in engine.step() if engine.has_work else ():
             if output.completion.finish_reason:
-                done[numbers[output.request]] = output.completion
+                finished[numbers[output.request]] = output.completion
     shapes = set() if engine.runner.graphs is None else set(engine.runner.graphs._steps)
-    found = {
-        index: (x.tokens, x.scores, {layer: y.tolist() for layer, y in x.routes.items()}) for index, x in done.items()
+    result = {
+        index: (x.tokens, x.scores, {layer: y.tolist() for layer, y in x.routes.items()})
+        for index, x in finished.items()
     }
-    return found, shapes, engine.scheduler.num_preemptions
+    return result, shapes, engine.scheduler.num_preemptions
 
 
 def recorded(device):
@@ -95,15 +96,15 @@ def recorded(device):
 
 @pytest.mark.parametrize("name", ["learned", "grouped", "window", "sink", "latent", LATENT_WINDOW])
 def test_recorded_steps_equal_eager_ones_bit_for_bit(name, as_on_a_device):
-    model, found = build(name, torch.float32).to(DEVICE), []
+    model, results = build(name, torch.float32).to(DEVICE), []
     for seed in range(3):
         expected, _, _ = run(model, seed, None)
-        found.append(run(model, seed, recorded))
-        assert found[-1][0] == expected
-    shapes = {shape for _, each, _ in found for shape in each}
+        results.append(run(model, seed, recorded))
+        assert results[-1][0] == expected
+    shapes = {shape for _, each, _ in results for shape in each}
     assert {(rows, outputs) for rows, outputs, *_ in shapes} >= {(1, 1), (2, 2), (4, 4), (64, 8)}
     assert {form.draws.is_random for *_, form in shapes} == {False, True}
-    assert sum(preemptions for *_, preemptions in found)
+    assert sum(preemptions for *_, preemptions in results)
 
 
 @pytest.mark.gpu
@@ -116,8 +117,8 @@ def test_cuda_graphs_equal_eager_steps_bit_for_bit(name, dtype):
         return
     for seed in range(2):
         expected, _, _ = run(model, seed, None)
-        found, shapes, _ = run(model, seed, lambda device: StepGraphs(device))
-        assert found == expected and shapes
+        actual, shapes, _ = run(model, seed, lambda device: StepGraphs(device))
+        assert actual == expected and shapes
 
 
 def test_the_least_recently_used_graph_is_deleted(monkeypatch):
@@ -131,8 +132,8 @@ def test_the_least_recently_used_graph_is_deleted(monkeypatch):
     steps = StepGraphs(torch.device("cpu"), record)
     for shape, count in ((1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4)):
         values = np.full(shape, shape)
-        (found,) = steps.run(shape, values, lambda x: (2 * x,))
-        assert torch.equal(found, torch.from_numpy(2 * values))
+        (result,) = steps.run(shape, values, lambda x: (2 * x,))
+        assert torch.equal(result, torch.from_numpy(2 * values))
         assert len(recordings) == count and steps.num_graphs <= 2
 
 
@@ -147,10 +148,10 @@ def test_recorded_common_steps_are_those_that_requests_run(name, as_on_a_device)
         assert count == engine.runner.graphs.num_graphs == 2 * len({1, 2, 4, 8, 16, "prompt of 64"})
         requests = [Request(prompt=x, max_new_tokens=3 + n, sampling=samplings[n % len(samplings)])
                     for n, x in enumerate(prompts())]  # fmt: skip
-        found = engine.generate(requests)
+        results = engine.generate(requests)
         assert engine.runner.graphs.num_graphs == count
         eager = Engine(model, limits, num_pages=90, page_size=16, cuda_graphs=False).generate(requests)
-        assert [x.tokens for x in found] == [x.tokens for x in eager]
+        assert [x.tokens for x in results] == [x.tokens for x in eager]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -65,8 +65,8 @@ def test_a_thousand_random_requests_leak_no_page():
         scheduler.add(Sequence(number, request, list(prompt), Sampling(seed=0)))
         for _ in range(rng.choice((0, 0, 5))):
             step(scheduler, rng)
-        held = {page for each in scheduler.running for page in each.pages}
-        assert scheduler.pool.num_free + len(held) == usable
+        stored = {page for item in scheduler.running for page in item.pages}
+        assert scheduler.pool.num_free + len(stored) == usable
         if scheduler.running and rng.random() < 0.05:
             scheduler.finish(rng.choice(scheduler.running), "cancelled")
     while scheduler.running or scheduler.waiting:
@@ -94,8 +94,8 @@ def test_the_newest_sequence_is_preempted_and_waits_first():
         for sequence, count in scheduler.plan():
             scheduler.computed(sequence, count)
             scheduler.append(sequence, 9)
-    assert [each.number for each in scheduler.running] == [0]
-    assert [each.number for each in scheduler.waiting] == [1, 2]
+    assert [item.number for item in scheduler.running] == [0]
+    assert [item.number for item in scheduler.waiting] == [1, 2]
 
 
 @pytest.mark.parametrize(("request_", "message"), [

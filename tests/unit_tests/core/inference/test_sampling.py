@@ -41,8 +41,8 @@ def test_draws_are_those_of_the_seed_and_position():
     samplings, positions = [Sampling(seed=number) for number in (3, 3, 9, 4, 0)], [9, 4, 3, 3, 7]
     arrays, form = draw_arrays(samplings, positions)
     draws = Draws(**{name: torch.from_numpy(values) for name, values in arrays.items()})
-    found = draw(logits, draws, form).tolist()
-    for row, sampling, position, token in zip(logits, samplings, positions, found, strict=True):
+    result = draw(logits, draws, form).tolist()
+    for row, sampling, position, token in zip(logits, samplings, positions, result, strict=True):
         noise = gumbel(torch.tensor([[sampling.seed]]), torch.tensor([[position]]), 40, GUMBEL_KEY)[0]
         assert token == int((row.float() - row.float().max() + noise).argmax())
 
@@ -54,14 +54,14 @@ def test_an_empty_prompt_is_refused():
 
 def test_top_k_and_top_p_keep_the_likeliest():
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    for sampling, kept in (
+    for sampling, saved in (
         (Sampling(top_k=2), [False, True, False, True]),
         (Sampling(top_p=0.75), [False, True, True, True]),
         (Sampling(top_p=0.4), [False, True, False, False]),
     ):
         arrays, form = draw_arrays([sampling.seeded()], [0])
         draws = Draws(**{name: torch.from_numpy(x) for name, x in arrays.items()})
-        assert filtered(logits[None], draws, form).isfinite().tolist() == [kept]
+        assert filtered(logits[None], draws, form).isfinite().tolist() == [saved]
 
 
 def filtered_row(logits, sampling, largest_k=None):
@@ -81,8 +81,8 @@ def test_filters_keep_the_tokens_of_their_definition():
         if top_p:
             weights = [float((logits[token] / 0.7).exp()) for token in order]
             order = [token for n, token in enumerate(order) if sum(weights[:n]) < top_p * sum(weights)]
-        kept = filtered_row(logits, sampling, (None, 4, 9)[number % 3]).isfinite().nonzero()[:, 0].tolist()
-        assert kept == sorted(order), (k, top_p)
+        saved = filtered_row(logits, sampling, (None, 4, 9)[number % 3]).isfinite().nonzero()[:, 0].tolist()
+        assert saved == sorted(order), (k, top_p)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5, 6, 7])

@@ -55,7 +55,7 @@ def post(http, path="/v1/completions", **values):
 
 
 def test_models_and_health_are_listed(client, http):
-    assert [each.id for each in client.models.list()] == ["tiny"]
+    assert [item.id for item in client.models.list()] == ["tiny"]
     assert http.get("/health").json()["status"] == "ok"
     with pytest.raises(openai.NotFoundError, match="other"):
         client.completions.create(**{**GREEDY, "model": "other"}, prompt="a")
@@ -76,13 +76,13 @@ def test_greedy_text_is_that_of_forward_passes(client, tokenizer):
 
 def test_every_form_of_prompt_gives_a_choice_per_text(client, tokenizer):
     ids = [tokenizer.tokenize(text) for text in ("one", "two")]
-    texts = [[each.text for each in client.completions.create(**GREEDY, prompt=prompt).choices]
+    texts = [[choice.text for choice in client.completions.create(**GREEDY, prompt=prompt).choices]
              for prompt in (["one", "two"], ids)]  # fmt: skip
     assert texts[0] == texts[1] and len(texts[0]) == 2
     answer = client.completions.create(model="tiny", prompt=["one", "two"], n=3, seed=5, max_tokens=6)
-    assert [each.index for each in answer.choices] == list(range(6)) and len({x.text for x in answer.choices}) > 3
-    again = client.completions.create(model="tiny", prompt="two", n=3, seed=5, max_tokens=6)
-    assert [x.text for x in again.choices] == [x.text for x in answer.choices[3:]]
+    assert [choice.index for choice in answer.choices] == list(range(6)) and len({x.text for x in answer.choices}) > 3
+    repeated = client.completions.create(model="tiny", prompt="two", n=3, seed=5, max_tokens=6)
+    assert [x.text for x in repeated.choices] == [x.text for x in answer.choices[3:]]
 
 
 def test_a_stream_adds_up_to_the_full_answer(client):
@@ -95,9 +95,9 @@ def test_a_stream_adds_up_to_the_full_answer(client):
             texts[choice.index] += choice.text
             tokens[choice.index] += choice.logprobs.token_logprobs
             ends |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
-    assert texts == [each.text for each in full.choices] and usage == full.usage
-    assert tokens == [each.logprobs.token_logprobs for each in full.choices]
-    assert ends == {each.index: each.finish_reason for each in full.choices}
+    assert texts == [item.text for item in full.choices] and usage == full.usage
+    assert tokens == [item.logprobs.token_logprobs for item in full.choices]
+    assert ends == {item.index: item.finish_reason for item in full.choices}
 
 
 def test_the_asynchronous_client_streams_many_requests_at_once(server):
@@ -106,7 +106,7 @@ def test_the_asynchronous_client_streams_many_requests_at_once(server):
     async def stream(client, seed):
         options = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "seed": seed, "max_tokens": 20}
         chunks = await client.chat.completions.create(**options, stream=True)
-        text = "".join([each.choices[0].delta.content or "" async for each in chunks])
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
         full = await client.chat.completions.create(**options)
         assert full.choices[0].message.content == text
         return text
@@ -124,9 +124,9 @@ def test_chat_renders_the_template_and_reports_log_probabilities(client, tokeniz
     answer = client.chat.completions.create(**GREEDY, messages=messages, logprobs=True, top_logprobs=3)
     prompt = "<system>Be brief.<user>a<assistant>"
     assert answer.choices[0].message.content == client.completions.create(**GREEDY, prompt=prompt).choices[0].text
-    for each in answer.choices[0].logprobs.content:
-        assert each.logprob == max(x.logprob for x in each.top_logprobs)
-        assert bytes(each.bytes).decode(errors="backslashreplace") == each.token
+    for item in answer.choices[0].logprobs.content:
+        assert item.logprob == max(x.logprob for x in item.top_logprobs)
+        assert bytes(item.bytes).decode(errors="backslashreplace") == item.token
     assert answer.usage.prompt_tokens == len(tokenizer.tokenize(prompt))
 
 
@@ -142,20 +142,20 @@ def test_text_ends_before_a_stop_string_in_every_mode(client):
 
 def test_echo_scores_equal_a_forward_pass_as_the_harness_sums_them(http, tokenizer):
     context, continuation = tokenizer.tokenize("The quick brown"), tokenizer.tokenize(" fox jumps")
-    longest = [1 + n % 300 for n in range(LENGTH)]
-    for ids, length in ((context + continuation, len(context)), (longest, 60)):
+    max_length = [1 + n % 300 for n in range(LENGTH)]
+    for ids, length in ((context + continuation, len(context)), (max_length, 60)):
         form = {"prompt": [ids], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
         [choice] = post(http, **form, model="tiny").json()["choices"]
-        found = choice["logprobs"]
-        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-        assert len(found["tokens"]) == len(ids) + 1 == len(found["text_offset"])
+        results = choice["logprobs"]
+        assert results["token_logprobs"][0] is None and results["top_logprobs"][0] is None
+        assert len(results["tokens"]) == len(ids) + 1 == len(results["text_offset"])
         with torch.no_grad():
             model = tiny_model(tokenizer.vocab_size)
             logits = model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, :, : tokenizer.vocab_size]
         rows = logits.log_softmax(-1)[:-1]
         expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[length - 1 :].sum()
-        assert abs(sum(found["token_logprobs"][length:-1]) - float(expected)) < 1e-4
-        best = [max(each.values()) for each in found["top_logprobs"][1:-1]]
+        assert abs(sum(results["token_logprobs"][length:-1]) - float(expected)) < 1e-4
+        best = [max(result.values()) for result in results["top_logprobs"][1:-1]]
         torch.testing.assert_close(torch.tensor(best), rows.amax(-1), atol=1e-5, rtol=0)
 
 
@@ -359,7 +359,7 @@ def test_a_full_queue_gets_429_and_recovers(server):
         del service.engine.step
     for thread in threads:
         thread.join()
-    assert [each.status_code for each in answers] == [200, 200]
+    assert [answer.status_code for answer in answers] == [200, 200]
     assert httpx.post(url + "/v1/completions", json=body).status_code == 200
 
 
@@ -427,4 +427,4 @@ def test_graphs_are_recorded_before_the_server_takes_requests(tokenizer, monkeyp
         assert serve(engine, trained, args) == 0
         *recorded, line = capsys.readouterr().out.splitlines()
         assert line.startswith("serving mine on http") and len(recorded) == bool(count)
-        assert all(re.fullmatch(r"recorded 5 CUDA graphs in \d+\.\d s", each) for each in recorded)
+        assert all(re.fullmatch(r"recorded 5 CUDA graphs in \d+\.\d s", item) for item in recorded)

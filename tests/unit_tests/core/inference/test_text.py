@@ -49,38 +49,38 @@ def test_pieces_add_up_to_the_text_after_any_prompt(tokenizer):
     for cut in range(0, min(len(ids), 120), 7):
         before = tokenizer.detokenize(ids[:cut])
         if "\ufffd" not in before[-1:]:
-            found, _ = pieces(tokenizer, ids[cut:], ids[:cut])
-            assert before + "".join(found) == full
-            assert not any("\ufffd" in piece for piece in found)
+            results, _ = pieces(tokenizer, ids[cut:], ids[:cut])
+            assert before + "".join(results) == full
+            assert not any("\ufffd" in piece for piece in results)
 
 
 def test_random_bytes_are_passed_on_soon_and_decoded_once():
     rng = random.Random(3)
     for _ in range(200):
         ids = [rng.choice((0x41, 0x80, 0xC3, 0xA9, 0xE4, 0xB8, 0xAD, 0xF0)) for _ in range(30)]
-        found, _ = pieces(BYTES, ids)
-        assert "".join(found) == bytes(ids).decode(errors="replace")
-        assert len("".join(found[:-1])) >= len("".join(found)) - 3
+        result, _ = pieces(BYTES, ids)
+        assert "".join(result) == bytes(ids).decode(errors="replace")
+        assert len("".join(result[:-1])) >= len("".join(result)) - 3
 
 
 @pytest.mark.parametrize("stops", [("lo w",), ("xyz", "o"), ("lo wx", "world"), ("hello world",), ("h",), ("dé",)])
 def test_text_ends_before_the_first_stop_string_of_any_split(stops):
     text = "hello worldé and more"
-    found, stream = pieces(BYTES, text.encode(), stops=stops)
+    result, stream = pieces(BYTES, text.encode(), stops=stops)
     ends = [text.find(stop) for stop in stops if stop in text]
-    assert "".join(found) == text[: min(ends)] and stream.stopped
+    assert "".join(result) == text[: min(ends)] and stream.stopped
 
 
 def test_a_beginning_of_a_stop_string_is_held_back_and_released():
-    found, stream = pieces(BYTES, b"ab--c--", stops=("--->",))
-    assert found == ["a", "b", "", "", "--c", "", "", "--"] and not stream.stopped
+    result, stream = pieces(BYTES, b"ab--c--", stops=("--->",))
+    assert result == ["a", "b", "", "", "--c", "", "", "--"] and not stream.stopped
 
 
 def test_text_ends_at_the_first_of_two_stop_strings_in_one_piece(tmp_path):
-    found, stream = pieces(NullTokenizer(1000), [17, 952, 3], stops=("5", "9"))
-    assert "".join(found) == "17 " and stream.stopped
-    found, stream = pieces(BYTES, "x\u00e9y".encode(), stops=("y", "\u00e9y"))  # one begins before the piece
-    assert "".join(found) == "x" and stream.stopped
+    result, stream = pieces(NullTokenizer(1000), [17, 952, 3], stops=("5", "9"))
+    assert "".join(result) == "17 " and stream.stopped
+    result, stream = pieces(BYTES, "x\u00e9y".encode(), stops=("y", "\u00e9y"))  # one begins before the piece
+    assert "".join(result) == "x" and stream.stopped
 
 
 @pytest.mark.parametrize("text", ["a😀😀b", "中😀é", "😀", "é中 é"])
@@ -90,10 +90,10 @@ def test_characters_of_byte_fallback_are_passed_on_at_once(text, tmp_path):
     tokenizer = build_huggingface(byte_fallback_bpe(tmp_path))
     ids = [token for token in tokenizer.tokenize(text) if token != tokenizer.bos]
     prompt = tokenizer.tokenize("the")
-    found, _ = pieces(tokenizer, ids, prompt)
-    assert "".join(found) == " " + text and not any("\ufffd" in piece for piece in found)
+    results, _ = pieces(tokenizer, ids, prompt)
+    assert "".join(results) == " " + text and not any("\ufffd" in piece for piece in results)
     # every character comes with the token that completes it
-    assert [piece for piece in found if piece] == list(" " + text)
+    assert [piece for piece in results if piece] == list(" " + text)
 
 
 @pytest.mark.parametrize("end", ["😀", "中", "é", "the"])
@@ -104,8 +104,8 @@ def test_a_space_after_the_last_character_of_a_prompt_is_kept(end, tmp_path):
     tokenizer = build_huggingface(byte_fallback_bpe(tmp_path))
     prompt, ids = tokenizer.tokenize("a" + end), tokenizer.tokenize(f"a{end} cat")
     assert ids[: len(prompt)] == prompt
-    found, _ = pieces(tokenizer, ids[len(prompt) :], prompt)
-    assert "".join(found) == " cat"
+    result, _ = pieces(tokenizer, ids[len(prompt) :], prompt)
+    assert "".join(result) == " cat"
 
 
 def test_random_texts_of_bytes_and_pieces_stream_as_they_are_decoded(tmp_path):
@@ -125,11 +125,11 @@ def test_random_texts_of_bytes_and_pieces_stream_as_they_are_decoded(tmp_path):
         if "\ufffd" in before[-1:]:
             split += 1
             continue
-        found, _ = pieces(tokenizer, written, prompt)
-        assert before + "".join(found) == full
+        results, _ = pieces(tokenizer, written, prompt)
+        assert before + "".join(results) == full
         if "\ufffd" not in full:
-            assert not any("\ufffd" in piece for piece in found)
-            assert all(len(piece) <= 4 for piece in found), "characters are passed on when they are complete"
+            assert not any("\ufffd" in piece for piece in results)
+            assert all(len(piece) <= 4 for piece in results), "characters are passed on when they are complete"
     assert 20 < split < 200
 
 
@@ -138,7 +138,7 @@ def test_streamed_text_is_a_prefix_of_the_decoded_bytes_of_random_stops(tmp_path
     for _ in range(300):
         text = "".join(rng.choice("abé中😀") for _ in range(20))
         stops = ["".join(rng.choice("abé中😀") for _ in range(rng.choice((1, 2, 3)))) for _ in range(3)]
-        found, stream = pieces(BYTES, text.encode(), stops=stops)
+        actual, stream = pieces(BYTES, text.encode(), stops=stops)
         ends = [text.find(stop) for stop in stops if stop in text]
         expected = text[: min(ends)] if ends else text
-        assert "".join(found) == expected and stream.stopped == bool(ends) and stream.num_released == len(expected)
+        assert "".join(actual) == expected and stream.stopped == bool(ends) and stream.num_released == len(expected)

@@ -61,13 +61,13 @@ def test_sums_and_means_have_the_same_gradients():
 def test_a_main_loss_of_another_kind_is_refused(is_sum, found):
     """Either would silently scale the routers' losses by the tokens of a micro-batch."""
     for coefficients in ({}, {"moe_z_loss_coeff": None, "moe_aux_loss_coeff": [0.0]}):
-        model, given = make_model(**{**EXPERTS, **coefficients}).train(), MainLossInput()
+        model, passed = make_model(**{**EXPERTS, **coefficients}).train(), MainLossInput()
         tokens, labels, positions = batch()
         mask = None if is_sum else torch.ones_like(tokens, dtype=torch.float64)
-        given(model, (tokens, positions), {"labels": labels, "loss_mask": mask})
+        passed(model, (tokens, positions), {"labels": labels, "loss_mask": mask})
         with nullcontext() if coefficients else pytest.raises(UserError, match=found):
-            given.check(torch.tensor(TOKENS) if is_sum else None)
-        given.check(torch.tensor(1))  # later micro-batches are not read
+            passed.check(torch.tensor(TOKENS) if is_sum else None)
+        passed.check(torch.tensor(1))  # later micro-batches are not read
 
 
 def test_means_of_context_parallel_ranks_add_up():
@@ -90,8 +90,8 @@ def gradients_of_ranks(rank, size, sizes, is_sum):
 
     def forward_step(iterator, model):
         part = next(iterator)
-        whole = (tokens[part, :-1], positions[part], tokens[part, 1:])
-        ids, at, labels = (zigzag.local_part(each, groups.cp.rank, groups.cp.size) for each in whole)
+        full = (tokens[part, :-1], positions[part], tokens[part, 1:])
+        ids, at, labels = (zigzag.local_part(item, groups.cp.rank, groups.cp.size) for item in full)
         mask = torch.ones_like(ids, dtype=torch.float64) if is_sum else None
         return model(ids, at, labels=labels, loss_mask=mask), loss_of
 
@@ -122,8 +122,8 @@ def test_sums_and_means_have_the_same_gradients_on_any_ranks(gloo_pool, size, si
     """A router's losses weigh the same whether the main loss is a sum over tokens or a mean of each micro-batch."""
     expected = steps.assembled(gloo_pool.run(gradients_of_ranks, 1, {}, True))
     for is_sum in (True, False):
-        found = steps.assembled(gloo_pool.run(gradients_of_ranks, size, sizes, is_sum))
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        actual = steps.assembled(gloo_pool.run(gradients_of_ranks, size, sizes, is_sum))
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_tensor_parallel_ranks_that_would_route_the_same_tokens_are_refused():

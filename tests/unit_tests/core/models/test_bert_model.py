@@ -30,7 +30,7 @@ SETTINGS = {
 }
 
 
-def make(settings="classic", **others):
+def make(settings="classic", **rest):
     fields, options = SETTINGS[settings]
     options = {"add_binary_head": True, "shared": True, "num_tokentypes": 2} | options
     config = TransformerConfig(**SIZES, **fields)
@@ -38,7 +38,7 @@ def make(settings="classic", **others):
     model = BertModel(
         config, transformer_layer_spec=get_bert_block_spec(config), vocab_size=61, max_sequence_length=16,
         share_embeddings_and_output_weights=shared, make_vocab_size_divisible_by=8, groups=SINGLE_PROCESS, **options,
-        **others,
+        **rest,
     )  # fmt: skip
     return model.double().eval(), config, Vocabulary(61, shared, 8), options
 
@@ -50,7 +50,7 @@ def test_the_description_is_the_model(settings, by_spec):
     spec = get_bert_block_spec(config) if by_spec else None
     described = describe_bert(config, vocabulary, seq_length=16, max_sequence_length=16, spec=spec, **options)
     built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert {each.name: each.local_shapes({})[0] for each in described.params() if not each.tied_to} == built
+    assert {param.name: param.local_shapes({})[0] for param in described.params() if not param.tied_to} == built
     assert not described.unknown
     assert described.num_parameters + described.padding == sum(p.numel() for p in model.parameters())
 
@@ -58,8 +58,8 @@ def test_the_description_is_the_model(settings, by_spec):
 def test_attention_is_counted_in_full():
     _, config, vocabulary, options = make()
     one, windowed = (
-        describe_bert(each, vocabulary, seq_length=16, max_sequence_length=16, **options)
-        for each in (config, dataclasses.replace(config, window_size=(3, 2)))
+        describe_bert(x, vocabulary, seq_length=16, max_sequence_length=16, **options)
+        for x in (config, dataclasses.replace(config, window_size=(3, 2)))
     )
     flops = [
         [op.flops for piece in described.pieces for op in piece.ops if op.kind == "attention"]
@@ -114,12 +114,12 @@ def test_padding_is_inert_and_said_in_two_ways():
     ids, mask, types, labels = inputs(padding=5)
     losses, binary = model(ids, mask, types, labels)
     ids[1, -5:] = 7
-    again, binary_again = model(ids, mask, types, labels)
+    repeated, binary_again = model(ids, mask, types, labels)
     used = mask.bool()
-    assert torch.equal(losses[used], again[used]) and torch.equal(binary, binary_again)
+    assert torch.equal(losses[used], repeated[used]) and torch.equal(binary, binary_again)
     lengths = PackedSeqParams.of_lengths(mask.sum(1), 16)
     by_lengths, _ = model(ids, tokentype_ids=types, lm_labels=labels, packed_seq_params=lengths)
-    assert torch.equal(by_lengths, again)
+    assert torch.equal(by_lengths, repeated)
     shorter, _ = model(ids[1:2, :-5], None, types[1:2, :-5], labels[1:2, :-5])
     torch.testing.assert_close(shorter, losses[1:2, :-5])
 
@@ -148,7 +148,7 @@ def test_samples_that_share_a_row_drop_no_attention_weights():
         model.train()(torch.zeros(1, 16, dtype=torch.long), position_ids=torch.arange(16)[None])
 
 
-def test_tokens_see_what_is_behind_them():
+def test_tokens_see_later_tokens():
     model, *_ = make()
     ids, mask, types, labels = inputs()
     losses, _ = model(ids, mask, types, labels)
@@ -177,20 +177,20 @@ def test_logits_have_a_bias_and_no_padding():
 
 
 @pytest.mark.parametrize("settings", ["classic", "one loss, untied"])
-def test_losses_and_gradients_of_some_places_are_those_of_whole_rows(settings):
+def test_losses_and_gradients_of_some_positions_equal_those_of_full_rows(settings):
     model, *_ = make(settings)
     ids, mask, types, labels = inputs(padding=5)
     places = torch.tensor([[2, 15, 0, 7], [1, 4, 3, 10], [15, 14, 13, 12]])
     weights = torch.tensor([1.0, 0.5, 0.0, 2.0], dtype=torch.float64).expand(3, 4)
-    found = []
-    for given in (labels, LabelsAt(labels.gather(1, places), places)):
-        losses, order = model(ids, mask, types if model.pooler else None, given)
-        losses = losses.gather(1, places) if given is labels else losses
+    results = []
+    for passed in (labels, LabelsAt(labels.gather(1, places), places)):
+        losses, order = model(ids, mask, types if model.pooler else None, passed)
+        losses = losses.gather(1, places) if passed is labels else losses
         ((losses * weights).sum() + (0 if order is None else order[:, 0].sum())).backward()
-        found.append((losses, *(each.grad for each in model.parameters())))
+        results.append((losses, *(parameter.grad for parameter in model.parameters())))
         model.zero_grad()
-    assert found[1][0].shape == (3, 4) and len(found[0]) > 20
-    torch.testing.assert_close(*found)
+    assert results[1][0].shape == (3, 4) and len(results[0]) > 20
+    torch.testing.assert_close(*results)
 
 
 def test_places_are_refused_where_ranks_hold_parts_of_rows():
@@ -207,13 +207,13 @@ def test_one_layer_spec_serves_all_layers():
     logits, binary = model.eval()(one)
     assert binary is None and len(model.encoder.layers) == 2 and logits.shape == (1, 16, 128)
     assert not torch.equal(logits[0, 0], model(other)[0][0, 0])  # sees the last token
-    gpt, bert = (inspect.signature(each).parameters for each in (GPTModel, BertModel))
+    gpt, bert = (inspect.signature(x).parameters for x in (GPTModel, BertModel))
     assert all(bert[name].default == gpt[name].default for name in gpt.keys() & bert.keys())
 
 
 def test_a_stage_holds_its_own_branches_of_the_whole():
     """The last of two pipeline ranks, which needs no process group to be built."""
-    whole, config, *_ = make()
+    full, config, *_ = make()
     config = dataclasses.replace(config, pipeline_model_parallel_size=2)
     groups = dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), 1))
     stages = [
@@ -223,10 +223,10 @@ def test_a_stage_holds_its_own_branches_of_the_whole():
         )
         for chosen in ({}, {"branches": range(3, 4)})
     ]  # fmt: skip
-    own, given = (set(stage.state_dict()) for stage in stages)
-    assert "encoder.layers.1.mlp.linear_fc2.weight" in own & given and "pooler.dense.weight" in own
-    assert own < {*whole.state_dict(), "output_layer.weight"} and not any("layers.0" in name for name in own)
-    assert not any("self_attention" in name or "layers.0" in name for name in given) and given < own
+    local, passed = (set(stage.state_dict()) for stage in stages)
+    assert "encoder.layers.1.mlp.linear_fc2.weight" in local & passed and "pooler.dense.weight" in local
+    assert local < {*full.state_dict(), "output_layer.weight"} and not any("layers.0" in name for name in local)
+    assert not any("self_attention" in name or "layers.0" in name for name in passed) and passed < local
 
 
 def test_a_stage_takes_its_chunk_from_the_program_and_its_input_in_either_form(monkeypatch):
@@ -238,18 +238,21 @@ def test_a_stage_takes_its_chunk_from_the_program_and_its_input_in_either_form(m
         "pre_process": False, "post_process": False,
         "groups": dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (0, 1))),
     }  # fmt: skip
-    asked, told = BertModel(config, 2, **options), BertModel(config, 2, vp_stage=0, **options)
-    assert (asked.vp_stage, told.vp_stage) == (1, 0) and asked.state_dict().keys() != told.state_dict().keys()
-    for given in (torch.zeros(1), [torch.zeros(1)]):
-        asked.set_input_tensor(given)
-        assert asked.received is (given[0] if isinstance(given, list) else given)
+    requested, reported = BertModel(config, 2, **options), BertModel(config, 2, vp_stage=0, **options)
+    assert (requested.vp_stage, reported.vp_stage) == (
+        1,
+        0,
+    ) and requested.state_dict().keys() != reported.state_dict().keys()
+    for passed in (torch.zeros(1), [torch.zeros(1)]):
+        requested.set_input_tensor(passed)
+        assert requested.received is (passed[0] if isinstance(passed, list) else passed)
 
 
 def test_calls_without_sample_index_draw_other_masks_each_time():
     config = TransformerConfig(**{**SIZES, "hidden_dropout": 0.5})
     model, ids = BertModel(config, 0, get_bert_layer_local_spec(), 61, 16, groups=SINGLE_PROCESS), inputs()[0]
-    (first, _), (second, _), (again, _) = model(ids), model(ids), model(ids, sample_index=torch.arange(3))
-    assert not torch.equal(first[..., :61], second[..., :61]) and torch.equal(first, again)
+    (first, _), (second, _), (repeated, _) = model(ids), model(ids), model(ids, sample_index=torch.arange(3))
+    assert not torch.equal(first[..., :61], second[..., :61]) and torch.equal(first, repeated)
 
 
 def test_the_first_and_the_last_stage_share_a_weight_and_the_work():
@@ -265,10 +268,10 @@ def test_the_first_and_the_last_stage_share_a_weight_and_the_work():
         assert (stage.encoder.final_layernorm is not None) == (rank == 1)
         stage.set_input_tensor(hidden)
         hidden = stage(inputs()[0])
-    assert [each.shape for each in hidden] == [(3, 16, 128), (3, 2)]
+    assert [item.shape for item in hidden] == [(3, 16, 128), (3, 2)]
 
 
-def test_logits_are_gathered_where_they_are_asked_for_whole(monkeypatch):
+def test_logits_are_gathered_where_full_ones_are_requested(monkeypatch):
     gathered = []
     monkeypatch.setattr(
         language_module, "gather_from_region", lambda x, group: gathered.append(group.name) or x
@@ -280,10 +283,10 @@ def test_logits_are_gathered_where_they_are_asked_for_whole(monkeypatch):
 
 def test_first_tokens_come_from_the_ranks_that_hold_them(monkeypatch):
     config = TransformerConfig(**SIZES, tensor_model_parallel_size=3, sequence_parallel=True)
-    hidden, first_tokens, found = torch.randn(12, 1, 24), torch.tensor([0, 3, 4, 7, 11]), []
-    monkeypatch.setattr(heads, "reduce_from_region", lambda x, group: found.append(x) or x)
+    hidden, first_tokens, results = torch.randn(12, 1, 24), torch.tensor([0, 3, 4, 7, 11]), []
+    monkeypatch.setattr(heads, "reduce_from_region", lambda x, group: results.append(x) or x)
     for rank in range(3):
         pooler = heads.Pooler(config, dataclasses.replace(SINGLE_PROCESS, tp=Group("tp", (0, 1, 2), rank)))
-        own = hidden[4 * rank : 4 * rank + 4]
-        pooler(own), pooler(own, first_tokens)
-    assert torch.equal(sum(found[::2]), hidden[0]) and torch.equal(sum(found[1::2]), hidden[first_tokens, 0])
+        local = hidden[4 * rank : 4 * rank + 4]
+        pooler(local), pooler(local, first_tokens)
+    assert torch.equal(sum(results[::2]), hidden[0]) and torch.equal(sum(results[1::2]), hidden[first_tokens, 0])

@@ -57,7 +57,7 @@ def test_a_dense_layer_of_deepseek_v3_has_its_583_485_440_parameters():
     assert (attention, mlp) == (187_107_328 + 7168, 3 * 7168 * 18432 + 7168)
 
 
-def flops_in_place(total, left, right, **others):
+def flops_in_place(total, left, right, **rest):
     """FLOPs that torch does not count: expert gradients are accumulated in place."""
     return 2 * left[0] * left[1] * right[1]
 
@@ -132,7 +132,7 @@ def test_static_rows_are_counted_with_their_room(ranks, times):
 
     def rows(**settings):
         (layer,) = described(TransformerConfig(**sizes, expert_model_parallel_size=ranks, **settings), 50, 16).layers
-        return next(kept.bytes for piece in layer for op in piece.ops for kept in op.saved if kept.name == "rows")
+        return next(saved.bytes for piece in layer for op in piece.ops for saved in op.saved if saved.name == "rows")
 
     assert rows(moe_static_rows=True) == times * rows()
 
@@ -219,12 +219,12 @@ class UndescribedNorm(torch.nn.Module):
     describe = None
 
 
-def test_stages_of_layers_that_take_no_time_or_have_unknown_norms_count_layers_alike():
+def test_stages_of_layers_without_time_or_with_unknown_norms_count_layers_equally():
     config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=4)
     for norm, unknown in ((build_norm, []), (UndescribedNorm, ["shapeless"])):
         spec = ModuleSpec(TransformerLayer, submodules=[BranchSpec("shapeless", Shapeless, norm)])
-        found = described(config, 50, 16, spec=spec)
-        assert found.unknown == unknown and found.costs == ((("shapeless",),) * 3, None, 0.0)
+        result = described(config, 50, 16, spec=spec)
+        assert result.unknown == unknown and result.costs == ((("shapeless",),) * 3, None, 0.0)
 
 
 def as_built(rank, world_size, overrides, options, **grid):
@@ -241,14 +241,14 @@ def as_built(rank, world_size, overrides, options, **grid):
         config, spec, vocab_size=50, max_sequence_length=16, mtp_block_spec=get_gpt_mtp_block_spec(config, spec),
         **options,
     )  # fmt: skip
-    found = {}
+    result = {}
     for name, parameter in model.named_parameters():
-        spec, whole = parameter.spec, re.sub(r"shared_(?!experts)", "", name)
+        spec, full = parameter.spec, re.sub(r"shared_(?!experts)", "", name)
         shape = spec.shape if spec.part is None else spec.part.shape
         split = {axis: place.dim if hasattr(place, "dim") else place.outer.dim for axis, place in spec.mesh.items()}
-        sizes = found.get(whole, (None, None, []))[2]
-        found[whole] = (shape, split, [*sizes, parameter.numel()])
-    return found
+        sizes = result.get(full, (None, None, []))[2]
+        result[full] = (shape, split, [*sizes, parameter.numel()])
+    return result
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -261,14 +261,14 @@ def test_a_description_equals_the_model_that_is_built(gloo_pool, name, ranks, ti
     }  # fmt: skip
     config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=4, tensor_model_parallel_size=ranks,
                                **SPECS[name])  # fmt: skip
-    params = [each for each in described(config, 50, 16, **options).params() if not each.tied_to]
+    params = [param for param in described(config, 50, 16, **options).params() if not param.tied_to]
     sizes = {"tp": ranks}
     expected = {
-        each.name: (each.shape, dict(each.mesh), [math.prod(local) for local in each.local_shapes(sizes)])
-        for each in params
+        param.name: (param.shape, dict(param.mesh), [math.prod(local) for local in param.local_shapes(sizes)])
+        for param in params
     }
-    for found in gloo_pool.run(as_built, ranks, SPECS[name], options):
-        assert {key: found[key] for key in sorted(found)} == {key: expected[key] for key in sorted(expected)}
+    for actual in gloo_pool.run(as_built, ranks, SPECS[name], options):
+        assert {key: actual[key] for key in sorted(actual)} == {key: expected[key] for key in sorted(expected)}
 
 
 def test_an_activation_moves_eight_tensors_of_its_width():
@@ -281,7 +281,7 @@ def test_an_activation_moves_eight_tensors_of_its_width():
     assert activation.traffic == 8 * 24 * 2 and activation.gradients == 24 * 2
 
 
-def test_what_experts_move_beside_their_gemms():
+def test_traffic_of_experts_next_to_their_gemms():
     """16 local tokens, 3 copies each: gathered and added up, read and written, forward and backward; the gated
     activation of half of an expert's 24 channels as above, of both expert-tensor ranks' tokens."""
     config = TransformerConfig(
@@ -306,28 +306,28 @@ def test_a_description_of_experts_equals_the_model_that_is_built(gloo_pool, name
     model = described(config, 50, 16, **options)
     assert model == described(config, 50, 16, spec=get_gpt_decoder_block_spec(config), **options)
     expected = {
-        each.name: (each.shape, dict(each.mesh), [math.prod(local) for local in each.local_shapes(sizes)])
-        for each in model.params()
+        param.name: (param.shape, dict(param.mesh), [math.prod(local) for local in param.local_shapes(sizes)])
+        for param in model.params()
     }
-    for found in gloo_pool.run(partial(as_built, **grid), max(tp, ep * etp), overrides, options):
-        assert {key: found[key] for key in sorted(found)} == {key: expected[key] for key in sorted(expected)}
+    for actual in gloo_pool.run(partial(as_built, **grid), max(tp, ep * etp), overrides, options):
+        assert {key: actual[key] for key in sorted(actual)} == {key: expected[key] for key in sorted(expected)}
 
 
 def test_context_parallel_attention_keeps_its_output_in_the_ring_s_order_too():
-    kept = {}
+    saved = {}
     for ranks in (1, 2):
         config = TransformerConfig(
             num_layers=1, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0, bf16=True,
             context_parallel_size=ranks,
         )  # fmt: skip
         (core,) = (op for op in described(config, 50, 16).layers[0][0].ops if op.kind == "attention")
-        kept[ranks] = sum(each.bytes for each in core.saved)
-    assert kept == {1: 4 * 4, 2: 4 * 4 + 32 * 2}
+        saved[ranks] = sum(item.bytes for item in core.saved)
+    assert saved == {1: 4 * 4, 2: 4 * 4 + 32 * 2}
 
 
 @pytest.mark.parametrize("softmax_type, kept_by", [("vanilla", "mla_up_proj"), ("learnable", "core_attn")])
 def test_values_that_are_filled_up_belong_to_the_attention_core(softmax_type, kept_by):
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, softmax_type=softmax_type, **LATENT)
     (rotary,) = (op for op in described(config, 50, 16).layers[0][0].ops if op.kind == "rotary")
-    kept = {each.name: each.modules for each in rotary.saved}
-    assert kept == {"query and key": ("mla_up_proj", "self_attention"), "value": (kept_by, "self_attention")}
+    saved = {item.name: item.modules for item in rotary.saved}
+    assert saved == {"query and key": ("mla_up_proj", "self_attention"), "value": (kept_by, "self_attention")}

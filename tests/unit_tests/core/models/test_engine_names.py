@@ -50,29 +50,29 @@ def engine_name(name):
         latent = {}
     fused = {".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
              ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_"}  # fmt: skip
-    for ours, theirs in (latent | fused).items():
-        name = name.replace(ours, theirs)
+    for local, foreign in (latent | fused).items():
+        name = name.replace(local, foreign)
     return name
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_norms_go_by_the_names_of_fused_linear_layers(case):
     fields = CASES[case]
-    ours, theirs = make_model(False, **fields), make_model(True, **fields)
-    kept = [".input_layernorm"] * (case == "latent") + ["layers.1.pre_mlp_layernorm"] * (case == "experts")
-    kept += [".q_layernorm", ".k_layernorm"] * (case == "RMSNorm")
+    local, foreign = make_model(False, **fields), make_model(True, **fields)
+    retained = [".input_layernorm"] * (case == "latent") + ["layers.1.pre_mlp_layernorm"] * (case == "experts")
+    retained += [".q_layernorm", ".k_layernorm"] * (case == "RMSNorm")
     expected = {
-        name if any(each in name for each in kept) else engine_name(name) for name, _ in ours.named_parameters()
+        name if any(item in name for item in retained) else engine_name(name) for name, _ in local.named_parameters()
     }
-    assert {name for name, _ in theirs.named_parameters()} == expected <= theirs.state_dict().keys()
-    saved, loaded = (module_tensors(model, groups=SINGLE_PROCESS) for model in (ours, theirs))
+    assert {name for name, _ in foreign.named_parameters()} == expected <= foreign.state_dict().keys()
+    saved, loaded = (module_tensors(model, groups=SINGLE_PROCESS) for model in (local, foreign))
     assert saved.keys() == loaded.keys()
-    losses = [loss(model) for model in (ours, theirs)]
+    losses = [loss(model) for model in (local, foreign)]
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0)
-    for each in losses:
-        each.backward()
-    for name, param in ours.named_parameters():
-        other = dict(theirs.named_parameters())[name if any(k in name for k in kept) else engine_name(name)]
+    for item in losses:
+        item.backward()
+    for name, param in local.named_parameters():
+        other = dict(foreign.named_parameters())[name if any(k in name for k in retained) else engine_name(name)]
         torch.testing.assert_close(other.grad, param.grad, rtol=0, atol=0)
 
 
@@ -100,11 +100,11 @@ def test_state_dicts_load_under_both_names():
             param.normal_()
     target.load_state_dict(source.state_dict())
     assert loss(target) == loss(source)
-    again = make_model(True)
-    again.load_state_dict(target.state_dict())
-    assert loss(again) == loss(source)
+    repeated = make_model(True)
+    repeated.load_state_dict(target.state_dict())
+    assert loss(repeated) == loss(source)
     with pytest.raises(RuntimeError, match="Missing key"):
-        again.load_state_dict({"embedding.word_embeddings.weight": source.embedding.word_embeddings.weight})
+        repeated.load_state_dict({"embedding.word_embeddings.weight": source.embedding.word_embeddings.weight})
 
 
 def test_missing_package_is_logged_once(caplog):
@@ -117,7 +117,7 @@ def test_missing_package_is_logged_once(caplog):
     assert len(lines) == 1 and "pip install" in lines[0] and "local layers" in lines[0]
 
 
-def test_constant_specs_of_bert_are_fresh_and_named_alike():
+def test_constant_specs_of_bert_are_fresh_and_named_equally():
     from megatron.core.models.bert import bert_layer_specs
 
     assert bert_layer_specs.bert_layer_local_spec is not bert_layer_specs.bert_layer_local_spec

@@ -52,17 +52,19 @@ def randomize(model):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("hidden_size", [24, 48])
-def test_scaled_embeddings_are_scaled_by_a_root_of_their_own_dtype(dtype, hidden_size):
+def test_scaled_embeddings_are_scaled_by_a_root_in_their_dtype(dtype, hidden_size):
     """Gemma rounds sqrt(24) = 4.89898 to 4.90625 in bf16; positions are scaled too."""
     sizes = {"hidden_size": hidden_size, "params_dtype": dtype}
-    scaled, plain = (make_model(**sizes, apply_embedding_scaling=each).embedding for each in (True, False))
+    scaled, plain = (make_model(**sizes, apply_embedding_scaling=value).embedding for value in (True, False))
     tokens, _, positions = batch()
     words = plain.word_embeddings(tokens.t()) + plain.position_embeddings(positions.t())
     factor = torch.tensor(hidden_size, dtype=torch.float64).sqrt().to(dtype)
-    found = scaled(tokens, positions)
-    assert found.dtype == dtype and torch.equal(found, words * factor) and torch.equal(plain(tokens, positions), words)
+    result = scaled(tokens, positions)
+    assert (
+        result.dtype == dtype and torch.equal(result, words * factor) and torch.equal(plain(tokens, positions), words)
+    )
     if dtype == torch.bfloat16:
-        assert not torch.equal(found, words * hidden_size**0.5), "the rounding of the factor matters"
+        assert not torch.equal(result, words * hidden_size**0.5), "the rounding of the factor matters"
 
 
 def norm(x, w, kind, name):
@@ -199,7 +201,7 @@ def test_vocabulary_padding_changes_neither_loss_nor_gradient(tied):
 @pytest.mark.parametrize("backend", ["auto", "unfused"])
 @pytest.mark.parametrize("window", [None, (2, 0)])
 @pytest.mark.parametrize("positions_kind", ["rope", "learned_absolute"])
-def test_packed_documents_equal_the_same_documents_alone(backend, window, positions_kind):
+def test_packed_documents_equal_the_same_documents_in_separate_rows(backend, window, positions_kind):
     model = make_model(**LLAMA, attention_backend=backend, window_size=window, position_embedding_type=positions_kind)
     tokens, _, _ = batch()
     bounds = [0, 5, 6, 12, 24, 31, 36]
@@ -208,8 +210,8 @@ def test_packed_documents_equal_the_same_documents_alone(backend, window, positi
     positions = torch.cat([torch.arange(end - start) for start, end in zip(bounds, bounds[1:])])
     together = model(tokens, positions.view(BATCH, LENGTH), packed_seq_params=packed).flatten(0, 1)
     for start, end in zip(bounds, bounds[1:]):
-        alone = model(flat[None, start:end], positions[None, start:end])[0]
-        torch.testing.assert_close(together[start:end], alone, rtol=1e-10, atol=1e-10)
+        single = model(flat[None, start:end], positions[None, start:end])[0]
+        torch.testing.assert_close(together[start:end], single, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("bounds", [[0, 12, 24, 34], [1, 12, 24, 36], [0, 13, 24, 36], [0, 12, 24, 20, 36]])
@@ -291,21 +293,21 @@ def dropout_losses(model, tokens, positions, labels, samples):
 def test_dropout_follows_the_sample_and_not_the_micro_batch():
     model = make_model(hidden_dropout=0.2, attention_dropout=0.3)
     tokens, labels, positions = batch()
-    whole = dropout_losses(model, tokens, positions, labels, [7, 8, 9])
-    assert torch.equal(whole, dropout_losses(model, tokens, positions, labels, [7, 8, 9]))
+    full = dropout_losses(model, tokens, positions, labels, [7, 8, 9])
+    assert torch.equal(full, dropout_losses(model, tokens, positions, labels, [7, 8, 9]))
     for row in range(BATCH):
         one = slice(row, row + 1)
-        alone = dropout_losses(model, tokens[one], positions[one], labels[one], [7 + row])
-        torch.testing.assert_close(alone, whole[one], rtol=1e-11, atol=1e-11)
-    assert not torch.allclose(whole, dropout_losses(model, tokens, positions, labels, [10, 11, 12]))
+        single = dropout_losses(model, tokens[one], positions[one], labels[one], [7 + row])
+        torch.testing.assert_close(single, full[one], rtol=1e-11, atol=1e-11)
+    assert not torch.allclose(full, dropout_losses(model, tokens, positions, labels, [10, 11, 12]))
     assert not torch.equal(model(tokens, positions, labels=labels), model(tokens, positions, labels=labels))
     model.eval()
     assert torch.equal(model(tokens, positions, labels=labels), model(tokens, positions, labels=labels))
 
 
 def test_initial_weights_depend_on_the_seed_and_scale_with_depth():
-    first, again, other = make_model(seed=1), make_model(seed=1), make_model(seed=2)
-    assert all(torch.equal(x, y) for x, y in zip(first.parameters(), again.parameters()))
+    first, repeated, other = make_model(seed=1), make_model(seed=1), make_model(seed=2)
+    assert all(torch.equal(x, y) for x, y in zip(first.parameters(), repeated.parameters()))
     layer = first.decoder.layers[0]
     assert not torch.equal(layer.mlp.linear_fc1.weight, other.decoder.layers[0].mlp.linear_fc1.weight)
     assert layer.mlp.linear_fc2.weight.std().item() == pytest.approx(0.3 / 2, rel=0.1)
@@ -374,18 +376,18 @@ def test_ids_outside_of_the_vocabulary_are_refused():
 def test_documents_with_padding_between_them_have_the_outputs_of_separate_rows(attention):
     """By Megatron-LM's arguments for packed sequences; without position_ids, which a rotary model does not read."""
     model = make_model(position_embedding_type="rope", **attention).eval()
-    tokens, labels, _ = (each[:2] for each in batch())
+    tokens, labels, _ = (item[:2] for item in batch())
     lengths, places = [LENGTH - 2, LENGTH - 4], [0, LENGTH, 2 * LENGTH]
     actual = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
-    given = torch.tensor(places, dtype=torch.int32)
+    passed = torch.tensor(places, dtype=torch.int32)
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=actual, cu_seqlens_kv=actual, cu_seqlens_q_padded=given,
-        cu_seqlens_kv_padded=given, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH,
+        qkv_format="thd", cu_seqlens_q=actual, cu_seqlens_kv=actual, cu_seqlens_q_padded=passed,
+        cu_seqlens_kv_padded=passed, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH,
     )  # fmt: skip
     losses = model(tokens.view(1, -1), None, None, labels.view(1, -1), packed_seq_params=packed).view(2, LENGTH)
     for row, length in enumerate(lengths):
-        alone = model(tokens[row : row + 1, :length], None, labels=labels[row : row + 1, :length])
-        torch.testing.assert_close(losses[row, :length], alone[0])
+        single = model(tokens[row : row + 1, :length], None, labels=labels[row : row + 1, :length])
+        torch.testing.assert_close(losses[row, :length], single[0])
     with pytest.raises(UserError, match="position_ids: None, but the model has learned positions"):
         make_model()(tokens, None)
 
@@ -398,15 +400,15 @@ def test_negative_labels_are_positions_that_the_caller_masks(chunk):
     mask = torch.ones_like(labels)
     mask[0, 1], mask[1, 3] = 0, 0
     gradients = []
-    for given in (labels, labels.masked_fill(mask == 0, -1), labels.masked_fill(mask == 0, -100)):
+    for passed in (labels, labels.masked_fill(mask == 0, -1), labels.masked_fill(mask == 0, -100)):
         model.zero_grad()
-        losses = model(tokens, positions, labels=given)
+        losses = model(tokens, positions, labels=passed)
         assert losses.isfinite().all()
         (losses * mask).sum().backward()
         gradients.append([(losses * mask).detach(), *(parameter.grad.clone() for parameter in model.parameters())])
     for other in gradients[1:]:
-        for mine, theirs in zip(gradients[0], other, strict=True):
-            assert torch.equal(mine, theirs)
+        for mine, foreign in zip(gradients[0], other, strict=True):
+            assert torch.equal(mine, foreign)
 
 
 @pytest.mark.parametrize("backend", ["unfused", "auto"])

@@ -17,15 +17,15 @@ from tests.unit_tests.core.models.test_gpt_model import LLAMA, VOCAB, batch, mak
 
 
 def test_pipeline_stages_hold_global_names_and_compose():
-    whole = make_model(num_layers=4)
+    full = make_model(num_layers=4)
     first = make_model(num_layers=4, layer_range=range(0, 1), post_process=False)
     last = make_model(num_layers=4, layer_range=range(1, 4), pre_process=False)
     names = {**first.state_dict(), **last.state_dict()}
-    assert names.keys() == whole.state_dict().keys()
-    assert all(torch.equal(names[name], value) for name, value in whole.state_dict().items())
+    assert names.keys() == full.state_dict().keys()
+    assert all(torch.equal(names[name], value) for name, value in full.state_dict().items())
     tokens, labels, positions = batch()
     last.set_input_tensor(first(tokens, positions))
-    assert torch.equal(last(tokens, positions, labels=labels), whole(tokens, positions, labels=labels))
+    assert torch.equal(last(tokens, positions, labels=labels), full(tokens, positions, labels=labels))
     assert len(last.decoder.layers) == 3 and last.decoder.layers[0].layer_number == 2
     assert (
         [layer.layer_number for layer in last.decoder.layers]
@@ -36,25 +36,25 @@ def test_pipeline_stages_hold_global_names_and_compose():
 
 @pytest.mark.parametrize("fields", [{}, LLAMA, {"apply_residual_connection_post_layernorm": True}])
 def test_stages_that_cut_layers_hold_half_of_the_names_and_compose(fields):
-    whole = make_model(num_layers=3, **fields)
+    full = make_model(num_layers=3, **fields)
     bounds = [0, 1, 2, 5, 6]
     stages = [
         make_model(num_layers=3, branches=range(*ends), pre_process=not ends[0], post_process=ends[1] == 6, **fields)
         for ends in zip(bounds, bounds[1:])
     ]
     names = [stage.state_dict().keys() for stage in stages]
-    assert {name for own in names for name in own} == whole.state_dict().keys()
-    assert sum(map(len, names)) == len(whole.state_dict())
-    for own, present, absent in zip(
+    assert {name for local in names for name in local} == full.state_dict().keys()
+    assert sum(map(len, names)) == len(full.state_dict())
+    for local, present, absent in zip(
         names, ["self_attention", "mlp", "mlp", "mlp"], ["mlp", "self_attention", "layers.0.mlp", "self_attention"]
     ):
-        assert any(present in name for name in own) and not any(absent in name for name in own)
+        assert any(present in name for name in local) and not any(absent in name for name in local)
     tokens, labels, positions = batch()
     hidden = None
     for stage in stages:
         stage.set_input_tensor(hidden)
         hidden = stage(tokens, positions, labels=labels if stage.post_process else None)
-    torch.testing.assert_close(hidden, whole(tokens, positions, labels=labels), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(hidden, full(tokens, positions, labels=labels), rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="layer_range and branches both"):
         make_model(num_layers=3, branches=range(2), layer_range=range(1))
 
@@ -121,19 +121,19 @@ def held(model):
     ]
 
 
-def test_layers_that_are_one_piece_stay_whole():
+def test_layers_that_are_one_piece_stay_uncut():
     """1.5 of 3 layers of equal halves are the best stage; else 2."""
     equal = {"ffn_hidden_size": 48}
-    ours = get_gpt_layer_local_spec()
-    theirs = replace(ours, module=LayerOfAProgram)
-    assert held(stage_of_two(0, ours, **equal)) == [(0, True, True), (1, True, False)]
-    assert held(stage_of_two(1, ours, **equal)) == [(1, False, True), (2, True, True)]
-    assert [each[0] for each in held(stage_of_two(1, theirs, **equal))] in ([1, 2], [2])
-    assert all(each[1:] == (True, True) for rank in (0, 1) for each in held(stage_of_two(rank, theirs, **equal)))
-    whole = held(stage_of_two(0, ours, whole_layers_in_pipeline_split=True, **equal))
-    assert all(each[1:] == (True, True) for each in whole)
+    local = get_gpt_layer_local_spec()
+    foreign = replace(local, module=LayerOfAProgram)
+    assert held(stage_of_two(0, local, **equal)) == [(0, True, True), (1, True, False)]
+    assert held(stage_of_two(1, local, **equal)) == [(1, False, True), (2, True, True)]
+    assert [item[0] for item in held(stage_of_two(1, foreign, **equal))] in ([1, 2], [2])
+    assert all(item[1:] == (True, True) for rank in (0, 1) for item in held(stage_of_two(rank, foreign, **equal)))
+    full = held(stage_of_two(0, local, whole_layers_in_pipeline_split=True, **equal))
+    assert all(item[1:] == (True, True) for item in full)
     with pytest.raises(ValueError, match="'a' cuts layer 2, which is built as one piece, at position 3"):
-        stage_of_two(0, theirs, pipeline_model_parallel_layout="Eta|ftL")
+        stage_of_two(0, foreign, pipeline_model_parallel_layout="Eta|ftL")
 
 
 class LayerOfAnotherKind(torch.nn.Linear):
@@ -147,7 +147,7 @@ class LayerOfAnotherKind(torch.nn.Linear):
         return super().forward(hidden_states)
 
 
-def test_a_layer_of_another_kind_is_one_piece_that_nothing_is_known_of():
+def test_a_layer_of_another_kind_is_one_unknown_piece():
     spec = replace(get_gpt_layer_local_spec(), module=LayerOfAnotherKind, submodules=object())
     config = make_config()
     model = GPTModel(config, spec, VOCAB, 16)

@@ -57,5 +57,5 @@ def test_logits_of_causal_families_ignore_later_tokens(name):
     tokens = torch.arange(8)[None]
     other = torch.cat([tokens[:, :-1], tokens[:, -1:] + 50], dim=1)
     with torch.no_grad():
-        first, second = (cfg.family.logits(model, cfg, each)[:, :-1] for each in (tokens, other))
+        first, second = (cfg.family.logits(model, cfg, x)[:, :-1] for x in (tokens, other))
     assert torch.equal(first, second) == cfg.family.is_causal

@@ -29,7 +29,7 @@ class Model:
         self.given = size, settings, extra, more
 
 
-def test_fields_and_own_arguments_may_be_mixed():
+def test_fields_and_constructor_arguments_may_be_mixed():
     size, settings, extra, more = Model(1, 50, 16, 500.0, 4, seed=7, more="x").given
     assert (size, extra, more) == (1, 4, "x")
     assert (settings.vocab_size, settings.rotary_base, settings.seed, settings.pre_process) == (50, 500.0, 7, True)
@@ -53,7 +53,9 @@ def test_wrong_arguments_raise(args, kwargs, message):
 @pytest.mark.parametrize("kind", ENDS)
 def test_positions_are_those_of_megatron_lm(kind):
     parameters = inspect.signature(kind).parameters.values()
-    positional = [each.name for each in parameters if each.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    positional = [
+        parameter.name for parameter in parameters if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
     first, last = ENDS[kind]
     assert positional[: len(first) + 4] == first + COMMON and positional[-len(last) :] == last
 
@@ -65,7 +67,7 @@ def test_rotary_table_of_window_layers_is_not_scaled(kind, is_used):
         rope_scaling=True, rotary_percent=0.5,
     )  # fmt: skip
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1, rotary_base_local=100.0)
-    found = settings.local_rotary(config)
-    assert (found is not None) == is_used
+    result = settings.local_rotary(config)
+    assert (result is not None) == is_used
     if is_used:
-        torch.testing.assert_close(found(9).sin, RotaryEmbedding(16, 0.5, rotary_base=100.0)(9).sin)
+        torch.testing.assert_close(result(9).sin, RotaryEmbedding(16, 0.5, rotary_base=100.0)(9).sin)

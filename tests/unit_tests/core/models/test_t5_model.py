@@ -116,8 +116,8 @@ def test_weights_losses_and_gradients_are_the_references(kind, training):
 def test_buckets_are_the_published_ones(bidirectional, stack, number, longest):
     distance = torch.arange(-300, 300)
     c = SimpleNamespace(relative_attention_num_buckets=number, relative_attention_max_distance=longest)
-    found = buckets(distance, number, longest, bidirectional)
-    assert torch.equal(found, bucket(c, distance, stack)) and found.max() == number - 1 and found.min() == 0
+    result = buckets(distance, number, longest, bidirectional)
+    assert torch.equal(result, bucket(c, distance, stack)) and result.max() == number - 1 and result.min() == 0
 
 
 def test_a_bias_is_wide_and_has_an_entry_per_distance():
@@ -131,23 +131,23 @@ def test_a_bias_is_wide_and_has_an_entry_per_distance():
 def test_stages_pass_on_both_streams(kind):
     """Cuts inside the encoder, within a layer, between encoder and decoder, and inside the decoder."""
     text, answer, labels, lengths = arrays()
-    whole = make_model(kind).eval()
+    full = make_model(kind).eval()
     bounds = [0, 1, 4, 6, 13]
     stages = [
         make_model(kind, branches=range(*ends), pre_process=not ends[0], post_process=ends[1] == 13).eval()
         for ends in zip(bounds, bounds[1:])
     ]
     names = [name for stage in stages for name in stage.state_dict()]
-    copies = {"lm_head.output_layer.weight"} if whole.share_embeddings_and_output_weights else set()
-    assert sorted({*names} - copies) == sorted(whole.state_dict()) and len(names) == len({*names})
+    copies = {"lm_head.output_layer.weight"} if full.share_embeddings_and_output_weights else set()
+    assert sorted({*names} - copies) == sorted(full.state_dict()) and len(names) == len({*names})
     streams = None
     for stage in stages:
-        stage.set_input_tensor(None if streams is None else tuple(each for each in streams if each is not None))
+        stage.set_input_tensor(None if streams is None else tuple(stream for stream in streams if stream is not None))
         streams = stage(text, answer, lm_labels=labels, encoder_lengths=lengths)
         if stage is not stages[-1]:
-            shapes = [each.shape for each in streams if each is not None]
+            shapes = [stream.shape for stream in streams if stream is not None]
             assert shapes == [torch.Size(shape) for shape in stage.message_shapes((LENGTH, ANSWER), 2)]
-    expected = whole(text, answer, lm_labels=labels, encoder_lengths=lengths)
+    expected = full(text, answer, lm_labels=labels, encoder_lengths=lengths)
     torch.testing.assert_close(streams, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -198,8 +198,8 @@ def test_the_description_is_of_the_model_that_is_built(kind, with_specs):
         position_embedding_type=chosen.get("position_embedding_type", "learned_absolute"),
     )  # fmt: skip
     built = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    own = [param for param in described.params() if param.tied_to is None]
-    assert {param.name: param.local_shapes({})[0] for param in own} == built
+    local = [param for param in described.params() if param.tied_to is None]
+    assert {param.name: param.local_shapes({})[0] for param in local} == built
     assert [len(layer) for layer in described.layers] == [2, 2, 3, 3, 3]
 
 
@@ -218,15 +218,15 @@ def test_the_formula_of_operations_equals_a_counted_trace():
 
 
 def test_bytes_of_the_decoder_are_counted_per_token_of_the_encoder():
-    whole, half = (
+    full, half = (
         describe_t5(make_config(), Vocabulary(VOCAB, True, 8), EncoderDecoder(LENGTH, length, 3),
                     max_sequence_length=LENGTH).layers for length in (LENGTH, LENGTH // 2)
     )  # fmt: skip
     encoder, decoder, same, shorter = (
-        [number for op in layers[layer][-1].ops for number in (op.traffic, *(each.bytes for each in op.saved))]
-        for layers in (whole, half) for layer in (0, -1)
+        [number for op in layers[layer][-1].ops for number in (op.traffic, *(item.bytes for item in op.saved))]
+        for layers in (full, half) for layer in (0, -1)
     )  # fmt: skip
-    assert encoder == decoder == same == [2 * each for each in shorter] and sum(encoder) > 0
+    assert encoder == decoder == same == [2 * item for item in shorter] and sum(encoder) > 0
 
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
@@ -259,7 +259,7 @@ def test_a_program_builds_it_by_the_names_of_megatron_lm():
     assert logits.shape == (2, ANSWER, 128)
     chosen = T5Model(config, config, *get_t5_block_specs(config, 1), VOCAB, LENGTH)
     assert torch.equal(chosen.eval()(text, answer), logits)
-    gpt, t5 = (inspect.signature(each).parameters for each in (GPTModel, T5Model))
+    gpt, t5 = (inspect.signature(x).parameters for x in (GPTModel, T5Model))
     assert all(t5[name].default == gpt[name].default for name in gpt.keys() & t5.keys())
     assert (t5["relative_attention_num_buckets"].default, t5["relative_attention_max_distance"].default) == (32, 128)
 
@@ -286,13 +286,13 @@ def test_statistics_of_experts_name_the_stack():
     def with_experts(block):
         branches = [getattr(each.submodules, "branches", each.submodules) for each in block.layer_specs]
         layers = [
-            replace(each, submodules=(*own[:-1], experts)) for each, own in zip(block.layer_specs, branches)
+            replace(each, submodules=(*local[:-1], experts)) for each, local in zip(block.layer_specs, branches)
         ]  # fmt: skip
         return replace(block, layer_specs=layers)
 
     specs = map(with_experts, get_t5_block_specs(config, DEPTHS[1]))
     model = T5Model(config, config, *specs, VOCAB, LENGTH)
-    labels = [each.statistics.label for each in modules_with_statistics([model])]
+    labels = [modules_with_statistic.statistics.label for modules_with_statistic in modules_with_statistics([model])]
     assert labels == [f"encoder layer {n + 1}" for n in range(DEPTHS[0])] + [
         f"decoder layer {n + 1}" for n in range(DEPTHS[1])
     ]

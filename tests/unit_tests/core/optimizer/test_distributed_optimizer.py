@@ -24,12 +24,12 @@ class Net(nn.Module):
 
     def __init__(self, dtype=torch.float64, groups=SINGLE_PROCESS):
         super().__init__()
-        made = {"dtype": dtype, "groups": groups}
-        self.unused = parameter((3,), init=Normal(1.0), **made)
-        self.scale = parameter((1,), init=Normal(1.0), **made)
+        built = {"dtype": dtype, "groups": groups}
+        self.unused = parameter((3,), init=Normal(1.0), **built)
+        self.scale = parameter((1,), init=Normal(1.0), **built)
         self.last, self.first = nn.Module(), nn.Module()
-        self.last.weight = parameter((WIDTH, WIDTH), init=Normal(0.4), **made)
-        self.first.weight = parameter((WIDTH, WIDTH), init=Normal(0.4), **made)
+        self.last.weight = parameter((WIDTH, WIDTH), init=Normal(0.4), **built)
+        self.first.weight = parameter((WIDTH, WIDTH), init=Normal(0.4), **built)
         self.table = Table(dtype, groups)
         initialize_parameters(self, 3, groups)
         self.last.forward = lambda x: x @ self.last.weight
@@ -110,18 +110,18 @@ def trained(rank, world, kind, options, instances=1, dtype=torch.float64, steps=
 
 
 def pieces(shards):
-    return [(each.name, each.global_shape, each.offsets, each.local.double().numpy().copy()) for each in shards]
+    return [(shard.name, shard.global_shape, shard.offsets, shard.local.double().numpy().copy()) for shard in shards]
 
 
 def gathered(per_rank):
     """{name: whole tensor}; every element must come from somewhere."""
-    whole = {}
+    full = {}
     for shards in per_rank:
         for name, shape, offsets, local in shards:
-            target = whole.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
+            target = full.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
             target[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape))] = torch.from_numpy(local)
-    assert not any(tensor.isnan().any() for tensor in whole.values())
-    return whole
+    assert not any(tensor.isnan().any() for tensor in full.values())
+    return full
 
 
 LAYOUTS = {
@@ -158,8 +158,8 @@ def test_every_layout_equals_one_rank(gloo_pool, kind):
     for name, (world, options, instances) in LAYOUTS.items():
         results = gloo_pool.run(trained, world, kind, options, instances)
         for step, (gradients, norm, zeros, params_norm) in enumerate(expected):
-            found = gathered([history[step][0] for history, _ in results])
-            close(found, gathered([gradients]), f"{name}, gradients of step {step}")
+            actual = gathered([history[step][0] for history, _ in results])
+            close(actual, gathered([gradients]), f"{name}, gradients of step {step}")
             for history, _ in results:
                 assert history[step][1:] == pytest.approx((norm, zeros, params_norm), rel=1e-12), (name, step)
         for place, part in enumerate(expected_state):
@@ -215,23 +215,23 @@ def test_nonfinite_copy_of_a_replicated_gradient_skips_the_step_on_all_ranks(glo
     tp = {"tensor_model_parallel_size": 2}
     for value in (float("nan"), float("inf")):
         for planted_on in (0, 1):
-            found = gloo_pool.run(step_with_planted, 2, tp, options, "norm", value, planted_on, wrapped)
-            assert found == [(False, True, False)] * 2, (value, planted_on)
+            result = gloo_pool.run(step_with_planted, 2, tp, options, "norm", value, planted_on, wrapped)
+            assert result == [(False, True, False)] * 2, (value, planted_on)
     assert gloo_pool.run(step_with_planted, 2, tp, options, "norm", 1.0, 1, wrapped) == [(True, False, True)] * 2
     if wrapped:
         ep = {"expert_model_parallel_size": 2}
-        found = gloo_pool.run(step_with_planted, 2, ep, options, "expert_bias", float("nan"), 1, wrapped)
-        assert found == [(False, True, False)] * 2
+        result = gloo_pool.run(step_with_planted, 2, ep, options, "expert_bias", float("nan"), 1, wrapped)
+        assert result == [(False, True, False)] * 2
 
 
-def close(found, expected, what):
-    assert found.keys() == expected.keys(), what
+def close(actual, expected, what):
+    assert actual.keys() == expected.keys(), what
     for key, tensor in expected.items():
-        assert torch.allclose(found[key], tensor, rtol=1e-11, atol=1e-13), (what, key)
+        assert torch.allclose(actual[key], tensor, rtol=1e-11, atol=1e-13), (what, key)
 
 
-def same_bits(results, others):
-    for (history, state), (other_history, other_state) in zip(results, others, strict=True):
+def same_bits(results, rest):
+    for (history, state), (other_history, other_state) in zip(results, rest, strict=True):
         for (gradients, *numbers), (other_gradients, *other_numbers) in zip(history, other_history, strict=True):
             assert numbers == other_numbers
             assert [g[3].tobytes() for g in gradients] == [g[3].tobytes() for g in other_gradients]
@@ -257,8 +257,8 @@ def test_sums_of_halves_are_rounded_once_if_asked(gloo_pool):
     for accumulating in (False, True):
         chosen = {**options, "reduce_scatter_with_fp32_accumulation": accumulating}
         results = gloo_pool.run(trained, 3, "sgd", chosen, 1, torch.bfloat16, 1, 0.0)
-        found, wanted = (gathered([history[0][0] for history, _ in each]) for each in (results, exact))
-        errors.append(sum((found[name] - wanted[name]).square().sum().item() for name in wanted))
+        result, expected = (gathered([history[0][0] for history, _ in x]) for x in (results, exact))
+        errors.append(sum((result[name] - expected[name]).square().sum().item() for name in expected))
     assert 0 < errors[1] < 0.9 * errors[0] < 1e-2
 
 
@@ -275,18 +275,18 @@ def drifting(rank, world, instances, tp):
         with torch.no_grad():
             net.first.weight[1, 1] += 1
             next(iter(state["exp_avg"].values())).view(-1)[0] += 1
-    return sorted({tuple(each) for each in check_replicas([ddp], groups, optimizer.replicas())})
+    return sorted({tuple(check_replica) for check_replica in check_replicas([ddp], groups, optimizer.replicas())})
 
 
 def test_drifting_weights_and_moments_are_named(gloo_pool):
     results = gloo_pool.run(drifting, 4, 2, 1)  # ranks 0 and 1 are one instance, 2 and 3 the other
     moment, weight = results[0]
     assert moment[0].startswith("exp_avg:") and moment[1:] == (3, "dp_cp") and weight == ("first.weight", 3, "dp_cp")
-    assert all(found == results[0] for found in results)
+    assert all(result == results[0] for result in results)
     results = gloo_pool.run(drifting, 4, 1, 2)
     assert ("first.weight", 3, "tp") in results[2] and ("first.weight", 3, "dp_cp") in results[1]
     assert results[0] == []
-    assert not any("split" in name for found in results for name, *_ in found)
+    assert not any("split" in name for result in results for name, *_ in result)
 
 
 def used_early(rank, world):
@@ -305,9 +305,9 @@ def used_early(rank, world):
 
 
 def test_only_what_a_module_needs_is_waited_for_and_readers_wait_for_all(gloo_pool):
-    (pending, waited, rest, weights), (*_, others) = gloo_pool.run(used_early, 2)
+    (pending, waited, rest, weights), (*_, remaining) = gloo_pool.run(used_early, 2)
     assert all(pending) and len(pending) >= 3 and 0 < sum(waited) < len(waited) and not any(rest)
-    assert all((weights[name] == others[name]).all() for name in weights)
+    assert all((weights[name] == remaining[name]).all() for name in weights)
 
 
 def loaded_masters(rank, world):

@@ -34,8 +34,8 @@ def network(form, width=70):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(40, width), nn.LayerNorm(width), nn.Linear(width, 3), nn.Linear(3, 1, bias=False))
     if form == "blocks":
-        for each in (net[0].weight, net[2].weight):
-            declare(each, storage=Blocks)
+        for x in (net[0].weight, net[2].weight):
+            declare(x, storage=Blocks)
     return net.to({"fp32": torch.float32, "blocks": torch.float32, "fp64": torch.float64}.get(form, torch.bfloat16))
 
 
@@ -59,8 +59,8 @@ def train(run, steps, first=0):
 def tensors(run):
     ddp, optimizer = run
     state = optimizer.state_dict()
-    named = {f"{kind} {name}": torch.as_tensor(value) for kind, held in state.items() if isinstance(held, dict)
-             for name, value in held.items()}  # fmt: skip
+    named = {f"{kind} {name}": torch.as_tensor(value) for kind, stored in state.items() if isinstance(stored, dict)
+             for name, value in stored.items()}  # fmt: skip
     return {**named, **dict(ddp.module.named_parameters()), "step": torch.tensor(state["step"])}
 
 
@@ -126,7 +126,7 @@ def test_a_missing_wait_is_found(lazy, monkeypatch, fault):
     assert not same(plain, offloaded)
 
 
-def test_a_module_waits_for_its_own_update_only(lazy):
+def test_a_module_waits_for_its_update_only(lazy):
     ddp, optimizer = run = build(**OFFLOAD)
     reference = build()
     train(run, 2)
@@ -148,9 +148,11 @@ def test_a_module_waits_for_its_own_update_only(lazy):
     ddp.module[1](hidden)
     assert "1" in updated() and "3" not in updated()
     ddp.zero_grad_buffer()
-    assert any(each.main_grad.any() for each in ddp.module.parameters()), "gradients may still be in use"
+    assert any(parameter.main_grad.any() for parameter in ddp.module.parameters()), "gradients may still be in use"
     ddp(torch.ones(2, 40).bfloat16())
-    assert updated() == {"0", "1", "2", "3"} and not any(each.main_grad.any() for each in ddp.module.parameters())
+    assert updated() == {"0", "1", "2", "3"} and not any(
+        parameter.main_grad.any() for parameter in ddp.module.parameters()
+    )
 
 
 READERS = (
@@ -163,35 +165,35 @@ READERS = (
 def test_readers_after_a_step_see_its_result(lazy, reader):
     form = "fp32" if "live" in reader else "remainder"
     runs = [build(form, **more, optimizer_offload_fraction=0.5) for more in ({}, OFFLOAD)]
-    found = []
+    results = []
     for ddp, optimizer in runs:
         train((ddp, optimizer), 3)
         if reader == "state_dict":
-            found.append([each.clone() for each in optimizer.state_dict()["main_param"].values()])
+            results.append([value.clone() for value in optimizer.state_dict()["main_param"].values()])
         elif reader == "module":
-            found.append([each.clone() for each in ddp.state_dict().values()])
+            results.append([value.clone() for value in ddp.state_dict().values()])
         elif reader == "masters":
-            found.append([optimizer.host_state.read(name).clone() for name in ("0.weight", "3.weight")])
+            results.append([optimizer.host_state.read(name).clone() for name in ("0.weight", "3.weight")])
         elif "live" in reader:
             names, on_host = ("0.weight", "3.weight"), "host" in reader
-            found.append([optimizer.host_state.read(name, on_host=on_host).clone() for name in names])
+            results.append([optimizer.host_state.read(name, on_host=on_host).clone() for name in names])
         elif reader == "norm":
-            found.append([optimizer.params_norm_on_device()])
+            results.append([optimizer.params_norm_on_device()])
         elif reader == "moments":
-            found.append([optimizer.optimizer.state[each]["exp_avg"].clone() for each in ddp.parameters()])
+            results.append([optimizer.optimizer.state[parameter]["exp_avg"].clone() for parameter in ddp.parameters()])
         elif reader == "update":
             optimizer.update()
-            found.append([*optimizer.state_dict()["exp_avg"].values()])
+            results.append([*optimizer.state_dict()["exp_avg"].values()])
         elif reader == "rows":
             optimizer._scale_rows(ddp.module[0].weight, torch.full((70,), 0.5))
-            found.append([ddp.module[0].weight.detach().clone()])
+            results.append([ddp.module[0].weight.detach().clone()])
         elif reader == "scores":
             with torch.no_grad():
-                found.append([ddp(torch.ones(2, 40).bfloat16())])
+                results.append([ddp(torch.ones(2, 40).bfloat16())])
         else:
             optimizer.gather_exact_weights()
-            found.append([each.detach().clone() for each in ddp.parameters()])
-    assert all(map(torch.equal, *found))
+            results.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("case", ["clip", "overflow", "groups", "fp16"])
@@ -284,13 +286,13 @@ def zero_runs(rank, world_size, kind, overlap_gather, fraction):
     ("adam", False, 1.0), ("adam", True, 1.0), ("adam", True, 0.5), ("muon", False, 1.0), ("muon", True, 0.5),
 ])  # fmt: skip
 def test_sharded_updates_overlap_with_gathers(gloo_pool, kind, overlap_gather, fraction):
-    found = gloo_pool.run(zero_runs, 2, kind, overlap_gather, fraction)
+    result = gloo_pool.run(zero_runs, 2, kind, overlap_gather, fraction)
     # with half of the elements, one rank has no tensor that fits
-    assert {overlaps for overlaps, _ in found} >= {overlap_gather and kind == "adam"}
-    for _, (plain, offloaded) in found:
+    assert {overlaps for overlaps, _ in result} >= {overlap_gather and kind == "adam"}
+    for _, (plain, offloaded) in result:
         assert plain.keys() == offloaded.keys()
         assert all(np.array_equal(plain[name], offloaded[name]) for name in plain)
-    weights = [{k: v for k, v in results[1].items() if not k.startswith("m ")} for _, results in found]
+    weights = [{k: v for k, v in results[1].items() if not k.startswith("m ")} for _, results in result]
     assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -302,14 +304,14 @@ def test_a_fraction_of_the_elements_is_offloaded(kind, fraction):
     train(offloaded, 3)
     assert same(plain, offloaded)
     sizes = {name: each.weight.numel() for name, each in offloaded[1].storage.items()}
-    held = sum(sizes[name] for name in offloaded[1].host_state.names)
-    assert held <= fraction * sum(sizes.values()) and bool(held) == (fraction > 0)
+    stored = sum(sizes[name] for name in offloaded[1].host_state.names)
+    assert stored <= fraction * sum(sizes.values()) and bool(stored) == (fraction > 0)
 
 
 def test_the_last_parameters_that_fit_are_selected():
     sizes = {"a": 10, "b": 60, "c": 30}
-    found = {part: sorted(select_offloaded(sizes, part)) for part in (0, 0.1, 0.35, 0.7, 0.9, 1)}
-    assert found == {0: [], 0.1: ["a"], 0.35: ["c"], 0.7: ["a", "c"], 0.9: ["b", "c"], 1: ["a", "b", "c"]}
+    result = {part: sorted(select_offloaded(sizes, part)) for part in (0, 0.1, 0.35, 0.7, 0.9, 1)}
+    assert result == {0: [], 0.1: ["a"], 0.35: ["c"], 0.7: ["a", "c"], 0.9: ["b", "c"], 1: ["a", "b", "c"]}
 
 
 def test_slices_cover_every_element_once_in_order_and_fit_in_a_slot():
@@ -401,7 +403,7 @@ def uneven(rank, world_size, fraction):
     for more in ({}, {**OFFLOAD, "optimizer_offload_fraction": fraction}):
         torch.manual_seed(0)
         widths = (5, 9, 4, 2, 7, 13, 1, 10, 3)  # rows of 3 or 4 ranks: equal, fewer on the last, none there
-        net = nn.Sequential(*(nn.Linear(*each, bias=False) for each in zip(widths, widths[1:])))
+        net = nn.Sequential(*(nn.Linear(*item, bias=False) for item in zip(widths, widths[1:])))
         config = OptimizerConfig(optimizer="muon", lr=0.02, muon_fp32_matmul_prec="highest", **more)
         declare_update_rules(net, config)
         fsdp = TorchFullyShardedDataParallel(DistributedDataParallelConfig(), net, [], groups)
@@ -409,35 +411,35 @@ def uneven(rank, world_size, fraction):
         slices = [[piece.name for piece in pieces] for _, pieces in optimizer.host_state._slices]
         everywhere = [None] * world_size
         torch.distributed.all_gather_object(everywhere, slices)
-        if any(each != slices for each in everywhere):
+        if any(item != slices for item in everywhere):
             return slices, []
         for step in range(3):
             optimizer.zero_grad()
             fsdp(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
             fsdp.finish_grad_sync()
             optimizer.step()
-        results.append([each.full_tensor().detach().numpy().copy() for each in net.parameters()])
+        results.append([parameter.full_tensor().detach().numpy().copy() for parameter in net.parameters()])
     return slices, results
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_ranks_with_uneven_rows_have_the_same_slices(gloo_pool, world_size, fraction):
-    found = gloo_pool.run(uneven, world_size, fraction)
-    assert all(slices == found[0][0] for slices, _ in found) and len(found[0][0]) > 1
-    for _, (plain, offloaded) in found:
+    result = gloo_pool.run(uneven, world_size, fraction)
+    assert all(slices == result[0][0] for slices, _ in result) and len(result[0][0]) > 1
+    for _, (plain, offloaded) in result:
         assert all(map(np.array_equal, plain, offloaded))
 
 
 def test_saving_keeps_no_memory():
     run = build(**OFFLOAD)
     train(run, 1)
-    held = {name: value.data_ptr() for kind in run[1].moments.values() for name, value in kind.items()}
+    stored = {name: value.data_ptr() for kind in run[1].moments.values() for name, value in kind.items()}
     for _ in range(2):
         state = run[1].state_dict()
         del state
         train(run, 1)
-    assert held == {name: value.data_ptr() for kind in run[1].moments.values() for name, value in kind.items()}
+    assert stored == {name: value.data_ptr() for kind in run[1].moments.values() for name, value in kind.items()}
     assert len(run[1].host_state._loaded) == NUM_SLOTS
 
 
@@ -461,20 +463,20 @@ def test_offloaded_updates_equal_those_on_the_device_gpu(form, kind, late):
         offloaded[0].module.register_forward_pre_hook(lambda *_: sleep())
     train(plain, 4)
     train(offloaded, 4)
-    assert all(each.is_pinned() for each in state._state("0.weight"))
+    assert all(item.is_pinned() for item in state._state("0.weight"))
     assert same(plain, offloaded)
 
 
 @pytest.mark.gpu
 def test_offloaded_state_takes_no_device_memory_gpu():
-    held = []
+    stored = []
     for more in ({}, OFFLOAD, {**OFFLOAD, "optimizer_offload_fraction": 0.0}):
         before = torch.cuda.memory_allocated()
         run = build(device="cuda", width=1 << 20, **more)
         train(run, 2)
         run[1].zero_grad()
-        held.append(torch.cuda.memory_allocated() - before)
+        stored.append(torch.cuda.memory_allocated() - before)
         run[1].state_dict()
         del run
     elements = 45 << 20
-    assert held[0] - held[1] > 7 * elements and abs(held[0] - held[2]) < 1 << 20
+    assert stored[0] - stored[1] > 7 * elements and abs(stored[0] - stored[2]) < 1 << 20

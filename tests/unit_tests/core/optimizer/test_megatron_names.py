@@ -24,10 +24,10 @@ def build(seed=1, experts=None, dtype=torch.float32, sharded=True, **optimizer):
     module = GPTModel(config, get_gpt_decoder_block_spec(config), 32, 8, seed=seed, position_embedding_type="rope")
     settings = DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=True)
     model = DistributedDataParallel(config=config, ddp_config=settings, module=module)
-    further = {name: optimizer.pop(name) for name in list(optimizer) if name in ("config_overrides", "skip")}
+    extra = {name: optimizer.pop(name) for name in list(optimizer) if name in ("config_overrides", "skip")}
     chosen = OptimizerConfig(lr=1e-2, weight_decay=0.1, bf16=dtype == torch.bfloat16,
                              use_distributed_optimizer=sharded, **optimizer)  # fmt: skip
-    return model, get_megatron_optimizer(chosen, [model], use_gloo_process_groups=False, **further)
+    return model, get_megatron_optimizer(chosen, [model], use_gloo_process_groups=False, **extra)
 
 
 def step(model, optimizer, seed=0):
@@ -46,11 +46,11 @@ def step(model, optimizer, seed=0):
 def offload(model, optimizer):
     """Frees weights, gradients and moments as verl and ms-swift do; returns what brings them back."""
     buffers = [buffer for kind in (model.buffers, model.expert_parallel_buffers) for buffer in kind]
-    sizes = [(each.param_data.untyped_storage().size(), each.grad_data.untyped_storage().size()) for each in buffers]
-    copies = [each.param_data.data.clone() for each in buffers]
-    for each in buffers:
-        each.param_data.untyped_storage().resize_(0)
-        each.grad_data.untyped_storage().resize_(0)
+    sizes = [(item.param_data.untyped_storage().size(), item.grad_data.untyped_storage().size()) for item in buffers]
+    copies = [item.param_data.data.clone() for item in buffers]
+    for item in buffers:
+        item.param_data.untyped_storage().resize_(0)
+        item.grad_data.untyped_storage().resize_(0)
     moments = [[value["exp_avg"].clone(), value["exp_avg_sq"].clone()] for part in optimizer.chained_optimizers
                for value in part.optimizer.state.values()]  # fmt: skip
 
@@ -76,12 +76,12 @@ def _offloaded_run(rank, world_size, dtype, experts):
             weights = step(model, optimizer, seed + 10 * rank)
             if offloads:
                 restore = offload(model, optimizer)
-                assert all(each.param_data.untyped_storage().size() == 0 for each in model.buffers)
+                assert all(item.param_data.untyped_storage().size() == 0 for item in model.buffers)
                 restore()
         runs.append(weights)
         assert bool(model.expert_parallel_buffers) == bool(experts) and model.buffers
-        held = sum(buffer.grad_data.numel() for buffer in [*model.buffers, *model.expert_parallel_buffers])
-        assert held >= sum(parameter.numel() for parameter in model.module.parameters())
+        stored = sum(buffer.grad_data.numel() for buffer in [*model.buffers, *model.expert_parallel_buffers])
+        assert stored >= sum(parameter.numel() for parameter in model.module.parameters())
     return torch.equal(*runs)
 
 
@@ -93,7 +93,7 @@ def test_a_model_that_was_offloaded_trains_on_with_the_same_bits(gloo_pool, dtyp
 def test_buffers_are_torchs_method_too():
     model, _ = build()
     model.module.register_buffer("mask", torch.ones(2))
-    assert [each.shape for each in model.buffers()] == [(2,)] and len(model.buffers) == 1
+    assert [buffer.shape for buffer in model.buffers()] == [(2,)] and len(model.buffers) == 1
     assert model.buffers[0].params[0].main_grad.untyped_storage().data_ptr() == model.buffers[0].grad_data.data_ptr()
 
 
@@ -106,7 +106,7 @@ def _broadcast(rank, world_size):
     gathered = [None] * world_size
     dist.all_gather_object(gathered, [parameter.detach() for parameter in model.module.parameters()])
     peer = gathered[(rank + 2) % 4]
-    alike = all(torch.equal(mine, theirs) for mine, theirs in zip(gathered[rank], peer))
+    alike = all(torch.equal(mine, foreign) for mine, foreign in zip(gathered[rank], peer))
     return all(first), alike
 
 
@@ -175,12 +175,12 @@ def test_the_standard_overrides_are_the_defaults(settings):
     fields = "wd_mult", "lr_mult", "max_lr", "min_lr", "optimizer"
     model, _ = build()
     plain = get_megatron_optimizer(config, [model])
-    given = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
+    passed = get_megatron_optimizer(config, [model], get_standard_config_overrides(config))
     for name in plain.model_params:
-        mine, theirs = ({field: group_of(each, name)[field] for field in fields} for each in (plain, given))
-        if theirs["max_lr"] is not None and theirs["min_lr"] is None:
-            theirs["min_lr"] = config.min_lr  # the schedule's own
-        assert mine == theirs, name
+        mine, foreign = ({field: group_of(x, name)[field] for field in fields} for x in (plain, passed))
+        if foreign["max_lr"] is not None and foreign["min_lr"] is None:
+            foreign["min_lr"] = config.min_lr  # the schedule's own
+        assert mine == foreign, name
     everything = get_megatron_optimizer(config, [model], config_overrides={})
     assert {(group["wd_mult"], group["max_lr"]) for group in everything.param_groups} == {(1.0, None)}
 
@@ -227,9 +227,9 @@ def _checkpointed(rank, world_size, tensor_size, folder, dtype):
     state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=False)
     dist_checkpointing.save(state, folder, None, async_sharded_save=False, validate_access_integrity=True)
     other, its_optimizer = build(seed=7, dtype=dtype)
-    asked = {"model": other.module.sharded_state_dict(), "iteration": 0, "args": None}
-    asked["optimizer"] = its_optimizer.sharded_state_dict(asked["model"], is_loading=True)
-    loaded = dist_checkpointing.load(asked, folder, None, strict=None)
+    requested = {"model": other.module.sharded_state_dict(), "iteration": 0, "args": None}
+    requested["optimizer"] = its_optimizer.sharded_state_dict(requested["model"], is_loading=True)
+    loaded = dist_checkpointing.load(requested, folder, None, strict=None)
     other.module.load_state_dict(loaded["model"])
     its_optimizer.load_state_dict(loaded["optimizer"])
     assert (loaded["iteration"], loaded["args"]) == (2, {"lr": 0.5, "names": ["a"]})

@@ -49,27 +49,27 @@ def conditioned(rows, columns, seed=0):
 def test_singular_values_are_near_one_and_singular_vectors_are_kept(kind, shape):
     steps, low, high = BANDS[kind]
     matrix = conditioned(*shape)
-    found = orthogonalize(matrix[None], COEFFICIENTS[kind].take(steps), "highest")[0]
-    values = torch.linalg.svdvals(found)
+    result = orthogonalize(matrix[None], COEFFICIENTS[kind].take(steps), "highest")[0]
+    values = torch.linalg.svdvals(result)
     assert low <= values.min() and values.max() <= high
     # same singular vectors: found = (a polynomial of X X^T) X, so that polar^T found is symmetric and positive
-    product = polar_factor(matrix).mT @ found
+    product = polar_factor(matrix).mT @ result
     torch.testing.assert_close(product, product.mT, rtol=0, atol=1e-12)
     assert torch.linalg.eigvalsh(product).min() > -1e-12
 
 
 def test_ten_deepseek_steps_give_the_polar_factor():
     matrix = conditioned(12, 20)
-    found = orthogonalize(matrix[None], COEFFICIENTS["deepseekv4"].take(10), "highest")[0]
-    torch.testing.assert_close(found, polar_factor(matrix), rtol=0, atol=5e-3)
+    result = orthogonalize(matrix[None], COEFFICIENTS["deepseekv4"].take(10), "highest")[0]
+    torch.testing.assert_close(result, polar_factor(matrix), rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize("precision, tolerance", [("medium", 0.04), ("high", 1e-5), ("highest", 1e-5)])
 def test_precisions_differ_from_fp64_by_their_rounding(precision, tolerance):
     matrix, steps = conditioned(16, 24), COEFFICIENTS["quintic"].take(5)
-    found = orthogonalize(matrix.float()[None], steps, precision)
-    assert found.dtype == (torch.bfloat16 if precision == "medium" else torch.float32)
-    torch.testing.assert_close(found.double(), orthogonalize(matrix[None], steps, "highest"), rtol=0, atol=tolerance)
+    result = orthogonalize(matrix.float()[None], steps, precision)
+    assert result.dtype == (torch.bfloat16 if precision == "medium" else torch.float32)
+    torch.testing.assert_close(result.double(), orthogonalize(matrix[None], steps, "highest"), rtol=0, atol=tolerance)
 
 
 def test_coefficient_lists_start_again_or_repeat_their_last():
@@ -82,10 +82,10 @@ def test_coefficient_lists_start_again_or_repeat_their_last():
 def test_no_singular_value_changes_its_sign(kind):
     """A matrix of rank one has the singular value 1 after the division by its norm."""
     values = torch.linspace(1e-3, 1.0, 1000, dtype=torch.float64)[:, None, None]
-    found = values
+    result = values
     for a, b, c in COEFFICIENTS[kind].take(BANDS[kind][0]):
-        found = a * found + b * found**3 + c * found**5
-        assert found.min() > 0
+        result = a * result + b * result**3 + c * result**5
+        assert result.min() > 0
 
 
 @pytest.mark.parametrize("kind", COEFFICIENTS)
@@ -94,8 +94,8 @@ def test_no_singular_value_grows_in_bf16(kind, rank):
     generator = torch.Generator().manual_seed(rank)
     matrices = torch.randn(4, 64, rank, generator=generator) @ torch.randn(4, rank, 96, generator=generator)
     for steps in {5, 10} if kind != "cubic5" else {5}:
-        found = orthogonalize(matrices, COEFFICIENTS[kind].take(steps), "medium")
-        assert torch.linalg.matrix_norm(found.float(), 2).max() < 1.4
+        result = orthogonalize(matrices, COEFFICIENTS[kind].take(steps), "medium")
+        assert torch.linalg.matrix_norm(result.float(), 2).max() < 1.4
 
 
 def test_scale_of_the_input_has_no_effect_and_zeros_stay_zeros():
@@ -116,15 +116,15 @@ def weight(shape, *, parts=None, ndim=None, mesh=None, subtensor=None):
 
 def seen(spec, splits, full):
     """The matrices that are computed, as a list; and the joined result, which must be the input."""
-    found = []
+    results = []
 
     def identity(matrices):
-        found.extend(matrices)
+        results.extend(matrices)
         return matrices.clone()
 
     (result,) = map_matrices(identity, [full], [spec], splits)
     assert torch.equal(result, full)
-    return found
+    return results
 
 
 QKV = ((8, 4, 4), (4, 4, 4, 4))  # two heads of four channels per group
@@ -132,46 +132,46 @@ QKV = ((8, 4, 4), (4, 4, 4, 4))  # two heads of four channels per group
 
 def test_queries_keys_and_values_of_all_groups_are_three_matrices():
     full = random(3, 16, 5)
-    found = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(), full)
+    results = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(), full)
     expected = [full[:, :8].reshape(24, 5), full[:, 8:12].reshape(12, 5), full[:, 12:].reshape(12, 5)]
-    assert all(map(torch.equal, found, expected)) and len(found) == 3
+    assert all(map(torch.equal, results, expected)) and len(results) == 3
 
 
 def test_a_fused_projection_may_be_one_matrix():
     full = random(3, 16, 5)
-    (found,) = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(qkv=False), full)
-    assert torch.equal(found, full.reshape(48, 5))
+    (result,) = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(qkv=False), full)
+    assert torch.equal(result, full.reshape(48, 5))
 
 
 def test_each_head_may_be_a_matrix():
     full = random(3, 16, 5)
-    found = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(heads=True), full)
-    assert all(map(torch.equal, found, full.reshape(12, 4, 5))) and len(found) == 12
+    results = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(heads=True), full)
+    assert all(map(torch.equal, results, full.reshape(12, 4, 5))) and len(results) == 12
 
 
 @pytest.mark.parametrize("splits, shapes", [
     (Splits(), {(30, 7)}), (Splits(heads=True), {(6, 7), (4, 7)}),
 ])  # fmt: skip
 def test_latent_projections_are_one_matrix_or_one_per_head(splits, shapes):
-    found = seen(weight((30, 7), parts=((10,), (6, 4))), splits, random(30, 7))
-    assert {tuple(each.shape) for each in found} == shapes
+    results = seen(weight((30, 7), parts=((10,), (6, 4))), splits, random(30, 7))
+    assert {tuple(result.shape) for result in results} == shapes
 
 
 def test_parts_of_a_shared_projection_hold_the_same_matrices():
     full = random(3, 16, 5)
     together = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(), full)
-    found = []
+    results = []
     for first, length in ((0, 8), (8, 8)):
         part = SubTensor((3, 16, 5), "weight", Rectangle((0, first, 0), (3, length, 5)))
-        found += seen(weight(None, parts=QKV, ndim=2, subtensor=part), Splits(), full[:, first : first + length])
-    assert all(map(torch.equal, found, together)) and len(found) == 3
+        results += seen(weight(None, parts=QKV, ndim=2, subtensor=part), Splits(), full[:, first : first + length])
+    assert all(map(torch.equal, results, together)) and len(results) == 3
 
 
 @pytest.mark.parametrize("splits, count, rows", [(Splits(), 4, 12), (Splits(gate_up=True), 8, 6)])
 def test_experts_are_separate_and_their_gate_and_up_by_choice(splits, count, rows):
     spec = weight((4, 2, 6, 5), ndim=2, mesh={"ep": torch.distributed.tensor.Shard(0)})
-    found = seen(spec, splits, random(4, 2, 6, 5))
-    assert len(found) == count and found[0].shape == (rows, 5)
+    results = seen(spec, splits, random(4, 2, 6, 5))
+    assert len(results) == count and results[0].shape == (rows, 5)
     assert len(seen(spec, splits, random(2, 2, 6, 5))) == count // 2  # on one of two expert-parallel ranks
 
 
@@ -258,10 +258,10 @@ def test_steps_equal_the_definition(name):
     weights = {key: each.detach().double() for key, each in start.named_parameters() if each.ndim == 2}
     kinds = ("momentum", "second") if config.optimizer == "adaptive_muon" else ("momentum",)
     moments = {key: [torch.zeros_like(each) for _ in kinds] for key, each in weights.items()}
-    for each in gradients:
+    for gradient in gradients:
         for key in weights:
             state = dict(zip(kinds, moments[key]))
-            weights[key], *moments[key] = muon_step(weights[key], each[key].double(), c=config, **state)
+            weights[key], *moments[key] = muon_step(weights[key], gradient[key].double(), c=config, **state)
     # adamuon divides every element by its root mean square: elements near zero keep their absolute rounding error
     tolerance = 0.02 if "bf16" in name else 1e-4 if name == "adamuon" else 1e-5
     for key, each in weights.items():
@@ -269,34 +269,34 @@ def test_steps_equal_the_definition(name):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_equals_torch_muon_where_both_are_defined_alike(nesterov):
+def test_equals_torch_muon_where_definitions_agree(nesterov):
     """Their sum of gradients is 1 / (1 - momentum) times the mean here, which orthogonalization removes. Both use the
     simple coefficients, bf16 GEMMs and max(1, rows / columns)."""
-    ours, theirs = network(), network()
+    local, foreign = network(), network()
     config = settings(
         muon_nesterov=nesterov, muon_coefficient_type="simple", muon_scale_mode="shape_scaling",
         muon_fp32_matmul_prec="medium",
     )  # fmt: skip
-    _, gradients = train(ours, config)
-    matrices = {name: each for name, each in theirs.named_parameters() if each.ndim == 2}
+    _, gradients = train(local, config)
+    matrices = {name: each for name, each in foreign.named_parameters() if each.ndim == 2}
     peer = torch.optim.Muon(matrices.values(), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov)
-    for each in gradients:
+    for gradient in gradients:
         for name, param in matrices.items():
-            param.grad = each[name].clone()
+            param.grad = gradient[name].clone()
         peer.step()
     for name, param in matrices.items():
-        moved, difference = param - network().get_parameter(name), ours.get_parameter(name) - param
+        moved, difference = param - network().get_parameter(name), local.get_parameter(name) - param
         assert difference.norm() < 0.1 * moved.norm()  # it rounds to bf16 before the division by the norm
 
 
 def test_other_parameters_are_updated_by_adam():
-    ours, theirs = network(), network()
-    optimizer, gradients = train(ours, settings(), steps=3)
-    peer = torch.optim.AdamW([theirs[0].bias, theirs[2].bias], lr=0.02, weight_decay=0.1)
-    for each in gradients:
-        theirs[0].bias.grad, theirs[2].bias.grad = each["0.bias"], each["2.bias"]
+    local, foreign = network(), network()
+    optimizer, gradients = train(local, settings(), steps=3)
+    peer = torch.optim.AdamW([foreign[0].bias, foreign[2].bias], lr=0.02, weight_decay=0.1)
+    for gradient in gradients:
+        foreign[0].bias.grad, foreign[2].bias.grad = gradient["0.bias"], gradient["2.bias"]
         peer.step()
-    torch.testing.assert_close(ours[0].bias, theirs[0].bias)
+    torch.testing.assert_close(local[0].bias, foreign[0].bias)
     state = optimizer.state_dict()
     assert {*state["momentum_buffer"]} == {"0.weight", "2.weight"} and {*state["exp_avg"]} == {"0.bias", "2.bias"}
 
@@ -315,7 +315,7 @@ def test_zero_gradients_change_nothing_and_nan_skips_the_step(kind):
     assert all(map(torch.equal, model.parameters(), start.parameters()))
     state = optimizer.state_dict()
     moments = [state[name] for name in ("momentum_buffer", "moment2_buffer") if name in state]
-    assert not any(each.any() for kind in moments for each in kind.values())
+    assert not any(value.any() for kind in moments for value in kind.values())
     assert len(moments) == (2 if kind == "adaptive_muon" else 1)
 
 
@@ -346,8 +346,8 @@ def test_scales_are_those_of_the_matrix(mode, expected):
     spec, direction = weight((10, 6)), conditioned(10, 6)
     config = settings(muon_scale_mode=mode, muon_coefficient_type="deepseekv4", muon_num_ns_steps=10)
     rule = Muon(config, [])
-    (found,) = rule.orthogonalized([direction], [spec])
-    torch.testing.assert_close(rule.scale(spec) * found, expected * polar_factor(direction), rtol=0, atol=0.03)
+    (actual,) = rule.orthogonalized([direction], [spec])
+    torch.testing.assert_close(rule.scale(spec) * actual, expected * polar_factor(direction), rtol=0, atol=0.03)
 
 
 def test_matrices_of_a_fused_weight_have_their_scales():
@@ -355,10 +355,10 @@ def test_matrices_of_a_fused_weight_have_their_scales():
     spec, full = weight((2, 24, 5), parts=((16, 4, 4), (4,) * 6), ndim=2), random(2, 24, 5, dtype=torch.float64)
     config = settings(muon_scale_mode="unit_rms_norm", muon_coefficient_type="deepseekv4", muon_num_ns_steps=10)
     rule = Muon(config, [])
-    found = rule.scale(spec) * rule.scaled_down(rule.orthogonalized([full], [spec])[0], spec)
+    actual = rule.scale(spec) * rule.scaled_down(rule.orthogonalized([full], [spec])[0], spec)
     for rows in (slice(16), slice(16, 20), slice(20, 24)):
         expected = polar_factor(full[:, rows].reshape(-1, 5)) * math.sqrt(full[:, rows, 0].numel() / 5)
-        torch.testing.assert_close(found[:, rows].reshape(-1, 5), expected, rtol=0, atol=0.03)
+        torch.testing.assert_close(actual[:, rows].reshape(-1, 5), expected, rtol=0, atol=0.03)
 
 
 def test_an_unknown_precision_is_rejected():
@@ -367,9 +367,9 @@ def test_an_unknown_precision_is_rejected():
 
 
 def test_the_symmetric_product_is_chosen_by_its_flag():
-    for wanted in (False, True):
-        rule = Muon(settings(muon_use_syrk=wanted), [])
-        assert (rule._product is symmetric_product) is wanted
+    for expected in (False, True):
+        rule = Muon(settings(muon_use_syrk=expected), [])
+        assert (rule._product is symmetric_product) is expected
 
 
 @pytest.mark.parametrize("method", ["adamuon", "normuon"])
@@ -388,5 +388,5 @@ def test_batches_end_when_they_reach_their_size():
             shard=shard, copies=SINGLE_PROCESS.dp, groups=SINGLE_PROCESS, moments=(torch.zeros(size, 1),)
         )
 
-    sizes = [[len(each.shard.parameter) for each in batch] for _, batch in batches([entry(n) for n in (3, 4, 9, 2)], 6)]
+    sizes = [[len(item.shard.parameter) for item in batch] for _, batch in batches([entry(n) for n in (3, 4, 9, 2)], 6)]
     assert sizes == [[3, 4], [9], [2]]

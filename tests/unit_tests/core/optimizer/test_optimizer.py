@@ -46,11 +46,11 @@ def train(ddp, optimizer, steps, first=0):
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_updates_and_clipping_equal_plain_torch(kind, dtype):
-    ours, theirs = network(dtype), network(dtype)
-    optimizer = get_megatron_optimizer(settings(optimizer=kind), [ddp := wrapped(ours)])
+    local, foreign = network(dtype), network(dtype)
+    optimizer = get_megatron_optimizer(settings(optimizer=kind), [ddp := wrapped(local)])
     groups = [
-        {"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in foreign.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in foreign.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.1 * group["wd_mult"]
@@ -58,41 +58,41 @@ def test_updates_and_clipping_equal_plain_torch(kind, dtype):
     norms = train(ddp, optimizer, 5)
     for step in range(5):
         plain.zero_grad()
-        theirs(batch(step, dtype)).float().square().sum().backward()
-        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        foreign(batch(step, dtype)).float().square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(foreign.parameters(), 1.0)
         assert norm.item() == pytest.approx(norms[step], rel=1e-5)
         plain.step()
-    for a, b in zip(ours.parameters(), theirs.parameters()):
+    for a, b in zip(local.parameters(), foreign.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     assert norms[0] > 1.0, "the test must clip"
 
 
 def test_parameters_of_one_model_may_have_different_rules():
     """Adam for matrices, SGD for vectors, clipped by one norm; and both kinds of state go through a checkpoint."""
-    ours, theirs = network(torch.float64), network(torch.float64)
+    local, foreign = network(torch.float64), network(torch.float64)
     optimizer = get_megatron_optimizer(
-        settings(weight_decay=0.0), [ddp := wrapped(ours)],
+        settings(weight_decay=0.0), [ddp := wrapped(local)],
         update_rule=lambda name, parameter: "adam" if parameter.ndim > 1 else "sgd",
     )  # fmt: skip
     assert {type(part.rule).__name__ for part in optimizer.parts} == {"Adam", "SGD"}
     plain = [
-        torch.optim.AdamW([p for p in theirs.parameters() if p.ndim > 1], lr=0.01, weight_decay=0.0),
-        torch.optim.SGD([p for p in theirs.parameters() if p.ndim == 1], lr=0.01, momentum=0.9),
+        torch.optim.AdamW([p for p in foreign.parameters() if p.ndim > 1], lr=0.01, weight_decay=0.0),
+        torch.optim.SGD([p for p in foreign.parameters() if p.ndim == 1], lr=0.01, momentum=0.9),
     ]
     train(ddp, optimizer, 3)
     for step in range(3):
-        theirs.zero_grad()
-        theirs(batch(step, torch.float64)).float().square().sum().backward()
-        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-        for each in plain:
-            each.step()
-    for a, b in zip(ours.parameters(), theirs.parameters()):
+        foreign.zero_grad()
+        foreign(batch(step, torch.float64)).float().square().sum().backward()
+        nn.utils.clip_grad_norm_(foreign.parameters(), 1.0)
+        for item in plain:
+            item.step()
+    for a, b in zip(local.parameters(), foreign.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
     state = optimizer.state_dict()
     assert state["exp_avg"].keys().isdisjoint(state["momentum_buffer"])
     moments = [*state["exp_avg"].values(), *state["exp_avg_sq"].values(), *state["momentum_buffer"].values()]
     assert {moment.dtype for moment in moments} == {torch.float64}
-    assert {*state["exp_avg"], *state["momentum_buffer"]} == {name for name, _ in ours.named_parameters()}
+    assert {*state["exp_avg"], *state["momentum_buffer"]} == {name for name, _ in local.named_parameters()}
     optimizer.load_state_dict(copy.deepcopy(state))
     with pytest.raises(
         ValueError, match="optimizer 'soap': there is no such update rule; choose adam, sgd, lion, muon"
@@ -101,13 +101,13 @@ def test_parameters_of_one_model_may_have_different_rules():
 
 
 def test_coupled_decay_is_adam_with_l2():
-    ours, theirs = network(), network()
-    optimizer = get_megatron_optimizer(settings(decoupled_weight_decay=False, clip_grad=0.0), [ddp := wrapped(ours)])
-    plain = torch.optim.Adam(theirs.parameters(), lr=0.01, weight_decay=0.1)
+    local, foreign = network(), network()
+    optimizer = get_megatron_optimizer(settings(decoupled_weight_decay=False, clip_grad=0.0), [ddp := wrapped(local)])
+    plain = torch.optim.Adam(foreign.parameters(), lr=0.01, weight_decay=0.1)
     train(ddp, optimizer, 1)
-    theirs(batch(0)).square().sum().backward()
+    foreign(batch(0)).square().sum().backward()
     plain.step()
-    torch.testing.assert_close(ours[0].weight, theirs[0].weight)
+    torch.testing.assert_close(local[0].weight, foreign[0].weight)
 
 
 def test_it_works_without_a_data_parallel_wrapper():

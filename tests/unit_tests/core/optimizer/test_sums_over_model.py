@@ -38,7 +38,7 @@ def contributions(grid, rank, shards_optimizer):
     """Return for each share of one rank its elements, by name and index, and the ranks of each sum."""
     groups = build_process_groups(grid, rank, lambda name, lists: (object(), None))
     optimizer = MegatronOptimizer.__new__(MegatronOptimizer)
-    optimizer.groups, optimizer.shards_optimizer, held = groups, shards_optimizer, {}
+    optimizer.groups, optimizer.shards_optimizer, stored = groups, shards_optimizer, {}
     optimizer.model_params = {
         f"{name} of stage {groups.pp.rank}": parameter(shape, init=Zeros(), mesh=mesh, groups=groups)
         for name, (shape, mesh) in SHAPES.items()
@@ -48,13 +48,13 @@ def contributions(grid, rank, shards_optimizer):
         place, shard = stored_rectangle(param.spec, groups), groups.dp_cp_shard
         if name.startswith(("experts", "all experts")):
             shard = groups.edp_shard
-        own = numbers[tuple(slice(at, at + size) for at, size in zip(place.offsets, place.lengths))].flatten()
-        held[name] = np.array_split(own, shard.size)[shard.rank] if shards_optimizer else own
+        local = numbers[tuple(slice(at, at + size) for at, size in zip(place.offsets, place.lengths))].flatten()
+        stored[name] = np.array_split(local, shard.size)[shard.rank] if shards_optimizer else local
     optimizer.counted_names = {
         ranks: [name for name in optimizer.model_params if optimizer._is_counted(name, ranks)]
         for ranks in groups.data_parallel
     }
-    shares = optimizer._shares(lambda name: [(name, int(number)) for number in held[name]])
+    shares = optimizer._shares(lambda name: [(name, int(number)) for number in stored[name]])
     return [(Counter(elements), [group.ranks for group in summed]) for elements, summed in shares]
 
 
@@ -65,18 +65,18 @@ def test_every_rank_sums_every_element_of_the_model_once(sizes, shards_optimizer
     ranks = [contributions(grid, rank, shards_optimizer) for rank in range(grid.world_size)]
     totals = [Counter() for _ in ranks]
     for share in range(len(ranks[0])):
-        values = [own[share][0] for own in ranks]
+        values = [local[share][0] for local in ranks]
         for step in range(len(ranks[0][share][1])):
-            members = [own[share][1][step] for own in ranks]
-            assert all(members[each] == group for group in members for each in group), "a collective of the same ranks"
-            values = [sum((values[each] for each in group), Counter()) for group in members]
+            members = [local[share][1][step] for local in ranks]
+            assert all(members[item] == group for group in members for item in group), "a collective of the same ranks"
+            values = [sum((values[item] for item in group), Counter()) for group in members]
         totals = [total + value for total, value in zip(totals, values)]
-    whole = {
+    full = {
         (f"{name} of stage {stage}", number): 1
         for (name, (shape, _)), stage in itertools.product(SHAPES.items(), range(grid.pp))
         for number in range(int(np.prod(shape)))
     }
-    assert all(total == whole for total in totals)
+    assert all(total == full for total in totals)
 
 
 # ---- dtypes
@@ -86,9 +86,9 @@ def test_every_rank_sums_every_element_of_the_model_once(sizes, shards_optimizer
 def test_norms_are_not_rounded_to_the_dtype_of_gradients(dtype):
     """A norm in bf16 has three digits; a sum of squares in bf16 stops at 256 ones, one in fp16 overflows at 65504."""
     tensors = [torch.full((3000,), 7.0, dtype=dtype), torch.full((5,), 0.5, dtype=dtype)]
-    found = l2_norm([(tensors, ())], CPU)
-    assert found.dtype == torch.float64
-    assert found.item() == pytest.approx((3000 * 49 + 5 * 0.25) ** 0.5, rel=1e-6)
+    result = l2_norm([(tensors, ())], CPU)
+    assert result.dtype == torch.float64
+    assert result.item() == pytest.approx((3000 * 49 + 5 * 0.25) ** 0.5, rel=1e-6)
 
 
 def test_sums_of_squares_of_several_tensors_are_fp64():
@@ -105,14 +105,14 @@ def test_sums_of_squares_of_several_tensors_are_fp64():
 
 def test_zeros_are_counted_exactly():
     tensors = [torch.zeros(2**24 + 3, dtype=torch.bfloat16), torch.tensor([0.0, -0.0, 1e-30, float("nan")])]
-    found = count_zeros([(tensors, ()), ([torch.zeros(1)], ())], CPU)
-    assert found.dtype == torch.int64 and found.item() == 2**24 + 6
+    result = count_zeros([(tensors, ()), ([torch.zeros(1)], ())], CPU)
+    assert result.dtype == torch.int64 and result.item() == 2**24 + 6
 
 
 def test_clipping_brings_a_norm_down_and_never_up():
     norms = torch.tensor([0.0, 0.5, 1.0, 2.0, 1e6], dtype=torch.float64)
-    found = torch.stack([clip_coefficient(norm, 1.0) for norm in norms])
-    torch.testing.assert_close(found, (1.0 / (norms + 1e-6)).clamp(max=1.0), rtol=1e-12, atol=0.0)
+    result = torch.stack([clip_coefficient(norm, 1.0) for norm in norms])
+    torch.testing.assert_close(result, (1.0 / (norms + 1e-6)).clamp(max=1.0), rtol=1e-12, atol=0.0)
 
 
 # ---- padding
@@ -131,7 +131,7 @@ class Table(nn.Module):
 def test_zeros_of_padding_are_not_counted(ranks, monkeypatch):
     """Four of the 5 x 3 true elements and two elements of the bias are zeros, and nine elements of padding."""
     monkeypatch.setattr("megatron.core.optimizer.clip_grads.dist.all_reduce", lambda *args, **kwargs: None)
-    words, found = torch.ones(8, 3), []
+    words, results = torch.ones(8, 3), []
     words[5:], words[1], words[4, 0] = 0.0, 0.0, 0.0
     for rank in range(ranks):
         tp = Group("tp", tuple(range(ranks)), rank)
@@ -139,5 +139,5 @@ def test_zeros_of_padding_are_not_counted(ranks, monkeypatch):
         net.words.grad, net.bias.grad = words.chunk(ranks)[rank].clone(), torch.tensor([0.0, 1.0, 0.0])
         config = OptimizerConfig(lr=0.1, log_num_zeros_in_grad=True)
         optimizer = get_megatron_optimizer(config, [net], groups=groups)
-        found.append(optimizer.step()[2])
-    assert sum(found) == 4 + 2
+        results.append(optimizer.step()[2])
+    assert sum(results) == 4 + 2

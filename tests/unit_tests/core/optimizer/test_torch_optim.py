@@ -73,9 +73,9 @@ def torch_optimizer(settings, model):
 @pytest.mark.parametrize("run", RUNS)
 def test_ten_steps_equal_those_of_torch(run, dtype, tolerance):
     cfg = validate_args(parse_args([*SIZES.split(), *RUNS[run].split()], needs_data=False), 1)
-    ours, theirs = LanguageModel(dtype), LanguageModel(dtype)
-    ddp = DistributedDataParallel(None, DistributedDataParallelConfig(grad_reduce_in_fp32=True), ours)
-    optimizer, plain = get_megatron_optimizer(cfg.optimizer, [ddp]), torch_optimizer(cfg.flat, theirs)
+    local, foreign = LanguageModel(dtype), LanguageModel(dtype)
+    ddp = DistributedDataParallel(None, DistributedDataParallelConfig(grad_reduce_in_fp32=True), local)
+    optimizer, plain = get_megatron_optimizer(cfg.optimizer, [ddp]), torch_optimizer(cfg.flat, foreign)
     scheduler = get_optimizer_param_scheduler(cfg.flat, optimizer)
     for step in range(STEPS):
         scheduler.set_samples(step)
@@ -84,11 +84,11 @@ def test_ten_steps_equal_those_of_torch(run, dtype, tolerance):
         ddp.finish_grad_sync()
         norm = optimizer.step()[1]
         plain.zero_grad()
-        loss_of(theirs, step).backward()
-        expected_norm = nn.utils.clip_grad_norm_(theirs.parameters(), cfg.optimizer.clip_grad or torch.inf)
+        loss_of(foreign, step).backward()
+        expected_norm = nn.utils.clip_grad_norm_(foreign.parameters(), cfg.optimizer.clip_grad or torch.inf)
         plain.step()
         assert float(norm) == pytest.approx(expected_norm.item(), rel=tolerance)
-        for (name, mine), yours in zip(ours.named_parameters(), theirs.parameters()):
+        for (name, mine), yours in zip(local.named_parameters(), foreign.parameters()):
             error = (mine - yours).abs().max() / yours.abs().max()
             assert error <= tolerance, f"{name} after step {step + 1} is off by {error:.1e}"
 

@@ -38,7 +38,7 @@ def test_losses_have_their_weights_and_others_are_logged_only():
     weights.set(torch.tensor([0.5, 2.0, 9.0]))
     losses = lambda output: {"sop loss": (output.sum(), 1), "lm loss": (output[0].sum(), 1), "z": (output.sum(), 2)}  # noqa: E731
     results = run(model, batches, losses, loss_weights=weights)
-    expected = sum(2.0 * each.sum(0, keepdim=True) + 0.5 * each[:1] for each in batches)
+    expected = sum(2.0 * batch.sum(0, keepdim=True) + 0.5 * batch[:1] for batch in batches)
     torch.testing.assert_close(model.weight.grad, expected)
     assert list(results[0].logged) == ["sop loss", "lm loss", "z"]
 
@@ -49,12 +49,12 @@ def test_losses_without_counts_are_refused(returned):
         run(torch.nn.Linear(3, 1), [torch.randn(2, 3)], lambda output: returned)
 
 
-def test_events_of_a_forward_step_are_told():
+def test_events_of_a_forward_step_are_reported():
     events = []
-    given = {"on_forward": lambda event, training: events.append((event, training))}
+    passed = {"on_forward": lambda event, training: events.append((event, training))}
     for forward_only in (False, True):
         run(torch.nn.Linear(3, 1), [torch.randn(2, 3)] * 2, lambda output: {"loss": (output.sum(), 1)},
-            forward_only=forward_only, **given)  # fmt: skip
+            forward_only=forward_only, **passed)  # fmt: skip
     once = ["reads", "has batch", "done"] * 2
     assert events == [(event, True) for event in once] + [(event, False) for event in once]
 
@@ -89,20 +89,20 @@ def test_a_pipeline_runs_the_schedule_of_its_ranks_with_messages_of_its_rows(opt
     monkeypatch.setattr(microbatches.dist, "get_backend", lambda handle: "gloo")
     monkeypatch.setattr(microbatches, "build_schedule", lambda config, *counts: ("chosen", counts))
     monkeypatch.setattr(microbatches, "forward_only_schedule", lambda pp, number, size: ("forward", (pp, size, number)))
-    monkeypatch.setattr(microbatches, "Messages", lambda *given: given)
-    made = lambda *given, lookahead: SimpleNamespace(run=lambda: (*given, lookahead))  # noqa: E731
-    monkeypatch.setattr(microbatches, "PipelineRun", made)
+    monkeypatch.setattr(microbatches, "Messages", lambda *passed: passed)
+    built = lambda *passed, lookahead: SimpleNamespace(run=lambda: (*passed, lookahead))  # noqa: E731
+    monkeypatch.setattr(microbatches, "PipelineRun", built)
     config = SimpleNamespace(sequence_parallel=False, hidden_size=5, pipeline_dtype=torch.half, overlap_p2p_comm=False)
-    chunks = [SimpleNamespace(config=each) for each in (config, None)]
-    given = {"forward_step_func": print, "data_iterator": iter([7]), "model": chunks, "num_microbatches": 6,
+    chunks = [SimpleNamespace(config=x) for x in (config, None)]
+    passed = {"forward_step_func": print, "data_iterator": iter([7]), "model": chunks, "num_microbatches": 6,
              "seq_length": 16, "micro_batch_size": 3, "loss_weights": {}, **options}  # fmt: skip
-    schedule, rank, work, (same, its_groups, shape, varies), lookahead = microbatches.run_pipeline(**given)
+    schedule, rank, work, (same, its_groups, shape, varies), lookahead = microbatches.run_pipeline(**passed)
     assert varies is False
     assert schedule == same == (kind, (2, 2, 6)) and (rank, lookahead) == (1, 0) and its_groups is groups
     assert [work.forward_step, work.chunks, work.loss_weights] == [print, chunks, {}]
     assert work.collect_non_loss_data == ("collect_non_loss_data" in options)
-    assert [next(each) for each in work.iterators] == [7, 7] and shape.shapes == ((16, 3, 5),)
-    rows = microbatches.run_pipeline(**given, row_lengths=[8, 48])[3][2]
+    assert [next(iterator) for iterator in work.iterators] == [7, 7] and shape.shapes == ((16, 3, 5),)
+    rows = microbatches.run_pipeline(**passed, row_lengths=[8, 48])[3][2]
     assert rows.shapes == ((48, 1, 5),) and rows.lengths == (8, 48)
 
 

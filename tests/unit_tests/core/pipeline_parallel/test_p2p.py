@@ -81,13 +81,13 @@ def message(number):
     return tuple(torch.arange(float(size[0] * 6), dtype=torch.float64).view(size) + 100 * number for size in SHAPES)
 
 
-def assert_equal(found, wanted):
-    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
-    assert [each.dtype for each in found] == [each.dtype for each in wanted]
+def assert_equal(results, expected):
+    assert len(results) == len(expected) and all(map(torch.equal, results, expected))
+    assert [result.dtype for result in results] == [item.dtype for item in expected]
 
 
 @pytest.mark.parametrize("through_engines", [False, True])
-def test_each_message_is_whole_and_goes_to_the_action_that_needs_it(monkeypatch, through_engines):
+def test_each_message_is_complete_and_reaches_the_action_that_needs_it(monkeypatch, through_engines):
     engines, backend = engines_of(2) if through_engines else None, Backend()
     monkeypatch.setattr(p2p, "dist", backend)
     first, last = ends(engines=engines)
@@ -117,16 +117,16 @@ def test_mailboxes_hand_out_what_was_sent_in_the_senders_order(num_ranks):
     for rank, action in number:
         every[rank].send(action, message(10 * number[rank, action] + rank))
     for rank, action in number:
-        place, found = schedule.source(rank, action), every[rank].receive(action)
-        assert (found is None) == (place is None)
+        place, result = schedule.source(rank, action), every[rank].receive(action)
+        assert (result is None) == (place is None)
         if place is not None:
-            assert_equal(found, message(10 * number[place] + place.rank))
-    for each in every:
-        each.finish()
+            assert_equal(result, message(10 * number[place] + place.rank))
+    for item in every:
+        item.finish()
 
 
 @pytest.mark.parametrize("through_engines", [False, True])
-def test_micro_batches_have_lengths_of_their_own(monkeypatch, through_engines):
+def test_micro_batches_have_separate_lengths(monkeypatch, through_engines):
     engines = engines_of(2) if through_engines else None
     monkeypatch.setattr(p2p, "dist", Backend())
     first, last = ends(engines=engines, shape=of_rows(MessageShape(((4, 2, 3),), torch.float64, CPU), [6, 16], 8))
@@ -164,27 +164,27 @@ def test_a_message_is_kept_until_it_has_been_sent(monkeypatch):
     monkeypatch.setattr(p2p, "dist", backend)
     first, _ = ends()
     first.send(Action("F", 0, 0), message(0))
-    assert all(each() is not None for each in backend.alive)
+    assert all(item() is not None for item in backend.alive)
     backend.done = True
     first.send(Action("F", 0, 1), message(1))
-    assert all(each() is None for each in backend.alive)
+    assert all(item() is None for item in backend.alive)
 
 
 def test_what_is_sent_is_no_part_of_a_graph_and_contiguous(monkeypatch):
-    kept, (engines, _) = [], engines_of(2)
-    monkeypatch.setattr(engines, "send", lambda target, x: kept.append(x))
+    saved, (engines, _) = [], engines_of(2)
+    monkeypatch.setattr(engines, "send", lambda target, x: saved.append(x))
     shape = MessageShape(((3, 2),), torch.float64, CPU)
     groups = dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (10, 11), 0, engines=engines))
     tensor = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
     Messages(SCHEDULE, groups, shape).send(Action("F", 0, 0), (tensor.t(),))
-    assert kept[0].is_contiguous() and not kept[0].requires_grad and kept[0].shape == (3, 2)
+    assert saved[0].is_contiguous() and not saved[0].requires_grad and saved[0].shape == (3, 2)
 
 
 def test_a_message_of_another_shape_or_dtype_is_refused():
     first, _ = ends(engines=engines_of(2))
     encoder, decoder = message(0)
-    wanted = r"a pipeline stage made \(4, 2, 3\) and \(1, 2, 3\) torch.float64, but stages pass on \(4, 2, 3\) and"
-    with pytest.raises(ValueError, match=wanted):
+    expected = r"a pipeline stage made \(4, 2, 3\) and \(1, 2, 3\) torch.float64, but stages pass on \(4, 2, 3\) and"
+    with pytest.raises(ValueError, match=expected):
         first.send(Action("F", 0, 0), (encoder, decoder[:1]))
     with pytest.raises(ValueError, match="torch.float32, but"):
         first.send(Action("F", 0, 0), (encoder.float(), decoder.float()))

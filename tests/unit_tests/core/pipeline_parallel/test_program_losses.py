@@ -55,7 +55,7 @@ def test_a_loss_function_returns_equally_many_values_for_every_micro_batch(first
 
 
 def test_weight_of_the_main_loss_that_a_program_passes_stays():
-    default, own = MainLoss(torch.tensor(1.0)), MainLoss(torch.tensor(2.0))
+    default, local = MainLoss(torch.tensor(1.0)), MainLoss(torch.tensor(2.0))
     add = MainLossInput(default)
     assert add(torch.nn.Identity(), (), {})[1] == {"main_loss": default}
-    assert add(torch.nn.Identity(), (), {"main_loss": own, "x": 1})[1] == {"main_loss": own, "x": 1}
+    assert add(torch.nn.Identity(), (), {"main_loss": local, "x": 1})[1] == {"main_loss": local, "x": 1}

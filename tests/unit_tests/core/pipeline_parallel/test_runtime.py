@@ -27,8 +27,8 @@ class Chunk(nn.Module):
     def __init__(self, first):
         super().__init__()
         config = ModelParallelConfig(params_dtype=torch.float64)
-        made = {"config": config, "init_method": Ones(), "groups": SINGLE_PROCESS}
-        self.linear = ColumnParallelLinear(WIDTH, WIDTH, bias=False, **made)
+        built = {"config": config, "init_method": Ones(), "groups": SINGLE_PROCESS}
+        self.linear = ColumnParallelLinear(WIDTH, WIDTH, bias=False, **built)
         self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
         self.first, self.received, self.syncing = first, None, True
         self.seen = []
@@ -111,7 +111,7 @@ def test_outputs_are_let_go_before_their_backward():
     class Counting(list):
         def append(self, reference):
             gc.collect()
-            alive.append(sum(each() is not None for each in self))
+            alive.append(sum(item() is not None for item in self))
             super().append(reference)
 
     outputs = Counting()
@@ -127,9 +127,9 @@ def test_iterators_for_other_numbers_of_chunks_are_refused():
 
 def test_one_iterator_is_read_once_for_all_chunks():
     batches = iter([1, 2])
-    (alone,) = chunk_iterators(batches, 1)
-    assert alone is batches and chunk_iterators(None, 2) == [None, None]
-    assert [list(each) for each in chunk_iterators(batches, 2)] == [[1, 2]] * 2
+    (single,) = chunk_iterators(batches, 1)
+    assert single is batches and chunk_iterators(None, 2) == [None, None]
+    assert [list(chunk_iterator) for chunk_iterator in chunk_iterators(batches, 2)] == [[1, 2]] * 2
 
 
 def test_a_later_stage_needs_a_way_to_take_its_input():
@@ -151,9 +151,9 @@ def test_receives_are_posted_so_many_actions_ahead(options, ahead):
 
         def receive(self, action):
             self.receiving = True  # it posts what is missing
-            found = super().receive(action)
+            result = super().receive(action)
             self.receiving = False
-            return found
+            return result
 
         def finish(self):
             posted.append("finish")
@@ -182,20 +182,20 @@ def test_stages_may_pass_on_several_tensors(schedule):
     def chunks():
         return [TwoStreams(True), TwoStreams(False), TwoStreams(False, last=True)]
 
-    whole, parts = chunks(), chunks()
+    full, parts = chunks(), chunks()
     for batch in batches():
         message = None
-        for chunk in whole:
+        for chunk in full:
             chunk.set_input_tensor(message)
             message = chunk(batch)
         message.sum().backward()
     shapes = ((2, WIDTH), (2, WIDTH))
     results = run(schedule, parts, shapes=shapes)
     assert len(results) == BATCHES
-    for found, wanted in zip(gradients(parts), gradients(whole), strict=True):
-        assert (found is None) == (wanted is None)
-        if wanted is not None:
-            torch.testing.assert_close(found, wanted)
+    for result, requested in zip(gradients(parts), gradients(full), strict=True):
+        assert (result is None) == (requested is None)
+        if requested is not None:
+            torch.testing.assert_close(result, requested)
 
 
 class Wrapped(nn.Module):
@@ -217,16 +217,16 @@ class OneStream(TwoStreams):
 
 
 def test_a_tensor_that_nothing_needs_sends_zeros_back():
-    parts, whole = ([TwoStreams(True), OneStream(False)] for _ in range(2))
+    parts, full = ([TwoStreams(True), OneStream(False)] for _ in range(2))
     run(interleaved(1, 2, BATCHES, 2), [Wrapped(part) for part in parts], shapes=((2, WIDTH), (2, WIDTH)))
     for batch in batches():
-        whole[1].set_input_tensor(whole[0](batch))
-        whole[1](None).sum().backward()
-    torch.testing.assert_close(parts[0].linear.weight.grad, whole[0].linear.weight.grad)
+        full[1].set_input_tensor(full[0](batch))
+        full[1](None).sum().backward()
+    torch.testing.assert_close(parts[0].linear.weight.grad, full[0].linear.weight.grad)
     assert parts[0].scale.grad.tolist() == [0] * WIDTH  # of the other tensor
 
 
-def test_a_rank_takes_its_own_actions():
+def test_a_rank_takes_its_actions():
     schedule = zero_bubble(2, BATCHES)
     assert PipelineRun(schedule, 1, Work(print, [], []), None).actions is schedule.actions[1] != schedule.actions[0]
 

@@ -110,7 +110,7 @@ def test_more_chunks_with_split_weight_gradients_wait_least():
     assert bubbles[0] > bubbles[1] > bubbles[3] and bubbles[0] > bubbles[2] > bubbles[3]
 
 
-def test_a_circle_of_waiting_ranks_is_found_and_told():
+def test_a_circle_of_waiting_ranks_is_reported():
     first = tuple(Action(kind, 0, m) for kind, m in [("F", 0), ("B", 0), ("F", 1), ("B", 1)])
     second = tuple(Action(kind, 0, m) for kind, m in [("F", 1), ("B", 1), ("F", 0), ("B", 0)])
     broken = Schedule("broken", 1, 2, (first, second))
@@ -119,10 +119,10 @@ def test_a_circle_of_waiting_ranks_is_found_and_told():
 
 
 def test_a_forgotten_or_repeated_action_is_found():
-    whole = one_forward_one_backward(2, 3)
-    for actions in (whole.actions[1][:-1], (*whole.actions[1][:-1], whole.actions[1][0])):
+    full = one_forward_one_backward(2, 3)
+    for actions in (full.actions[1][:-1], (*full.actions[1][:-1], full.actions[1][0])):
         with pytest.raises(AssertionError, match="rank 1 leaves out or repeats"):
-            check_complete(Schedule("broken", 1, 3, (whole.actions[0], actions)))
+            check_complete(Schedule("broken", 1, 3, (full.actions[0], actions)))
 
 
 def test_a_remainder_too_small_to_fill_the_pipeline_joins_the_other_groups():

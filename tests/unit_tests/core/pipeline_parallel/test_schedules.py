@@ -35,18 +35,18 @@ def run(model, batches, returned, **options):
 def test_whatever_the_loss_function_returns_comes_back_untouched():
     """Per-token tensors, lists, strings, several counts, or no dictionary at all."""
     batches = [torch.randn(2, 3) for _ in range(4)]
-    made = [
+    built = [
         {"lm loss": torch.tensor(1.5), "log_probs": torch.randn(16), "ids": [1, 2, 3], "name": "a"},
         {"lm loss": (torch.tensor(3.0), torch.tensor(2)), "values": torch.randn(4, 5), "none": None},
         [torch.randn(3), {"nested": []}],
         torch.randn(7),
     ]
-    left = iter(made)
-    found = run(linear(), batches, lambda output: (output.sum(), next(left)))
-    assert all(mine is theirs for mine, theirs in zip(found, made, strict=True))
-    left = iter(made)
-    found = run(linear(), batches, lambda output: (output.sum(), torch.tensor(2), next(left)), forward_only=True)
-    assert all(mine is theirs for mine, theirs in zip(found, made, strict=True))
+    left = iter(built)
+    result = run(linear(), batches, lambda output: (output.sum(), next(left)))
+    assert all(mine is foreign for mine, foreign in zip(result, built, strict=True))
+    left = iter(built)
+    result = run(linear(), batches, lambda output: (output.sum(), torch.tensor(2), next(left)), forward_only=True)
+    assert all(mine is foreign for mine, foreign in zip(result, built, strict=True))
 
 
 def gradient(batches, weights):
@@ -58,17 +58,17 @@ def gradient(batches, weights):
 ])  # fmt: skip
 def test_losses_are_scaled_as_megatron_lm_does(kind, weights):
     """A mean by the number of micro-batches; a sum by its tokens (at least 1) too, unless losses are per token."""
-    told, counts = [], [4, 0, 2]
+    reported, counts = [], [4, 0, 2]
     model = linear(calculate_per_token_loss=kind == "per token", grad_scale_func=lambda loss: 8 * loss)
-    model.config.finalize_model_grads_func = lambda chunks, num_tokens: told.append((chunks, num_tokens))
+    model.config.finalize_model_grads_func = lambda chunks, num_tokens: reported.append((chunks, num_tokens))
     batches, left = [torch.randn(2, 3) for _ in range(3)], iter(counts)
     more = (lambda: ()) if kind == "mean" else lambda: (torch.tensor(next(left)),)
     run(model, batches, lambda output: (output.sum(), *more(), {}))
     torch.testing.assert_close(model.weight.grad, 8 * gradient(batches, weights))
-    ((chunks, num_tokens),) = told
+    ((chunks, num_tokens),) = reported
     assert chunks == [model] and (num_tokens.item() == 6 if kind == "per token" else num_tokens is None)
     run(model, batches, lambda output: (output.sum(), {}), forward_only=True)
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_a_mean_counts_for_every_context_parallel_rank(monkeypatch):
@@ -84,11 +84,11 @@ def test_a_mean_counts_for_every_context_parallel_rank(monkeypatch):
 
 
 def test_tokens_are_counted_exactly():
-    told, counts = [], iter([2**24, 1])
-    model = linear(finalize_model_grads_func=lambda _, num_tokens: told.append(num_tokens.item()))
+    reported, counts = [], iter([2**24, 1])
+    model = linear(finalize_model_grads_func=lambda _, num_tokens: reported.append(num_tokens.item()))
     model.config.calculate_per_token_loss = True
     run(model, [torch.randn(2, 3)] * 2, lambda output: (output.sum(), torch.tensor(next(counts)), {}))
-    assert told == [2**24 + 1]
+    assert reported == [2**24 + 1]
 
 
 def _wrapped_gradients(rank, world_size, per_token, sharded):
@@ -143,12 +143,12 @@ def test_auxiliary_losses_of_experts_weigh_the_same_whatever_the_loss_function_r
     count = batches[0][0].numel() * len(batches)
     kinds = [("mean", True, 1), ("counted", False, 1), ("counted", True, 1), ("per token", True, count)]
     for kind, mask, factor in kinds:
-        found = expert_gradients(batches, kind, mask)
+        actual = expert_gradients(batches, kind, mask)
         for name, value in expected.items():
-            torch.testing.assert_close(found[name] / factor, value, rtol=1e-5, atol=1e-7, msg=f"{kind} {mask} {name}")
+            torch.testing.assert_close(actual[name] / factor, value, rtol=1e-5, atol=1e-7, msg=f"{kind} {mask} {name}")
 
 
-def test_a_model_and_an_iterator_may_stand_alone_or_in_lists():
+def test_a_model_and_an_iterator_may_be_single_or_in_lists():
     model, batches = torch.nn.Linear(3, 1, bias=False), [torch.randn(2, 3) for _ in range(3)]
 
     def forward_step(iterator, chunk):
@@ -182,10 +182,10 @@ def test_mistakes_are_named():
 
 
 def test_arguments_of_megatron_lm_are_taken(monkeypatch):
-    given = dict.fromkeys(
+    passed = dict.fromkeys(
         ["first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection", "decoder_seq_length"]
     )
-    run(linear(), [torch.randn(2, 3)], lambda output: (output.sum(), {}), force_all_reduce=False, **given)
+    run(linear(), [torch.randn(2, 3)], lambda output: (output.sum(), {}), force_all_reduce=False, **passed)
     assert get_forward_backward_func(pp_size=1, vp_size=None) is schedules.forward_backward_no_pipelining
     groups = replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), 0))
     monkeypatch.setattr(microbatches.parallel_state, "get_process_groups", lambda: groups)

@@ -71,10 +71,10 @@ def test_every_layer_is_on_exactly_one_stage(num_layers, ranks, split, head):
 @pytest.mark.parametrize("halves", [None, (0.35, 0.65), (0.5, 0.5), (0.8, 0.2)])
 def test_no_other_split_has_a_cheaper_slowest_stage(num_layers, num_stages, back, halves):
     costs = [1.0] * num_layers if halves is None else list(halves) * min(num_layers, 9)
-    found = balanced_counts(costs, [1] * num_stages, 0.0, back)
+    result = balanced_counts(costs, [1] * num_stages, 0.0, back)
     cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
     splits = ([b - a for a, b in zip((0, *cut), (*cut, len(costs)))] for cut in cuts)
-    assert slowest(costs, found, 0.0, back) <= min(slowest(costs, split, 0.0, back) for split in splits) + 1e-12
+    assert slowest(costs, result, 0.0, back) <= min(slowest(costs, split, 0.0, back) for split in splits) + 1e-12
 
 
 def test_thirty_layers_on_four_ranks_are_thirty_layers():
@@ -125,13 +125,13 @@ def test_the_output_layer_weighs_as_much_as_the_layers_that_take_as_long():
 def test_layers_are_cut_where_that_makes_the_slowest_stage_faster():
     stages = pipeline_stages(llama(), LLAMA)
     assert [stage.num_layers for stage in stages] == [8.5, 8.5, 8.5, 6.5]
-    held = [[name for part in stage.parts for name in map(part.names.__getitem__, part.branches)] for stage in stages]
-    assert [tuple(map(own.count, DECODER_LAYER)) for own in held] == [(9, 8), (8, 9), (9, 8), (6, 7)]
+    stored = [[name for part in stage.parts for name in map(part.names.__getitem__, part.branches)] for stage in stages]
+    assert [tuple(map(local.count, DECODER_LAYER)) for local in stored] == [(9, 8), (8, 9), (9, 8), (6, 7)]
     assert list(map(str, stages)) == [
         "embedding + layers 1-8 + attention of layer 9", "feed-forward of layer 9 + layers 10-17",
         "layers 18-25 + attention of layer 26", "feed-forward of layer 26 + layers 27-32 + loss",
     ]  # fmt: skip
-    one_piece = ModelCosts((("layer",),) * 32, tuple((sum(own),) for own in LLAMA.layers), LLAMA.head)
+    one_piece = ModelCosts((("layer",),) * 32, tuple((sum(local),) for local in LLAMA.layers), LLAMA.head)
     assert counts(llama(), one_piece) == counts(llama(whole_layers_in_pipeline_split=True), LLAMA) == [8, 8, 9, 7]
     chunks = counts(llama(num_virtual_stages_per_pipeline_rank=2), LLAMA)
     assert chunks == [4, 4, 4, 4, 4.5, 4.5, 4.5, 2.5]
@@ -140,7 +140,7 @@ def test_layers_are_cut_where_that_makes_the_slowest_stage_faster():
 @pytest.mark.parametrize(
     ("output", "found"), [(0, [2, 2]), (2, [3, 1]), (0.34, [2, 2]), (0.36, [2.5, 1.5]), (2 / 3, [2.5, 1.5])]
 )
-def test_layers_stay_whole_where_a_cut_gains_next_to_nothing(output, found):
+def test_layers_stay_uncut_where_a_cut_gains_next_to_nothing(output, found):
     """Four layers, a third of them attention, and an output layer that costs ``output`` layers: 2.333 is no gain over
     2.34, but over 2.36."""
     assert counts(shape(4, 2), alike(4, head=output)) == found
@@ -153,7 +153,7 @@ def test_counting_embedding_and_loss_as_layers_gives_the_usual_even_split():
     assert counts(shape(2, 4, **both)) == [0, 1, 1, 0]
 
 
-def test_given_ends_count_for_the_whole_rank():
+def test_given_ends_count_for_the_full_rank():
     ends = {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 4}
     assert counts(shape(14, 4, **ends)) == [2, 4, 4, 4]
     assert counts(shape(14, 4, num_virtual_stages_per_pipeline_rank=2, **ends)) == [1, 2, 2, 2, 1, 2, 2, 2]
@@ -235,7 +235,7 @@ THREE = ("recurrence", "attention", "feed-forward")
 MIXED = ModelCosts((DECODER_LAYER, THREE, ("layer",)), None)
 
 
-def test_a_layer_of_three_branches_ends_a_stage_behind_any_of_them():
+def test_a_layer_of_three_branches_may_end_a_stage_after_each():
     def stages(text):
         return pipeline_stages(shape(3, text.count("|") + 1, pipeline_model_parallel_layout=text), MIXED)
 
@@ -250,7 +250,7 @@ def test_a_layer_of_three_branches_ends_a_stage_behind_any_of_them():
             stages(text)
 
 
-def test_layers_that_are_cut_in_three_add_up_to_whole_layers():
+def test_layers_that_are_cut_in_three_add_up_to_full_layers():
     """In floating point 7/3 + 2/3 + ... are not six."""
     names = (DECODER_LAYER, DECODER_LAYER, THREE) * 2
     for text in ("Etta|aftta|afL", "Etta|a|fttaa|fL", "Ettaa|fttaa|fL"):
@@ -271,11 +271,11 @@ def test_layers_of_three_branches_are_balanced_by_what_each_costs():
 
 def test_further_tokens_are_predicted_on_the_last_stage_which_gets_fewer_layers_for_it():
     sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "pipeline_model_parallel_size": 2}
-    held = []
+    stored = []
     for depths in (None, 2):
         config = TransformerConfig(**sizes, mtp_num_layers=depths)
         costs = describe_gpt(config, vocab_size=64, seq_length=64, max_sequence_length=64).costs
         stages = pipeline_stages(config, costs)
         assert [stage.num_mtp for stage in stages] == [0, depths or 0]
-        held.append(stages[-1].num_layers)
-    assert held[1] <= held[0] - 0.5 and str(stages[-1]).endswith("loss + multi-token prediction")
+        stored.append(stages[-1].num_layers)
+    assert stored[1] <= stored[0] - 0.5 and str(stages[-1]).endswith("loss + multi-token prediction")

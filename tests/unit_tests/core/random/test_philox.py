@@ -95,15 +95,15 @@ def _mask(stream, feature, position, sample, row=0, site=("layer", 3, "mlp")):
 
 def test_dropout_masks_do_not_depend_on_the_slice():
     stream = DropoutStream(77)
-    whole = _mask(stream, range(50), list(range(6)), [4, 2**33, 5])
+    full = _mask(stream, range(50), list(range(6)), [4, 2**33, 5])
     part = _mask(stream, range(11, 37), [2, 5], [5, 2**33])
-    assert torch.equal(part, whole[[2, 5]][:, [2, 1], 11:37])
+    assert torch.equal(part, full[[2, 5]][:, [2, 1], 11:37])
 
 
 def test_dropout_masks_differ_by_seed_site_sample_position_and_row():
     stream = DropoutStream(77)
     base = _mask(stream, range(64), [0], [1])
-    others = [
+    rest = [
         _mask(DropoutStream(78), range(64), [0], [1]),
         _mask(stream, range(64), [1], [1]),
         _mask(stream, range(64), [0], [2]),
@@ -111,7 +111,7 @@ def test_dropout_masks_differ_by_seed_site_sample_position_and_row():
         _mask(stream, range(64), [0], [1], row=1),
         _mask(stream, range(64), [0], [1], site=("layer", 4, "mlp")),
     ]
-    assert not any(torch.equal(base, other) for other in others)
+    assert not any(torch.equal(base, other) for other in rest)
 
 
 def test_dropout_keeps_the_right_share():

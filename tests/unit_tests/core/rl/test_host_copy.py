@@ -30,7 +30,7 @@ def trained(rank, world_size, flags, offloads):
     cfg = configure([*BASE.split(), "--train-iters", "9", *flags.split()], world_size, "bf16")
     groups = initialize_megatron(cfg)
     parts = build_components(cfg, with_synthetic_data(task_class("gpt"), VOCAB_SIZE)(cfg), groups)
-    found = []
+    results = []
     with ExitConditions(cfg) as exits:
         trainer = Trainer(cfg, parts, exits)
         for step in range(4):
@@ -45,8 +45,8 @@ def trained(rank, world_size, flags, offloads):
                 with pytest.raises(UserError, match="call offload first"):
                     copy.reload()
             metrics = trainer.step.run()
-            found.append((float(metrics.losses["lm loss"]), float(metrics.grad_norm)))
-    return found
+            results.append((float(metrics.losses["lm loss"]), float(metrics.grad_norm)))
+    return results
 
 
 def local(parameter):

@@ -36,18 +36,18 @@ def sequences():
 def scored(rank, world_size, name, dtype, sizes):
     parallel_state.initialize_model_parallel(**{SIZES[key]: size for key, size in sizes.items()})
     model = build(name, DTYPES[dtype], **sizes).train()
-    found = token_log_probabilities([model], sequences(), row_length=ROW)
+    result = token_log_probabilities([model], sequences(), row_length=ROW)
     assert model.training
     scaled = token_log_probabilities([model], sequences(), row_length=ROW, temperature=TEMPERATURE)
-    return found, full_log_probabilities([model], sequences(), row_length=ROW), scaled
+    return result, full_log_probabilities([model], sequences(), row_length=ROW), scaled
 
 
 def generated(name, dtype, **fields):
     engine = Engine(build(name, DTYPES[dtype]), Limits(max_length=31, max_tokens=7), num_pages=40, page_size=4)
     requests = [Request(prompt=x, max_new_tokens=0, prompt_logprobs=True, **fields) for x in sequences()]
     return [
-        torch.tensor([score.logprob for score in each.prompt_scores[1:]], dtype=torch.float32)
-        for each in engine.generate(requests)
+        torch.tensor([score.logprob for score in item.prompt_scores[1:]], dtype=torch.float32)
+        for item in engine.generate(requests)
     ]
 
 
@@ -100,17 +100,17 @@ def test_statistics_of_every_layout_equal_their_definition(gloo_pool, sizes, opt
     world_size = 1
     for size in sizes.values():
         world_size *= size
-    for found in gloo_pool.run(statistics, world_size, sizes, temperature, options):
-        for each, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(tuple(each), wanted, atol=1e-10, rtol=0)
+    for actual in gloo_pool.run(statistics, world_size, sizes, temperature, options):
+        for each, requested in zip(actual, expected, strict=True):
+            torch.testing.assert_close(tuple(each), requested, atol=1e-10, rtol=0)
 
 
 def entropies(rank, world_size, logits):
     group = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size).tp
     local = logits.chunk(world_size, -1)[rank].clone().requires_grad_()
-    found = vocab_parallel_entropies(local, group)
-    (found * torch.arange(1.0, 4.0)).sum().backward()
-    return found.detach(), local.grad
+    result = vocab_parallel_entropies(local, group)
+    (result * torch.arange(1.0, 4.0)).sum().backward()
+    return result.detach(), local.grad
 
 
 def test_entropies_and_their_gradients_equal_those_of_torch(gloo_pool):
@@ -122,7 +122,7 @@ def test_entropies_and_their_gradients_equal_those_of_torch(gloo_pool):
     (expected * torch.arange(1.0, 4.0)).sum().backward()
     for size in (1, 2, 4):  # the last of four ranks holds padding only
         results = gloo_pool.run(entropies, size, logits)
-        assert all(torch.allclose(found, expected.detach(), atol=1e-12, rtol=0) for found, _ in results)
+        assert all(torch.allclose(actual, expected.detach(), atol=1e-12, rtol=0) for actual, _ in results)
         gradient = torch.cat([grad for _, grad in results], -1)
         torch.testing.assert_close(gradient[:, :9], true.grad, atol=1e-12, rtol=0)
         assert not gradient[:, 9:].any()

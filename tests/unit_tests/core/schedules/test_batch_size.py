@@ -109,13 +109,13 @@ def test_an_odd_data_parallel_size_lowers_the_batch_if_allowed():
 
 def walk(cfg, dp=1, samples=None, iterations=None):
     """The definition, one iteration at a time."""
-    consumed = done = 0
-    while iterations is None or done < iterations:
+    consumed = finished = 0
+    while iterations is None or finished < iterations:
         size = running_global_batch_size(cfg, consumed, dp)
         if samples is not None and consumed + size > samples:
             break
-        consumed, done = consumed + size, done + 1
-    return done if samples is not None else consumed
+        consumed, finished = consumed + size, finished + 1
+    return finished if samples is not None else consumed
 
 
 @settings(max_examples=60, deadline=None)

@@ -191,9 +191,9 @@ def test_a_changed_schedule_is_refused_unless_a_flag_decides():
     fresh.load_state_dict(stored.state_dict())
     assert fresh.optimizer.param_groups[0]["lr"] == lr(changed, 550)
     changed.override_opt_param_scheduler, changed.use_checkpoint_opt_param_scheduler = False, True
-    kept = get_optimizer_param_scheduler(changed, optimizer_with({}))
-    kept.load_state_dict(stored.state_dict())
-    assert kept.optimizer.param_groups[0]["lr"] == lr(config(), 550)
+    saved = get_optimizer_param_scheduler(changed, optimizer_with({}))
+    saved.load_state_dict(stored.state_dict())
+    assert saved.optimizer.param_groups[0]["lr"] == lr(config(), 550)
     changed.override_opt_param_scheduler = True
     with pytest.raises(ValueError, match="exclude each other"):
         get_optimizer_param_scheduler(changed, optimizer_with({}))
@@ -211,7 +211,7 @@ def test_a_longer_run_of_the_same_schedule_goes_on():
         fresh.load_state_dict(stored.state_dict())
 
 
-def test_a_plan_can_be_given_whole():
+def test_a_plan_can_be_given_complete():
     plan = schedule_plan(config())
     assert OptimizerParamScheduler(optimizer_with({}), plan).plan == SchedulePlan(**vars(plan))
 

@@ -24,8 +24,8 @@ from megatron.core.schedules.variable_lengths import (
 COST = CostModel(token=1.0, square=1 / 20_000, exchange=0.05, step=20.0)
 
 
-def lengths_of(generator, count, longest):
-    return [min(longest, 1 + int(generator.lognormvariate(5.5, 1.5))) for _ in range(count)]
+def lengths_of(generator, count, max_length):
+    return [min(max_length, 1 + int(generator.lognormvariate(5.5, 1.5))) for _ in range(count)]
 
 
 def random_case(seed):
@@ -42,7 +42,7 @@ def random_case(seed):
 
 def check(plan, lengths, ranks):
     steps = list(plan.distinct_steps())
-    assert Counter(each for step in steps for each in step.samples) == Counter(range(len(lengths)))
+    assert Counter(sample for step in steps for sample in step.samples) == Counter(range(len(lengths)))
     for step in steps:
         assert plan.tokens(step) <= step.size * ranks.limit
         units = step.size // ranks.smallest
@@ -89,7 +89,7 @@ def pipeline_ends(plan, stages, name=None):
     """Run every stage of every rank: an action runs when all ranks of its step have reached it and its input exists."""
     schedules = [choose_schedule(name, stages, 1, len(steps)) for steps in plan.ranks]
     at = {(rank, stage): 0 for rank in range(len(plan.ranks)) for stage in range(stages)}
-    done = set()
+    finished = set()
 
     def action(rank, stage):
         actions = schedules[rank].actions[stage]
@@ -97,7 +97,7 @@ def pipeline_ends(plan, stages, name=None):
 
     def is_ready(rank, stage, now):
         source = schedules[rank].source(stage, now)
-        return source is None or (rank, *source) in done
+        return source is None or (rank, *source) in finished
 
     progress = True
     while progress:
@@ -107,14 +107,14 @@ def pipeline_ends(plan, stages, name=None):
             if now is None:
                 continue
             step = plan.ranks[rank][now.microbatch]
-            together = [(each, action(each, stage)) for each in step.ranks]
+            together = [(item, action(item, stage)) for item in step.ranks]
             same = all(
                 other is not None and other.kind == now.kind and plan.ranks[each][other.microbatch] == step
                 for each, other in together
             )
             if same and all(is_ready(each, stage, other) for each, other in together):
                 for each, other in together:
-                    done.add((each, stage, other))
+                    finished.add((each, stage, other))
                     at[each, stage] += 1
                 progress = True
     return all(action(*place) is None for place in at)

@@ -42,11 +42,11 @@ class Dense(nn.Module):
 
     def __init__(self, groups):
         super().__init__()
-        made = {"groups": groups, "dtype": torch.float64}
+        built = {"groups": groups, "dtype": torch.float64}
         self.tp = groups.tp
-        self.scale = parameter((HIDDEN,), init=Ones(), partial=("tp",), **made)
-        self.up = parameter((FFN, HIDDEN), init=Normal(0.6), mesh={"tp": Shard(0)}, **made)
-        self.down = parameter((HIDDEN, FFN), init=Normal(0.6), mesh={"tp": Shard(1)}, **made)
+        self.scale = parameter((HIDDEN,), init=Ones(), partial=("tp",), **built)
+        self.up = parameter((FFN, HIDDEN), init=Normal(0.6), mesh={"tp": Shard(0)}, **built)
+        self.down = parameter((HIDDEN, FFN), init=Normal(0.6), mesh={"tp": Shard(1)}, **built)
 
     def forward(self, x_th):
         whole_th = gather_from_sequence(x_th * self.scale, self.tp)
@@ -59,14 +59,14 @@ class Experts(nn.Module):
 
     def __init__(self, groups):
         super().__init__()
-        made = {"groups": groups, "dtype": torch.float64}
+        built = {"groups": groups, "dtype": torch.float64}
         self.ep, self.etp = groups.ep, groups.etp
         both = {"ep": Shard(0), "etp": Shard(1)}
-        self.up = parameter((EXPERTS, FFN, HIDDEN), init=Normal(0.6), mesh=both, ndim=2, **made)
-        self.down = parameter((EXPERTS, HIDDEN, FFN), init=Normal(0.6), mesh={"ep": Shard(0), "etp": Shard(2)}, **made)
-        self.bias = parameter((EXPERTS, HIDDEN), init=Normal(0.6), mesh={"ep": Shard(0)}, partial=("etp",), **made)
+        self.up = parameter((EXPERTS, FFN, HIDDEN), init=Normal(0.6), mesh=both, ndim=2, **built)
+        self.down = parameter((EXPERTS, HIDDEN, FFN), init=Normal(0.6), mesh={"ep": Shard(0), "etp": Shard(2)}, **built)
+        self.bias = parameter((EXPERTS, HIDDEN), init=Normal(0.6), mesh={"ep": Shard(0)}, partial=("etp",), **built)
         shared = {"ep": Replicate(), "etp": Shard(0)}
-        self.gain = parameter((FFN,), init=Ones(), mesh=shared, partial=("ep",), **made)
+        self.gain = parameter((FFN,), init=Ones(), mesh=shared, partial=("ep",), **built)
 
     def forward(self, x_th, gates_te):
         num_local = EXPERTS // self.ep.size
@@ -104,8 +104,8 @@ class Toy(nn.Module):
         super().__init__()
         kinds = {"first": Dense, "second": lambda groups: nn.Sequential(Mixture(groups), Dense(groups))}
         per_stage = len(kinds) // groups.pp.size
-        own = list(kinds)[groups.pp.rank * per_stage :][:per_stage]
-        self.blocks = nn.ModuleDict({name: kinds[name](groups) for name in own})
+        local = list(kinds)[groups.pp.rank * per_stage :][:per_stage]
+        self.blocks = nn.ModuleDict({name: kinds[name](groups) for name in local})
         initialize_parameters(self, 3, groups)
 
     def forward(self, x_th):
@@ -125,11 +125,11 @@ def own_tokens(tensor, groups):
 
 
 def step_once(ddp, optimizer, step, groups, micro_batches=2):
-    x_th, mask_t = (own_tokens(each, groups) for each in batch(step))
+    x_th, mask_t = (own_tokens(item, groups) for item in batch(step))
     optimizer.zero_grad()
     for index, (x, mask) in enumerate(zip(x_th.chunk(micro_batches), mask_t.chunk(micro_batches))):
         with contextlib.nullcontext() if index == micro_batches - 1 else ddp.no_sync():
-            x, mask = (each.chunk(groups.tp.size)[groups.tp.rank] for each in (x, mask))
+            x, mask = (item.chunk(groups.tp.size)[groups.tp.rank] for item in (x, mask))
             (ddp(x) * mask).sum().backward()
     counted = mask_t.sum() * float(groups.pp.is_last)
     finalize_model_grads([ddp], counted, groups=groups)
@@ -188,7 +188,7 @@ def resume(ddp, optimizer, groups, folder):
 
 def changed_by_a_resume(rank, world, sizes, options, folder):
     """Optimizer -> (names of its state, tensors that differ in a bit from an uninterrupted run)."""
-    groups, found = parallel_state.initialize_model_parallel(**sizes), {}
+    groups, result = parallel_state.initialize_model_parallel(**sizes), {}
     for kind in ("adam", "sgd"):
         runs = []
         for load_from in (None, f"{folder}/{kind}"):
@@ -204,22 +204,22 @@ def changed_by_a_resume(rank, world, sizes, options, folder):
         straight, resumed = runs
         assert straight.keys() == resumed.keys()
         changed = [name for name, tensor in straight.items() if not torch.equal(tensor, resumed[name])]
-        found[kind] = {name.split(".")[1] for name in straight if not name.startswith("model.")}, changed
-    return found
+        result[kind] = {name.split(".")[1] for name in straight if not name.startswith("model.")}, changed
+    return result
 
 
 def pieces(shards):
-    return [(each.name, each.global_shape, each.offsets, each.local.detach().clone().numpy()) for each in shards]
+    return [(shard.name, shard.global_shape, shard.offsets, shard.local.detach().clone().numpy()) for shard in shards]
 
 
 def gathered(per_rank):
     """{name: whole tensor}; every element must come from somewhere."""
-    whole = {}
-    for name, shape, offsets, local in (each for shards in per_rank for each in shards):
-        target = whole.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
+    full = {}
+    for name, shape, offsets, local in (shard for shards in per_rank for shard in shards):
+        target = full.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
         target[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape))] = torch.from_numpy(local)
-    assert not any(tensor.isnan().any() for tensor in whole.values())
-    return whole
+    assert not any(tensor.isnan().any() for tensor in full.values())
+    return full
 
 
 def sizes(tp=1, pp=1, cp=1, ep=1, etp=None, instances=1):
@@ -259,33 +259,33 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def close(found, expected, what):
-    assert found.keys() == expected.keys(), what
+def close(actual, expected, what):
+    assert actual.keys() == expected.keys(), what
     for name, tensor in expected.items():
-        assert torch.allclose(found[name], tensor, rtol=1e-10, atol=1e-13), (what, name)
+        assert torch.allclose(actual[name], tensor, rtol=1e-10, atol=1e-13), (what, name)
 
 
 def compare(results, expected):
     """Compare every rank's history and state with one rank's."""
     history, state, _ = expected
     for step, (gradients, numbers) in enumerate(history):
-        close(gathered([each[0][step][0] for each in results]), gathered([gradients]), f"gradients of step {step}")
-        for each in results:
-            assert each[0][step][1] == pytest.approx(numbers, rel=1e-10), f"norm, zeros, weights of step {step}"
-    close(gathered([each[1] for each in results]), gathered([state]), "state")
-    assert not any(each[2] for each in results), "copies differ"
+        close(gathered([result[0][step][0] for result in results]), gathered([gradients]), f"gradients of step {step}")
+        for result in results:
+            assert result[0][step][1] == pytest.approx(numbers, rel=1e-10), f"norm, zeros, weights of step {step}"
+    close(gathered([result[1] for result in results]), gathered([state]), "state")
+    assert not any(result[2] for result in results), "copies differ"
 
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool, tmp_path_factory):
     """Return by optimizer the results of one rank and its checkpoint after the same steps."""
-    found = {}
+    actual = {}
     for kind in ("adam", "sgd"):
         folder = str(tmp_path_factory.mktemp(kind) / "checkpoint")
         [expected] = gloo_pool.run(trained, 1, sizes(), {}, kind, STEPS, None, folder)
-        [further] = gloo_pool.run(trained, 1, sizes(), {}, kind, STEPS, folder)
-        found[kind] = expected, further, folder
-    return found
+        [extra] = gloo_pool.run(trained, 1, sizes(), {}, kind, STEPS, folder)
+        actual[kind] = expected, extra, folder
+    return actual
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -302,10 +302,10 @@ def test_every_layout_equals_one_rank(gloo_pool, one_rank, name):
 )  # fmt: skip
 def test_a_checkpoint_of_one_layout_goes_on_on_another(gloo_pool, one_rank, tmp_path, saved, loaded):
     layouts = {**LAYOUTS, "one rank": (1, sizes(), {})}
-    _, further, _ = one_rank["adam"]
+    _, extra, _ = one_rank["adam"]
     folder = str(tmp_path / "checkpoint")
     gloo_pool.run(trained, *layouts[saved], "adam", STEPS, None, folder)
-    compare(gloo_pool.run(trained, *layouts[loaded], "adam", STEPS, folder), further)
+    compare(gloo_pool.run(trained, *layouts[loaded], "adam", STEPS, folder), extra)
 
 
 @pytest.mark.parametrize(
@@ -317,8 +317,8 @@ def test_a_resume_on_the_same_layout_changes_no_bit(gloo_pool, tmp_path, name):
     """For both optimizers, with state that is whole, sharded over all or some ranks, or sharded by FSDP2."""
     ranks = gloo_pool.run(changed_by_a_resume, *LAYOUTS[name], str(tmp_path))
     for kind, state in {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}.items():
-        assert set().union(*(found[kind][0] for found in ranks)) >= state
-        assert not any(found[kind][1] for found in ranks)
+        assert set().union(*(result[kind][0] for result in ranks)) >= state
+        assert not any(result[kind][1] for result in ranks)
 
 
 # ---- injected faults: at least one layout must find each
@@ -359,7 +359,7 @@ def partial_gradients_of_experts_forgotten():
     return mock.patch(f"{__name__}.parameter", forgotten)
 
 
-faults = {each.__name__: each for each in (
+faults = {x.__name__: x for x in (
     experts_reduced_like_dense, experts_not_in_the_norm, experts_reduced_over_the_model,
     replicated_experts_counted_everywhere, partial_gradients_of_experts_forgotten,
 )}  # fmt: skip
@@ -368,6 +368,6 @@ faults = {each.__name__: each for each in (
 @pytest.mark.parametrize("fault", faults)
 @pytest.mark.parametrize("name", ["ep2·dp2, zero", "tp2·ep2"])
 def test_a_planted_bug_is_found(gloo_pool, one_rank, fault, name):
-    with pytest.raises(AssertionError) as found:
+    with pytest.raises(AssertionError) as result:
         compare(gloo_pool.run(trained, *LAYOUTS[name], "adam", STEPS, None, None, fault), one_rank["adam"][0])
-    assert not isinstance(found.value, WorkerError), "it ends in wrong numbers, not in a crash"
+    assert not isinstance(result.value, WorkerError), "it ends in wrong numbers, not in a crash"

@@ -10,10 +10,10 @@ from megatron.core.sharding.buffer_layout import CutRule, chosen_bucket_size, cu
 SIZES = [random.Random(seed).choices([1, 63, 64, 65, 1000, 4096, 5000], k=17) for seed in range(4)]
 
 
-def in_order(sizes, alone, bucket_size, alignment):
+def in_order(sizes, separate, bucket_size, alignment):
     """Offsets and bucket ends by a cursor, without balancing."""
     starts, ends, cursor, begin = [], [], 0, 0
-    for size, single in zip(sizes, alone):
+    for size, single in zip(sizes, separate):
         if single and cursor > begin:
             cursor = begin = -(-cursor // alignment) * alignment
             ends.append(cursor)
@@ -30,9 +30,9 @@ def in_order(sizes, alone, bucket_size, alignment):
 @pytest.mark.parametrize("bucket_size", [None, 1, 3000, 4096])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_elements_are_laid_out_in_order(sizes, bucket_size):
-    alone = [index % 5 == 3 for index in range(len(sizes))]
-    cut = cut_buffer(sizes, alone, bucket_size, CutRule(4))
-    starts, ends = in_order(sizes, alone, bucket_size, 256)
+    single = [index % 5 == 3 for index in range(len(sizes))]
+    cut = cut_buffer(sizes, single, bucket_size, CutRule(4))
+    starts, ends = in_order(sizes, single, bucket_size, 256)
     assert list(cut.starts) == starts and [bucket.end for bucket in cut.buckets] == ends
     assert cut.total == ends[-1] and sum(owned_elements(sizes, cut, 4)) == sum(sizes)
 
@@ -44,7 +44,7 @@ def test_shards_of_full_parameters_are_balanced(sizes, pad, block):
     shards, unit = 3, math.lcm(64, block)
     rule = CutRule(shards, pad, block, full=True)
     cut = cut_buffer(sizes, [False] * len(sizes), 9000, rule)
-    taken, first = set(), 0
+    selected, first = set(), 0
     for stop, begin, end in cut.buckets:
         length, loads = (end - begin) // shards, [0] * shards
         assert (end - begin) % shards == 0 and length % unit == 0
@@ -53,8 +53,8 @@ def test_shards_of_full_parameters_are_balanced(sizes, pad, block):
             shard = (start - begin) // length
             assert start % unit == 0 and start + sizes[index] <= begin + (shard + 1) * length, "cut between ranks"
             used = set(range(start, start + sizes[index]))
-            assert not used & taken
-            taken |= used
+            assert not used & selected
+            selected |= used
             loads[shard] += -(-sizes[index] // unit) * unit
         largest = max(-(-size // unit) * unit for size in sizes[first:stop])
         assert max(loads) <= sum(loads) / shards + largest
@@ -78,8 +78,8 @@ def test_full_parameters_of_many_layers_need_little_padding(shards):
 
 def test_larger_shards_go_to_ranks_with_fewer_elements():
     sizes = [3, 1, 3, 1]
-    cut = cut_buffer([64 * each for each in sizes], [True] * 4, None, CutRule(2, full=True))
-    assert owned_elements([64 * each for each in sizes], cut, 2) == [64 * 4, 64 * 4]
+    cut = cut_buffer([64 * size for size in sizes], [True] * 4, None, CutRule(2, full=True))
+    assert owned_elements([64 * size for size in sizes], cut, 2) == [64 * 4, 64 * 4]
 
 
 def test_a_buffer_without_elements_has_one_bucket():
@@ -96,7 +96,7 @@ def test_a_buffer_without_elements_has_one_bucket():
     ],
 )  # fmt: skip
 def test_number_of_buckets_goes_before_their_size(bucket_size, num_buckets, overlap, num_ranks, expected):
-    found = chosen_bucket_size(
+    actual = chosen_bucket_size(
         1000, bucket_size=bucket_size, num_buckets=num_buckets, overlap=overlap, num_ranks=num_ranks
     )
-    assert found == expected
+    assert actual == expected

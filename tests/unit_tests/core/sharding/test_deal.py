@@ -39,13 +39,13 @@ CASES = {
 
 
 def make(kind, groups):
-    found = []
+    results = []
     for name, (shape, mesh, stored) in CASES[kind].items():
         placed = {} if groups is SINGLE_PROCESS else {"mesh": mesh, "stored": stored, "ndim": 2}
         param = parameter(shape, init=Normal(1.0), groups=groups, **placed)
         fill_parameter(param, param.spec, name, 1, groups)
-        found.append(param)
-    return found
+        results.append(param)
+    return results
 
 
 def rows_of(param, group):
@@ -68,7 +68,7 @@ def is_right(rank, world_size, kind, sharing):
     groups = parallel_state.get_process_groups()
     data = (groups.expert if kind == "expert_tensor" else groups.dense).reduce
     params = make(kind, groups)
-    shards = [rows_of(each, data) if sharing == "rows" else full_shard(each) for each in params]
+    shards = [rows_of(param, data) if sharing == "rows" else full_shard(param) for param in params]
     axes = sharing_axes(shards[0], data if sharing == "copies" else SINGLE_PROCESS.world, groups)
     deal = Deal(shards, axes, groups, lambda shape, spec: float(torch.Size(shape).numel()))
     count = 0
@@ -78,11 +78,11 @@ def is_right(rank, world_size, kind, sharing):
         count += sum(len(each) if spec.is_expert else 1 for each, spec in zip(full, specs))
         return [with_numbers(each, spec) for each, spec in zip(full, specs)]
 
-    values = [each.values.detach() for each in shards]
+    values = [item.values.detach() for item in shards]
     results = deal.give_back(compute(deal.collect(values), deal.owned_specs), values)
     right = []
-    for result, shard, alone in zip(results, shards, make(kind, SINGLE_PROCESS)):
-        full = with_numbers(alone.detach(), shard.parameter.spec)
+    for result, shard, single in zip(results, shards, make(kind, SINGLE_PROCESS)):
+        full = with_numbers(single.detach(), shard.parameter.spec)
         right.append(torch.equal(result, take_shard(full, shard, groups)))
     parallel_state.destroy_model_parallel()
     return right, count

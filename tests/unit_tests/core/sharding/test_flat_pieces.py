@@ -47,10 +47,10 @@ def test_cut_anywhere_the_pieces_make_up_the_local_shard(kind, tp, data):
                 assert math.prod(view.shape) and view.shape == rectangle.lengths and not place.any()
                 place.copy_(view)
         expected = torch.zeros(local.spec.shape)
-        whole = local_view(values, local.spec, groups)
+        full = local_view(values, local.spec, groups)
         for rectangle, view in flat_pieces(local.spec, groups, (0, size), values):
-            assert torch.equal(view, whole)
-            rectangle.of(expected).copy_(whole)
+            assert torch.equal(view, full)
+            rectangle.of(expected).copy_(full)
         assert torch.equal(rebuilt, expected)
 
 
@@ -64,7 +64,7 @@ def test_an_update_through_a_piece_reaches_the_memory():
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (5,), ()])
-def test_a_parameter_without_a_spec_is_whole_everywhere(shape):
+def test_a_parameter_without_a_spec_is_full_on_every_rank(shape):
     spec = spec_or_replicated(torch.zeros(shape))
     pieces = list(flat_pieces(spec, groups_of(2, 1), (0, math.prod(shape)), torch.zeros(shape)))
     assert spec.shape == shape and len(pieces) == 1

@@ -33,9 +33,9 @@ def joined(rank, world_size, case):
     fill_parameter(param, param.spec, "weight", 1, groups)
     shard = full_shard(param)
     full = gather_full(param.detach(), shard, groups)
-    again = take_shard(full, shard, groups)
+    repeated = take_shard(full, shard, groups)
     parallel_state.destroy_model_parallel()
-    return full, bool(torch.equal(again, param))
+    return full, bool(torch.equal(repeated, param))
 
 
 @pytest.mark.parametrize("case", CASES)

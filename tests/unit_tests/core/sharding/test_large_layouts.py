@@ -115,32 +115,37 @@ def test_declarations_hold_on_every_rank(monkeypatch, name):
     model, layout, world_size = LAYOUTS[name]
     cfg = settings(model, layout, world_size)
     ranks = list(all_ranks(cfg, world_size, monkeypatch))
-    held = [list(held_by(groups, model)) for groups, model in ranks]
+    stored = [list(held_by(groups, model)) for groups, model in ranks]
     one_rank = build(settings(model, "", 1), build_process_groups(RankGrid(), 0, None), monkeypatch)
     expected = module_tensors(one_rank, groups=build_process_groups(RankGrid(), 0, None))
     shapes = {tensor.name: tensor.global_shape for tensor in expected.values()}
-    assert {each.name for rank in held for each in rank} == {name for name, _ in one_rank.named_parameters()}
-    places = [{(each.name, each.rectangle) for each in parameters} for parameters in held]
-    for rank, parameters in enumerate(held):
-        for each in parameters:
-            same = {other for other in range(world_size) if (each.name, each.rectangle) in places[other]}
+    assert {item.name for rank in stored for item in rank} == {name for name, _ in one_rank.named_parameters()}
+    places = [{(parameter.name, parameter.rectangle) for parameter in parameters} for parameters in stored]
+    for rank, parameters in enumerate(stored):
+        for parameter in parameters:
+            same = {other for other in range(world_size) if (parameter.name, parameter.rectangle) in places[other]}
             # a sum over ranks with other elements would mix the columns of one tensor
-            assert {rank} <= set(each.reduce) <= same, ("gradient", rank, each)
-            first = [at.rectangle for other in each.model for at in held[other] if at.name == each.name and at.counted]
-            assert coverage_problem(shapes[each.name], first) == "", ("gradient norm", rank, each)
-    check_replicas_are_connected([groups for groups, _ in ranks], held)
+            assert {rank} <= set(parameter.reduce) <= same, ("gradient", rank, parameter)
+            first = [
+                at.rectangle
+                for other in parameter.model
+                for at in stored[other]
+                if at.name == parameter.name and at.counted
+            ]
+            assert coverage_problem(shapes[parameter.name], first) == "", ("gradient norm", rank, parameter)
+    check_replicas_are_connected([groups for groups, _ in ranks], stored)
     for groups, model in {id(model): (groups, model) for groups, model in ranks}.values():
         for tensor in module_tensors(model, groups=groups).values():
-            whole = expected[tensor.name].local
-            assert torch.equal(tensor.local, tensor.rectangle.of(whole)), tensor.name
+            full = expected[tensor.name].local
+            assert torch.equal(tensor.local, tensor.rectangle.of(full)), tensor.name
 
 
-def check_replicas_are_connected(groups, held):
+def check_replicas_are_connected(groups, stored):
     """Steps along the axes that the replica check compares lead from each copy of a rectangle to every other."""
     holders = collections.defaultdict(set)
-    for rank, parameters in enumerate(held):
-        for each in parameters:
-            holders[each.name, each.rectangle].add(rank)
+    for rank, parameters in enumerate(stored):
+        for parameter in parameters:
+            holders[parameter.name, parameter.rectangle].add(rank)
     for key, ranks in holders.items():
         reached, waiting = set(), [min(ranks)]
         while waiting:

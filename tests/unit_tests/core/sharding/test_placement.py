@@ -37,15 +37,15 @@ class Weights(nn.Module):
 
     def __init__(self, groups=None, dtype=torch.float32):
         super().__init__()
-        made = {"groups": groups, "dtype": dtype}
-        self.column = parameter((12, 10), init=Normal(0.02), mesh={"tp": Shard(0)}, **made)
-        self.row = parameter((6, 24), init=Normal(0.5), mesh={"tp": Shard(1)}, **made)
-        self.odd_row = parameter((5, 6), init=Normal(1.0), mesh={"tp": Shard(1)}, **made)
-        self.gate_up = parameter((2, 8, 5), init=Normal(1.0), mesh={"tp": Shard(1)}, ndim=2, **made)
-        self.xavier = parameter((4, 7, 3), init=XavierUniform(), mesh={"tp": Shard(0)}, ndim=2, **made)
-        self.bias = parameter((2, 8), init=Ones(), mesh={"tp": Shard(1)}, ndim=1, **made)
-        self.padded = parameter((9, 4), init=Normal(1.0), mesh={"tp": Shard(0)}, stored=(16, 4), **made)
-        self.norm = parameter((7,), init=Ones(), partial=("tp",), **made)
+        built = {"groups": groups, "dtype": dtype}
+        self.column = parameter((12, 10), init=Normal(0.02), mesh={"tp": Shard(0)}, **built)
+        self.row = parameter((6, 24), init=Normal(0.5), mesh={"tp": Shard(1)}, **built)
+        self.odd_row = parameter((5, 6), init=Normal(1.0), mesh={"tp": Shard(1)}, **built)
+        self.gate_up = parameter((2, 8, 5), init=Normal(1.0), mesh={"tp": Shard(1)}, ndim=2, **built)
+        self.xavier = parameter((4, 7, 3), init=XavierUniform(), mesh={"tp": Shard(0)}, ndim=2, **built)
+        self.bias = parameter((2, 8), init=Ones(), mesh={"tp": Shard(1)}, ndim=1, **built)
+        self.padded = parameter((9, 4), init=Normal(1.0), mesh={"tp": Shard(0)}, stored=(16, 4), **built)
+        self.norm = parameter((7,), init=Ones(), partial=("tp",), **built)
 
 
 def build(size, rank, dtype=torch.float32):
@@ -57,15 +57,15 @@ def build(size, rank, dtype=torch.float32):
 
 def gathered(size, dtype=torch.float32):
     """The global tensors, put together from every rank's chunks."""
-    whole = {}
+    full = {}
     for rank in range(size):
         model, groups = build(size, rank, dtype)
         for name, param, spec in named_specs(model):
-            target = whole.setdefault(name, torch.full(spec.shape, torch.nan, dtype=dtype))
+            target = full.setdefault(name, torch.full(spec.shape, torch.nan, dtype=dtype))
             offsets, lengths = local_rectangle(spec, groups)
             rectangle = tuple(slice(o, o + n) for o, n in zip(offsets, lengths))
             target[rectangle] = local_view(param, spec, groups)
-    return whole
+    return full
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -158,7 +158,7 @@ def test_weights_without_allreduce_need_a_declared_placement():
         adopt_declarations(experts, tensor_parallel(0, 2))
 
 
-def test_partial_sums_are_over_axes_of_the_parameters_own_grid():
+def test_partial_sums_are_over_axes_of_the_parameters_grid():
     """The ranks of another axis hold other experts: a sum over them would be of different elements."""
     for mesh, partial in (({"ep": Shard(0)}, ("tp",)), (None, ("ep",)), ({"tp": Shard(0)}, ("tq",))):
         with pytest.raises(ValueError, match="partial sums over axes of"):

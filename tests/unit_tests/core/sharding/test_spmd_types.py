@@ -54,13 +54,13 @@ def check(rank, world_size, model, ranks, sequence_parallel):
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, VOCAB_SIZE, (2, 32), generator=generator)
         positions, mask = torch.arange(32).expand(2, -1), torch.ones(2, 32)
-        for each in (ids, positions, mask):
-            spmd.assert_type(each, {group.handle: spmd.I})
+        for x in (ids, positions, mask):
+            spmd.assert_type(x, {group.handle: spmd.I})
         with spmd.set_current_mesh([group.handle]), spmd.checker.typecheck():
             losses = gpt(ids, positions, labels=ids, loss_mask=mask)
             return spmd.get_axis_local_type((losses * mask).sum(), group.handle)
 
-    found = run().value
+    result = run().value
     replicated = [name for name, each in gpt.named_parameters() if spmd_rules.declared_type(each, group) is not spmd.V]
     undetected = []
     for name in replicated:
@@ -69,7 +69,7 @@ def check(rank, world_size, model, ranks, sequence_parallel):
             undetected.append(name)
         except spmd.SpmdTypeError:
             pass
-    return found, undetected, len(replicated)
+    return result, undetected, len(replicated)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ WHOLE = torch.arange(32.0, dtype=torch.float64).view(8, 4) / 7
 def slice_of(dim, weight):
     """Fills this rank's part of ``WHOLE``, as an initial value of a program's own."""
     tp = parallel_state.get_process_groups().tp
-    whole = WHOLE if dim == 0 else WHOLE.t().contiguous()
-    weight.copy_(whole.chunk(tp.size, dim)[tp.rank])
+    full = WHOLE if dim == 0 else WHOLE.t().contiguous()
+    weight.copy_(full.chunk(tp.size, dim)[tp.rank])
 
 
 def _layers(rank, world_size):

@@ -81,18 +81,18 @@ SIZES = {1: [(19, 8)], 2: [(19, 4), (19, 16), (13, 32)]}
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-def test_split_losses_equal_whole_ones(gloo_pool, world_size):
+def test_split_losses_equal_full_ones(gloo_pool, world_size):
     cases = [(how, *size) for how in HOWS for size in SIZES[world_size]]
     for (how, vocab, _), ranks in zip(cases, zip(*gloo_pool.run(_split_losses, world_size, cases)), strict=True):
         losses, grad_x, grad_weight = expected(vocab, len(ranks[0][2]) * world_size)
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if how == "fused" else {"rtol": 1e-11, "atol": 1e-12}
-        for found, *_ in ranks:
-            torch.testing.assert_close(found.double(), losses, **tolerance)
-            assert torch.equal(found, ranks[0][0])
+        for actual, *_ in ranks:
+            torch.testing.assert_close(actual.double(), losses, **tolerance)
+            assert torch.equal(actual, ranks[0][0])
         # the summing of dX belongs to the linear layer: only the chunked form holds it
-        summed = ranks[0][1] if how == "chunked" else sum(each[1] for each in ranks)
+        summed = ranks[0][1] if how == "chunked" else sum(rank[1] for rank in ranks)
         torch.testing.assert_close(summed.double(), grad_x, **tolerance)
-        torch.testing.assert_close(torch.cat([each[2] for each in ranks]).double(), grad_weight, **tolerance)
+        torch.testing.assert_close(torch.cat([rank[2] for rank in ranks]).double(), grad_weight, **tolerance)
 
 
 def test_a_split_sequence_is_gathered_and_its_gradient_scattered(gloo_pool):
@@ -100,8 +100,8 @@ def test_a_split_sequence_is_gathered_and_its_gradient_scattered(gloo_pool):
     losses, grad_x, grad_weight = expected(19, 20)
     for ranks in zip(*gloo_pool.run(_split_losses, 2, cases)):
         torch.testing.assert_close(ranks[1][0], losses)
-        torch.testing.assert_close(torch.cat([each[1] for each in ranks]), grad_x)
-        torch.testing.assert_close(torch.cat([each[2] for each in ranks]), grad_weight)
+        torch.testing.assert_close(torch.cat([rank[1] for rank in ranks]), grad_x)
+        torch.testing.assert_close(torch.cat([rank[2] for rank in ranks]), grad_weight)
 
 
 def chunked(x, weight, labels, store=None, **chosen):
@@ -128,8 +128,8 @@ def test_chunks_add_weight_gradients_like_linear_layers(main_grad, deferred):
     assert len(calls) == 1
     _, grad_x, grad_weight = expected(19, 24, torch.bfloat16)
     torch.testing.assert_close(x.grad.double(), grad_x, rtol=3e-2, atol=3e-2)
-    found = weight.grad if main_grad is None else weight.main_grad - 1
-    torch.testing.assert_close(found.double(), grad_weight, rtol=3e-2, atol=3e-2)
+    actual = weight.grad if main_grad is None else weight.main_grad - 1
+    torch.testing.assert_close(actual.double(), grad_weight, rtol=3e-2, atol=3e-2)
 
 
 def test_a_tied_weight_keeps_the_gradient_of_its_other_use():
@@ -163,7 +163,7 @@ def test_settings_that_cannot_be():
         vocab_parallel_cross_entropy(weight.requires_grad_(), labels.new_zeros(24), reuse_logits=True)
 
 
-def test_chunks_fill_their_memory_in_whole_tiles():
+def test_chunks_fill_their_memory_in_full_tiles():
     assert tokens_of_a_chunk(128256 * 2) == 1024 and tokens_of_a_chunk(CHUNK_BYTES // 3) == 3
     assert tokens_of_a_chunk(2 * CHUNK_BYTES) == 1
 
@@ -171,7 +171,7 @@ def test_chunks_fill_their_memory_in_whole_tiles():
 @pytest.mark.parametrize(
     "world_size, sequence_parallel, tied", [(1, False, True), (2, False, False), (2, True, False), (2, True, True)]
 )
-def test_training_in_chunks_equals_training_on_whole_logits(gloo_pool, tied, world_size, sequence_parallel):
+def test_training_in_chunks_equals_training_on_full_logits(gloo_pool, tied, world_size, sequence_parallel):
     model = (("share_embeddings_and_output_weights", tied),)
     overrides = {"cross_entropy_chunk_tokens": 5, "sequence_parallel": sequence_parallel}
     steps = run(gloo_pool, world_size, world_size, model, overrides)
@@ -181,7 +181,7 @@ def test_training_in_chunks_equals_training_on_whole_logits(gloo_pool, tied, wor
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk_tokens", [0, 384])
 @pytest.mark.parametrize("vocab", [50257, 128256])
-def test_chunks_and_whole_logits_agree_on_a_gpu(vocab, chunk_tokens):
+def test_chunks_and_full_logits_agree_on_a_gpu(vocab, chunk_tokens):
     """bf16 against float32, with fp32 main gradients; the chunked form must hold far less."""
     torch.manual_seed(0)
     tokens, hidden, stored = 2048, 512, -(-vocab // 128) * 128
@@ -208,9 +208,9 @@ def test_chunks_and_whole_logits_agree_on_a_gpu(vocab, chunk_tokens):
         losses.backward(grad)
         peaks.append(torch.cuda.max_memory_allocated() - before)
         results.append((losses.detach(), mine.grad.float(), parameter.main_grad))
-    for found in results[1:]:
-        torch.testing.assert_close(found[0], results[0][0], rtol=1e-2, atol=2e-2)
-        for part, exact in zip(found[1:], results[0][1:]):
+    for result in results[1:]:
+        torch.testing.assert_close(result[0], results[0][0], rtol=1e-2, atol=2e-2)
+        for part, exact in zip(result[1:], results[0][1:]):
             assert (part - exact).norm() / exact.norm() < 2e-2
     assert peaks[1] < 2 * tokens * stored * 2, "more than the logits and little else"
     assert peaks[2] < peaks[1] * (0.75 if chunk_tokens else 1.05), "chunks that fill 256 MiB may be one"
@@ -220,14 +220,14 @@ def test_chunks_and_whole_logits_agree_on_a_gpu(vocab, chunk_tokens):
 def test_biases_of_the_vocabulary_in_chunks(soft_cap):
     x, weight, labels, grad = problem(19, 19)
     bias = torch.linspace(-1, 1, 19, dtype=DOUBLE)
-    chunked, whole = ([each.clone().requires_grad_() for each in (x, weight, bias)] for _ in range(2))
+    chunked, full = ([item.clone().requires_grad_() for item in (x, weight, bias)] for _ in range(2))
     traits, steps = LinearTraits(SINGLE_PROCESS.tp), LogitSteps(chunked[2], soft_cap)
     losses = linear_cross_entropy(
         *chunked[:2], labels, vocab_size=19, traits=traits, chunk_tokens=5, logits=steps
     )  # fmt: skip
-    logits = F.linear(*whole)
+    logits = F.linear(*full)
     logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     torch.testing.assert_close(losses, expected)
-    for found, wanted in zip(torch.autograd.grad(losses, chunked, grad), torch.autograd.grad(expected, whole, grad)):
-        torch.testing.assert_close(found, wanted)
+    for actual, requested in zip(torch.autograd.grad(losses, chunked, grad), torch.autograd.grad(expected, full, grad)):
+        torch.testing.assert_close(actual, requested)

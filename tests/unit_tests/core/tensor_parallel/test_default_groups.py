@@ -117,18 +117,18 @@ def uneven_gather():
     x = values(rank, UNEVEN[rank], WIDTH).requires_grad_()
     out = tensor_parallel.gather_from_sequence_parallel_region(x, output_split_sizes=UNEVEN)
     (out * weight(rank, out.shape)).sum().backward()
-    whole = torch.cat([values(each, UNEVEN[each], WIDTH) for each in range(2)])
-    gradient = total(lambda each: weight(each, whole.shape)).split(UNEVEN)[rank]
-    return max((out - whole).abs().max().item(), (x.grad - gradient).abs().max().item())
+    full = torch.cat([values(index, UNEVEN[index], WIDTH) for index in range(2)])
+    gradient = total(lambda each: weight(each, full.shape)).split(UNEVEN)[rank]
+    return max((out - full).abs().max().item(), (x.grad - gradient).abs().max().item())
 
 
 def split_and_gather():
-    whole, rank = values(3, ROWS, WIDTH), dist.get_rank()
-    part = tensor_parallel.split_tensor_into_1d_equal_chunks(whole)
-    copy = tensor_parallel.split_tensor_into_1d_equal_chunks(whole, new_buffer=True)
-    assert part.data_ptr() == whole.flatten().data_ptr() + rank * part.nbytes and copy.data_ptr() != part.data_ptr()
-    assert torch.equal(part, half(whole.flatten(), rank)) and torch.equal(part, copy)
-    return (tensor_parallel.gather_split_1d_tensor(part) - whole.flatten()).abs().max().item()
+    full, rank = values(3, ROWS, WIDTH), dist.get_rank()
+    part = tensor_parallel.split_tensor_into_1d_equal_chunks(full)
+    copy = tensor_parallel.split_tensor_into_1d_equal_chunks(full, new_buffer=True)
+    assert part.data_ptr() == full.flatten().data_ptr() + rank * part.nbytes and copy.data_ptr() != part.data_ptr()
+    assert torch.equal(part, half(full.flatten(), rank)) and torch.equal(part, copy)
+    return (tensor_parallel.gather_split_1d_tensor(part) - full.flatten()).abs().max().item()
 
 
 def broadcast():
@@ -149,29 +149,29 @@ def cross_entropy(*arguments, stored=VOCAB, **named):
     logits, target = values(5, 3, 2, VOCAB), torch.tensor([[0, 9], [4, 5], [3, 8]])
     padded = F.pad(logits, (0, stored - VOCAB))
     named |= {} if stored == VOCAB else {"vocab_size": VOCAB, "divisible_by": stored}
-    own = half(padded, dist.get_rank(), -1).clone().requires_grad_()
-    losses = tensor_parallel.vocab_parallel_cross_entropy(own, target, *arguments, **named)
+    local = half(padded, dist.get_rank(), -1).clone().requires_grad_()
+    losses = tensor_parallel.vocab_parallel_cross_entropy(local, target, *arguments, **named)
     smoothing = named.get("label_smoothing", arguments[0] if arguments else 0.0)
-    whole = logits.clone().requires_grad_()
-    expected = smoothed(whole, target, smoothing)
+    full = logits.clone().requires_grad_()
+    expected = smoothed(full, target, smoothing)
     if not smoothing:
-        expected = F.cross_entropy(whole.flatten(0, 1), target.flatten(), reduction="none").view(3, 2)
+        expected = F.cross_entropy(full.flatten(0, 1), target.flatten(), reduction="none").view(3, 2)
     factor = values(6, 3, 2)
     (losses * factor).sum().backward()
     (expected * factor).sum().backward()
-    gradient = half(F.pad(whole.grad, (0, stored - VOCAB)), dist.get_rank(), -1)
-    return max((losses - expected).abs().max().item(), (own.grad - gradient).abs().max().item())
+    gradient = half(F.pad(full.grad, (0, stored - VOCAB)), dist.get_rank(), -1)
+    return max((losses - expected).abs().max().item(), (local.grad - gradient).abs().max().item())
 
 
 def ignored_labels():
     """Negative labels: the loss that Megatron-LM has there, and no gradient once it is masked."""
     logits, target = values(5, 4, VOCAB), torch.tensor([2, -1, -100, 7])
-    own = half(logits, dist.get_rank(), -1).clone().requires_grad_()
-    losses = tensor_parallel.vocab_parallel_cross_entropy(own, target)
+    local = half(logits, dist.get_rank(), -1).clone().requires_grad_()
+    losses = tensor_parallel.vocab_parallel_cross_entropy(local, target)
     expected = F.cross_entropy(logits, target.clamp(min=0), reduction="none")
     expected[1:3] = (logits - logits.amax(-1, keepdim=True)).exp().sum(-1).log()[1:3]
     (losses * (target >= 0)).sum().backward()
-    assert own.grad[1:3].abs().max() == 0 and own.grad[0].abs().max() > 0
+    assert local.grad[1:3].abs().max() == 0 and local.grad[0].abs().max() > 0
     return (losses - expected).abs().max().item()
 
 
@@ -217,13 +217,13 @@ def _given_group(rank, world_size):
     x = torch.full((2, 2), float(rank))
     of_data = tensor_parallel.reduce_from_tensor_model_parallel_region(x, parallel_state.get_data_parallel_group())
     pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
-    own = tensor_parallel.gather_from_tensor_model_parallel_region(x, group=pairs[rank in (1, 2)])
-    alone = tensor_parallel.reduce_from_tensor_model_parallel_region(
+    local = tensor_parallel.gather_from_tensor_model_parallel_region(x, group=pairs[rank in (1, 2)])
+    single = tensor_parallel.reduce_from_tensor_model_parallel_region(
         x, parallel_state.get_pipeline_model_parallel_group()
     )
     with pytest.raises(ValueError, match="is not among its ranks"):
         parallel_state.resolve_group(pairs[rank not in (1, 2)])
-    return of_data[0, 0].item(), own[0].tolist(), alone[0, 0].item()
+    return of_data[0, 0].item(), local[0].tolist(), single[0, 0].item()
 
 
 def test_a_given_torch_group_is_used(gloo_pool):

@@ -15,9 +15,9 @@ from tests.test_utils.training_steps import assembled, shards
 class _Net(torch.nn.Module):
     def __init__(self, config, tied, groups):
         super().__init__()
-        made = {"config": config, "init_method": Normal(1.0), "groups": groups, "divisible_by": 4}
-        self.embedding = VocabParallelEmbedding(19, 6, **made)
-        self.output = VocabParallelOutput(6, 19, weight_is_shared=tied, **made)
+        built = {"config": config, "init_method": Normal(1.0), "groups": groups, "divisible_by": 4}
+        self.embedding = VocabParallelEmbedding(19, 6, **built)
+        self.output = VocabParallelOutput(6, 19, weight_is_shared=tied, **built)
         self.tied = tied
 
     def forward(self, ids, labels):
@@ -54,4 +54,4 @@ def test_main_gradients_equal_those_of_a_plain_lookup(gloo_pool, tied):
     for world_size in (1, 2):
         per_rank = gloo_pool.run(_main_gradients, world_size, tied, True)
         assert all(arrivals == ["fused", "fused"] for _, arrivals in per_rank)
-        torch.testing.assert_close(assembled([found for found, _ in per_rank]), reference, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(assembled([result for result, _ in per_rank]), reference, rtol=1e-12, atol=1e-13)

@@ -77,11 +77,11 @@ def test_the_gemms_of_the_output_layer_compute_all_three_products(chunk_tokens):
     install_gemms(slot, lambda place: gemms if place.layer is None else None)
     with torch.no_grad():
         plain.output_layer.weight.mul_(2)
-    (losses, found), (expected_losses, expected) = run(slot), run(plain)
+    (losses, actual), (expected_losses, expected) = run(slot), run(plain)
     torch.testing.assert_close(losses, expected_losses)
     expected["output_layer.weight"] *= 2
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(actual[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
     assert set(gemms.calls) == {"output", "input", "weight"}
 
 

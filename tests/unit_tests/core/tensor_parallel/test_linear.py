@@ -131,5 +131,5 @@ def test_column_products_over_ranks_equal_one(gloo_pool, traits, deferred):
     ((output, grad_x, grad_weight, grad_bias),) = gloo_pool.run(_across_ranks, 1, {}, False)
     for world_size in (2, 4):
         split = gloo_pool.run(_across_ranks, world_size, traits, deferred)
-        for dim, whole, parts in zip((-1, 0, 0, 0), (output, grad_x, grad_weight, grad_bias), zip(*split)):
-            torch.testing.assert_close(torch.cat(parts, dim=dim), whole, rtol=1e-12, atol=1e-12)
+        for dim, full, parts in zip((-1, 0, 0, 0), (output, grad_x, grad_weight, grad_bias), zip(*split)):
+            torch.testing.assert_close(torch.cat(parts, dim=dim), full, rtol=1e-12, atol=1e-12)

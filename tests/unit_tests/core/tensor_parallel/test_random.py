@@ -19,7 +19,7 @@ def drawn(name=None):
         return torch.rand(2).tolist()
 
 
-def test_a_forked_state_moves_on_and_leaves_the_generator_alone():
+def test_a_forked_state_advances_without_the_generator():
     model_parallel_cuda_manual_seed(11, False, False, False, force_reset_rng=True)
     first, second = drawn(), drawn()
     model_parallel_cuda_manual_seed(11, te_rng_tracker=False, inference_rng_tracker=False, use_cudagraphable_rng=False)
@@ -41,7 +41,7 @@ def test_many_expert_ranks_have_states_apart_from_tensor_parallel_ones():
     for ep in (16, 17, 18):
         model_parallel_cuda_manual_seed(5, tp_rank=6, ep_rank=ep, etp_rank=0)
         states.append((drawn("model-parallel-rng"), drawn("expert-parallel-rng")))
-    assert len({tuple(each) for pair in states for each in pair}) == 4, "one tensor-parallel and three expert states"
+    assert len({tuple(item) for pair in states for item in pair}) == 4, "one tensor-parallel and three expert states"
 
 
 def test_mistakes_are_named():

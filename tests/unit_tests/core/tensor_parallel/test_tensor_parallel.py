@@ -75,13 +75,13 @@ def _layers(rank, world_size):
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=4, params_dtype=DOUBLE, tensor_model_parallel_size=world_size
     )
-    made = {"config": config, "init_method": Normal(1.0), "groups": groups}
+    built = {"config": config, "init_method": Normal(1.0), "groups": groups}
     net = torch.nn.Module()
-    net.column = ColumnParallelLinear(8, 12, **made)
-    net.gathered = ColumnParallelLinear(8, 12, gather_output=True, bias=False, **made)
-    net.row = RowParallelLinear(12, 8, **made)
-    net.whole_input = RowParallelLinear(12, 8, input_is_parallel=False, skip_bias_add=True, **made)
-    net.embedding = VocabParallelEmbedding(19, 8, divisible_by=4, **made)
+    net.column = ColumnParallelLinear(8, 12, **built)
+    net.gathered = ColumnParallelLinear(8, 12, gather_output=True, bias=False, **built)
+    net.row = RowParallelLinear(12, 8, **built)
+    net.whole_input = RowParallelLinear(12, 8, input_is_parallel=False, skip_bias_add=True, **built)
+    net.embedding = VocabParallelEmbedding(19, 8, divisible_by=4, **built)
     initialize_parameters(net, 3, groups)
     x = random(5, 2, 8).requires_grad_()
     first, second = net.row(net.column(x)[0])[0], net.whole_input(net.gathered(x)[0])
@@ -105,16 +105,16 @@ def collect_gradients(model, groups):
 
 def assemble(per_rank):
     """Global gradients: chunks put together, partial sums added."""
-    whole = {}
+    full = {}
     for gradients in per_rank:
         for name, (shape, (offsets, lengths), values, partial) in gradients.items():
-            target = whole.setdefault(name, torch.zeros(shape, dtype=DOUBLE))
+            target = full.setdefault(name, torch.zeros(shape, dtype=DOUBLE))
             region = target[tuple(slice(o, o + n) for o, n in zip(offsets, lengths))]
             region.copy_(region + values if partial else values)
-    return whole
+    return full
 
 
-def test_split_layers_equal_whole_ones(gloo_pool):
+def test_split_layers_equal_full_ones(gloo_pool):
     ((losses, grad, gradients),) = gloo_pool.run(_layers, 1)
     split = gloo_pool.run(_layers, 2)
     for other_losses, other_grad, _ in split:
@@ -144,7 +144,7 @@ def _gpt(rank, world_size, sequence_parallel, tied, parallel_output=True):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_split_gpt_equals_a_whole_one_with_dropout_on(gloo_pool, sequence_parallel, tied):
+def test_a_split_gpt_equals_a_full_one_with_dropout(gloo_pool, sequence_parallel, tied):
     ((losses, gradients),) = gloo_pool.run(_gpt, 1, sequence_parallel, tied)
     split = gloo_pool.run(_gpt, 2, sequence_parallel, tied)
     for other, _ in split:

@@ -56,9 +56,11 @@ def split_by(pattern):
 def list_all_merges(definition):
     """Return merges in the order of tiktoken converters: every split of every token, by token; whole pieces first."""
     model = definition["model"]
-    vocab, known = model["vocab"], set(model["vocab"])
+    vocab, expected_names = model["vocab"], set(model["vocab"])
     tokens = sorted((token for token in vocab if len(token) > 1 and token != "<|endoftext|>"), key=vocab.get)
-    model["merges"] = [[t[:i], t[i:]] for t in tokens for i in range(1, len(t)) if t[:i] in known and t[i:] in known]
+    model["merges"] = [
+        [t[:i], t[i:]] for t in tokens for i in range(1, len(t)) if t[:i] in expected_names and t[i:] in expected_names
+    ]
     model["ignore_merges"] = True
 
 
@@ -142,7 +144,7 @@ def test_tokens_that_merges_never_reach_do_not_appear(tmp_path):
         assert tokenizer.tokenize(text) == reference.encode(text).ids
 
 
-def test_whole_piece_lookup_of_a_half_merged_token_is_refused(tmp_path):
+def test_lookup_of_a_half_merged_token_as_a_full_piece_is_rejected(tmp_path):
     def orphan(definition):
         list_all_merges(definition)
         model = definition["model"]
@@ -154,7 +156,7 @@ def test_whole_piece_lookup_of_a_half_merged_token_is_refused(tmp_path):
     assert tokenizer.tokenize("qz aqzb") == reference.encode("qz aqzb").ids
 
 
-def test_every_character_is_classed_alike_by_both_engines():
+def test_both_engines_class_every_character_equally():
     """All assigned planes, the classes the patterns use: libraries on different Unicode tables would show here."""
     import tiktoken._tiktoken as tiktoken
 

@@ -64,7 +64,7 @@ def tokenizers(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_keeps_the_protocol(tokenizers, kind):
-    tokenizer, again = tokenizers[kind]
+    tokenizer, repeated = tokenizers[kind]
     text = "3 1 41 5" if kind == "NullTokenizer" else SAMPLE
     ids = tokenizer.tokenize(text)
     assert ids and all(0 <= index < tokenizer.vocab_size for index in ids)
@@ -73,7 +73,7 @@ def test_every_kind_keeps_the_protocol(tokenizers, kind):
     assert all(isinstance(array, np.ndarray) for array in batch)
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
     assert tokenizer.tokenizer_type == kind
-    assert tokenizer.fingerprint == again.fingerprint and len(tokenizer.fingerprint) == 2 * 64 + 1
+    assert tokenizer.fingerprint == repeated.fingerprint and len(tokenizer.fingerprint) == 2 * 64 + 1
     if not kind.startswith("Bert"):
         assert (
             tokenizer.detokenize(ids).replace("⁇", "?") in (text, text.replace("\n", " "))
@@ -118,8 +118,8 @@ def test_sentinels_of_word_piece(tmp_path):
     """Like Megatron-LM, the cased kind has 100 by default, lower case only requested ones; special tokens first."""
     file = bert_vocab(tmp_path / "vocab.txt")
     sizes = {None: 114, 0: 14, 7: 21}
-    for given, size in sizes.items():
-        assert build_tokenizer(flags("BertWordPieceCase", vocab_file=file, vocab_extra_ids=given)).vocab_size == size
+    for passed, size in sizes.items():
+        assert build_tokenizer(flags("BertWordPieceCase", vocab_file=file, vocab_extra_ids=passed)).vocab_size == size
     lower = build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=file, vocab_extra_ids=2,
                                   tokenizer_special_tokens=["<S>"]))  # fmt: skip
     assert lower.tokenize("the <S> <extra_id_1> <extra_id_2>")[:3] == [5, 14, 16]
@@ -169,12 +169,12 @@ def test_sentinels_of_other_kinds_follow_their_vocabulary(tmp_path, tokenizers, 
 def test_a_bert_of_hugging_faces_ends_with_its_separator(tmp_path):
     transformers = pytest.importorskip("transformers")
     transformers.BertTokenizerFast(bert_vocab(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
-    theirs = build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "bert")))
-    ours = build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=str(tmp_path / "vocab.txt")))
+    foreign = build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "bert")))
+    local = build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=str(tmp_path / "vocab.txt")))
     roles = ("cls", "sep", "mask", "pad", "bos", "eos", "eod")
-    assert [getattr(theirs, role) for role in roles] == [getattr(ours, role) for role in roles]
+    assert [getattr(foreign, role) for role in roles] == [getattr(local, role) for role in roles]
     for special_tokens in (False, True):
-        pair = [tokenizer.tokenize_sentences(["The fox", ""], special_tokens) for tokenizer in (ours, theirs)]
+        pair = [tokenizer.tokenize_sentences(["The fox", ""], special_tokens) for tokenizer in (local, foreign)]
         assert [ids.tolist() for ids in pair[0]] == [ids.tolist() for ids in pair[1]]
         assert (pair[0][0][0] == 2) == special_tokens
 
@@ -231,7 +231,7 @@ def test_gpt2_files_equal_the_same_tokenizer_json(tokenizers):
         ({}, "<|endoftext|>"),
     ],
 )
-def test_end_of_document_comes_from_the_files_beside(tmp_path, content, expected):
+def test_end_of_document_comes_from_the_neighbouring_files(tmp_path, content, expected):
     byte_level_bpe(tmp_path / "tokenizer.json", special=("<|endoftext|>", "<s>", "</s>"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
     tokenizer = build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
@@ -392,10 +392,10 @@ def test_a_tiktoken_file_has_the_ids_of_the_same_ranks_in_json(tmp_path):
 def test_what_the_trainer_writes_is_loaded_by_transformers_too(tmp_path):
     transformers = pytest.importorskip("transformers")
     train_byte_level_bpe(["the end of the beginning"] * 20, 300, str(tmp_path / "tokenizer.json"), asked_by="a test")
-    ours = MegatronTokenizer.from_pretrained(str(tmp_path))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert theirs("the beginning, ends")["input_ids"] == ours.tokenize("the beginning, ends")
-    assert theirs.eos_token_id == ours.eod == 0 and len(theirs) == ours.vocab_size
+    local = MegatronTokenizer.from_pretrained(str(tmp_path))
+    foreign = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert foreign("the beginning, ends")["input_ids"] == local.tokenize("the beginning, ends")
+    assert foreign.eos_token_id == local.eod == 0 and len(foreign) == local.vocab_size
 
 
 def test_from_pretrained_tells_the_kind_from_the_files(tmp_path):

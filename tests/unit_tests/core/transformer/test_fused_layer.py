@@ -30,7 +30,7 @@ LENGTH, BATCH, HIDDEN = 3, 2, 24
 def kernels_everywhere(monkeypatch):
     """Kernels for the tensors of any device, wherever they are wanted."""
     for module in (activations, residual_norm, split_rotary, dropout_module):
-        monkeypatch.setattr(module, "kernels_serve", lambda dtype, wanted=True: wanted)
+        monkeypatch.setattr(module, "kernels_serve", lambda dtype, expected=True: expected)
     monkeypatch.setattr(dispatch.ByDevice, "__call__", lambda self, *args: self.kernel(*args))
 
 
@@ -67,10 +67,10 @@ def test_a_layer_on_kernels_equals_one_on_plain_torch(kernels_everywhere, networ
 
 
 def test_recomputation_on_kernels_changes_no_bit(kernels_everywhere):
-    kept = run(make_layer(**LLAMA))
+    saved = run(make_layer(**LLAMA))
     for modules in (["layernorm", "mlp_act"], ["mlp", "core_attn"]):
         dropped = run(make_layer(**LLAMA, recompute_granularity="selective", recompute_modules=modules))
-        assert all(torch.equal(mine, expected) for mine, expected in zip(dropped, kept, strict=True))
+        assert all(torch.equal(mine, expected) for mine, expected in zip(dropped, saved, strict=True))
 
 
 def test_flags_turn_every_kernel_off(kernels_everywhere, monkeypatch):
@@ -91,10 +91,10 @@ class OthersNorm(nn.Module):
 
 
 def test_a_norm_that_knows_only_its_input_fills_the_slots(kernels_everywhere):
-    own = get_gpt_layer_local_spec()
-    slots = {**vars(own.submodules), "input_layernorm": OthersNorm, "pre_mlp_layernorm": OthersNorm}
-    others = ModuleSpec(own.module, submodules=type(own.submodules)(**slots))
-    layer, twin = make_layer(others, **LLAMA), make_layer(**LLAMA)
+    local = get_gpt_layer_local_spec()
+    slots = {**vars(local.submodules), "input_layernorm": OthersNorm, "pre_mlp_layernorm": OthersNorm}
+    rest = ModuleSpec(local.module, submodules=type(local.submodules)(**slots))
+    layer, twin = make_layer(rest, **LLAMA), make_layer(**LLAMA)
     twin.load_state_dict(layer.state_dict())
     for mine, expected in zip(run(layer), run(twin), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())

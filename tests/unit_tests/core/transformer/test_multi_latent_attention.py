@@ -65,11 +65,11 @@ def test_heads_of_two_sizes_attend_as_their_formula(sizes, softmax_type):
         core.softmax_offset.data.normal_()
         scores = torch.cat((scores, core.softmax_offset.view(1, 4, 1, 1).expand(2, 4, 10, 1)), -1)
     expected = torch.einsum("bast,tbae->sbae", scores.softmax(-1)[..., :10], value).flatten(2)
-    found, grad = core(query, key, value), torch.randn(10, 2, 4 * values, dtype=torch.float64)
-    torch.testing.assert_close(found, expected)
+    actual, grad = core(query, key, value), torch.randn(10, 2, 4 * values, dtype=torch.float64)
+    torch.testing.assert_close(actual, expected)
     tensors = (query, key, value, *([core.softmax_offset] if in_blocks else []))
-    for mine, theirs in zip(torch.autograd.grad(found, tensors, grad), torch.autograd.grad(expected, tensors, grad)):
-        torch.testing.assert_close(mine, theirs)
+    for mine, foreign in zip(torch.autograd.grad(actual, tensors, grad), torch.autograd.grad(expected, tensors, grad)):
+        torch.testing.assert_close(mine, foreign)
     filled = keys != values and in_blocks
     form = core.form(TokenLayout())
     assert isinstance(form, EqualHeads if filled else RingAttention) if in_blocks else form == core.kernel.attend
@@ -100,14 +100,14 @@ def test_heads_of_two_widths_on_a_gpu(length, grad):
     tensors = [torch.randn(length, 2, 4, channels, device="cuda").bfloat16() for channels in (192, 192, 128)]
     query, key, value = (x.requires_grad_(grad) for x in tensors)
     with torch.set_grad_enabled(grad):
-        found = core(query, key, value)
+        actual = core(query, key, value)
     scores = torch.einsum("sbad,tbad->bast", query.double(), key.double()) * 0.1
     scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1), -torch.inf)
     expected = torch.einsum("bast,tbae->sbae", scores.softmax(-1), value.double()).flatten(2)
-    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(actual.double(), expected, atol=2e-2, rtol=2e-2)
     if grad:
-        for mine, theirs in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (found, expected))):
-            torch.testing.assert_close(mine, theirs, atol=5e-2, rtol=5e-2)
+        for mine, foreign in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (actual, expected))):
+            torch.testing.assert_close(mine, foreign, atol=5e-2, rtol=5e-2)
 
 
 def test_specs_of_a_layer_and_of_a_block_have_it():
@@ -142,7 +142,7 @@ def test_two_latents_of_one_weight_are_those_of_two():
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_the_key_of_all_heads_is_gathered_where_positions_are_split_alone(split):
+def test_the_key_of_all_heads_is_gathered_where_only_positions_are_split(split):
     slots = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention
     groups = replace(SINGLE_PROCESS, tp=Group("tp", (0, 1)))
     config = configured(tensor_model_parallel_size=2, sequence_parallel=split)

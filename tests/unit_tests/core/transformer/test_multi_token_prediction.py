@@ -103,9 +103,9 @@ def objective(model, ids, positions, labels, mask, packed):
 
 
 def gradients(model):
-    found = {name: weight.grad for name, weight in model.named_parameters()}
+    result = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def logged(model):
@@ -123,13 +123,13 @@ def test_gradients_and_logged_means_are_those_of_the_definition(tied, packed, ch
     documents = PackedSeqParams(cu_seqlens_q=BOUNDS) if packed else None
     losses = model(ids, positions, labels=labels, loss_mask=mask, packed_seq_params=documents)
     ((losses * mask).sum() * 5).backward()
-    found, means = gradients(model), logged(model)
+    actual, means = gradients(model), logged(model)
     total, expected_means = objective(model, ids, positions, labels, mask, packed)
     (total * 5).backward()
     expected = gradients(model)
     assert means == pytest.approx(expected_means, rel=1e-12)
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
 @pytest.mark.parametrize("depths", [1, 3])
@@ -139,11 +139,11 @@ def test_gradients_are_those_of_the_definition_under_every_mask(name, depths):
     ids, positions, labels, _ = batch()
     losses = model(ids, positions, labels=labels, loss_mask=mask)
     (losses * mask).sum().backward()
-    found = gradients(model)
+    actual = gradients(model)
     objective(model, ids, positions, labels, mask, False)[0].backward()
     for weight, expected in gradients(model).items():  # None: the definition has no loss that reads the weight
-        expected = torch.zeros_like(found[weight]) if expected is None else expected
-        torch.testing.assert_close(found[weight], expected, rtol=1e-9, atol=1e-11, msg=weight)
+        expected = torch.zeros_like(actual[weight]) if expected is None else expected
+        torch.testing.assert_close(actual[weight], expected, rtol=1e-9, atol=1e-11, msg=weight)
 
 
 def gradients_under_every_mask(rank, size, cp_size, depths):
@@ -152,39 +152,39 @@ def gradients_under_every_mask(rank, size, cp_size, depths):
     model = make_model(groups=groups, mtp_num_layers=depths, context_parallel_size=cp_size)
     weights = MainLoss(torch.tensor(5.0, dtype=torch.float64))
     *tokens, _ = batch()
-    found = {}
+    result = {}
     for name, mask in MASKS.items():
-        rows = (each.chunk(groups.dp.size)[groups.dp.rank] for each in (*tokens, mask))
-        ids, positions, labels, own = (zigzag.local_part(each, groups.cp.rank, cp_size) for each in rows)
-        losses = model(ids, positions, labels=labels, loss_mask=own, main_loss=weights)
-        ((losses * own).sum() * 5).backward()
-        found[name] = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
+        rows = (x.chunk(groups.dp.size)[groups.dp.rank] for x in (*tokens, mask))
+        ids, positions, labels, local = (zigzag.local_part(row, groups.cp.rank, cp_size) for row in rows)
+        losses = model(ids, positions, labels=labels, loss_mask=local, main_loss=weights)
+        ((losses * local).sum() * 5).backward()
+        result[name] = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
         if size > 1:
-            torch.distributed.all_reduce(found[name])
-    return {name: gradient.numpy() for name, gradient in found.items()}
+            torch.distributed.all_reduce(result[name])
+    return {name: gradient.numpy() for name, gradient in result.items()}
 
 
 @pytest.mark.parametrize("depths", [1, 3])
 def test_uneven_tokens_of_data_and_context_parallel_ranks_change_no_gradient(gloo_pool, depths):
     (expected,) = gloo_pool.run(gradients_under_every_mask, 1, 1, depths)
     for size, cp_size in ((3, 1), (2, 2), (6, 2)):
-        found = gloo_pool.run(gradients_under_every_mask, size, cp_size, depths)[0]
+        actual = gloo_pool.run(gradients_under_every_mask, size, cp_size, depths)[0]
         for name, gradient in expected.items():
             scale = abs(gradient).max()
-            np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-12 * scale, err_msg=f"{name}, {size}")
+            np.testing.assert_allclose(actual[name], gradient, rtol=0, atol=1e-12 * scale, err_msg=f"{name}, {size}")
 
 
 @pytest.mark.parametrize("passes_mask", [True, False])
-def test_a_mean_loss_weighs_later_tokens_like_its_own(passes_mask):
+def test_a_mean_loss_weighs_later_tokens_equally(passes_mask):
     """Loss functions of two values differentiate a mean."""
     model = make_model()
     ids, positions, labels, mask = batch(masked=False)
     losses = model(ids, positions, labels=labels, loss_mask=mask if passes_mask else None)
     losses.mean().backward()
-    found = gradients(model)
+    actual = gradients(model)
     (objective(model, ids, positions, labels, mask, False)[0] / mask.numel()).backward()
     for name, expected in gradients(model).items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-11, msg=name)
+        torch.testing.assert_close(actual[name], expected, rtol=1e-9, atol=1e-11, msg=name)
 
 
 def test_evaluation_predicts_one_token():
@@ -200,11 +200,11 @@ def shifted_parts(rank, size):
     groups = parallel_state.initialize_model_parallel(context_parallel_size=size)
     ids, positions, labels, mask = batch()
     packed = PackedSeqParams(cu_seqlens_q=BOUNDS)
-    local = [zigzag.local_part(each, rank, size) for each in (ids, positions, labels, mask)]
-    found = shifted_tokens(local[:3], local[3], 3, TokenLayout(groups.cp, documents=packed))
-    whole = shifted_tokens((ids, positions, labels), mask, 3, TokenLayout(documents=packed))
-    parts = [(*(zigzag.local_part(each, rank, size) for each in tokens[:4]), tokens.weight) for tokens in whole]
-    return all(torch.equal(one, other) for a, b in zip(found, parts) for one, other in zip(a, b, strict=True))
+    local = [zigzag.local_part(x, rank, size) for x in (ids, positions, labels, mask)]
+    result = shifted_tokens(local[:3], local[3], 3, TokenLayout(groups.cp, documents=packed))
+    full = shifted_tokens((ids, positions, labels), mask, 3, TokenLayout(documents=packed))
+    parts = [(*(zigzag.local_part(token, rank, size) for token in tokens[:4]), tokens.weight) for tokens in full]
+    return all(torch.equal(one, other) for a, b in zip(result, parts) for one, other in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -59,7 +59,7 @@ def forward(overrides, **more):
 
 def results(output, hidden, model):
     output.square().sum().backward()
-    return [output, hidden.grad, *(each.grad for each in model.decoder.parameters())]
+    return [output, hidden.grad, *(parameter.grad for parameter in model.decoder.parameters())]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -74,7 +74,7 @@ def test_copies_may_be_as_late_as_their_events(monkeypatch, is_faulty):
     """And a load that does not wait for the copy to the host is found."""
     monkeypatch.setattr(offload, "SideStream", LazyStream)
     if is_faulty:
-        monkeypatch.setattr(offload.Offloaded, "_wait", lambda kept: None)
+        monkeypatch.setattr(offload.Offloaded, "_wait", lambda saved: None)
     network = {**NETWORK, "num_layers": 6}
     plain = results(*forward(network))
     offloaded = results(*forward(network, **ON, offload_modules=DENSE))
@@ -96,27 +96,27 @@ class Recorder:
         self.made, self.loads = [], []
         init, load = offload.Offloaded.__init__, offload.Offloaded.load
 
-        def recording_init(kept, streams, source, group):
-            init(kept, streams, source, group)
+        def recording_init(saved, streams, source, group):
+            init(saved, streams, source, group)
             self.made.append((group, source.numel()))
 
-        def recording_load(kept):
-            if kept.on_device is None:
-                self.loads.append(kept.group)
-            load(kept)
+        def recording_load(saved):
+            if saved.on_device is None:
+                self.loads.append(saved.group)
+            load(saved)
 
         monkeypatch.setattr(offload.Offloaded, "__init__", recording_init)
         monkeypatch.setattr(offload.Offloaded, "load", recording_load)
 
 
 def test_the_first_share_of_an_odd_number_of_groups_is_rounded_up(monkeypatch):
-    seen = Recorder(monkeypatch)
+    observed = Recorder(monkeypatch)
     flags = {**ON, "offload_modules": ["mlp_norm"], "activation_offload_fraction": 0.5}
     _, hidden, model = forward(NETWORK, **flags)  # three groups
-    assert {group for group, _ in seen.made} == {0, 1, 2}  # their number is known after the first pass
-    seen.made.clear()
+    assert {group for group, _ in observed.made} == {0, 1, 2}  # their number is known after the first pass
+    observed.made.clear()
     model.decoder(hidden * 1)
-    assert {group for group, _ in seen.made} == {0, 1}
+    assert {group for group, _ in observed.made} == {0, 1}
 
 
 @pytest.mark.parametrize("modules, per_layer", [
@@ -125,69 +125,69 @@ def test_the_first_share_of_an_odd_number_of_groups_is_rounded_up(monkeypatch):
 ])  # fmt: skip
 def test_a_storage_is_copied_once_in_execution_order(monkeypatch, modules, per_layer):
     """Attention saves queries, keys and values, views of one tensor, and its output; the projection saves that too."""
-    seen = Recorder(monkeypatch)
+    observed = Recorder(monkeypatch)
     network = {**NETWORK, "qk_layernorm": False, "num_query_groups": 4}
     results(*forward(network, **{**ON, "min_offloaded_tensor_size": 65}, offload_modules=modules))
-    counts = [sum(group == index for group, _ in seen.made) for index in range(3 * len(per_layer))]
+    counts = [sum(group == index for group, _ in observed.made) for index in range(3 * len(per_layer))]
     assert counts == per_layer * 3
     stream = 8 * 2 * 16 * 8
-    assert {size for _, size in seen.made} == ({stream, 3 * stream} if "core_attn" in modules else {stream})
+    assert {size for _, size in observed.made} == ({stream, 3 * stream} if "core_attn" in modules else {stream})
 
 
 def test_groups_return_before_backward_reaches_them(monkeypatch):
-    seen = Recorder(monkeypatch)
+    observed = Recorder(monkeypatch)
     output, hidden, model = forward({**NETWORK, "num_layers": 8}, **ON, offload_modules=["mlp_norm"])
     released = 8 - IN_FLIGHT + 1
-    assert not seen.loads
+    assert not observed.loads
     output.sum().backward()
-    assert seen.loads == sorted(seen.loads, reverse=True) and set(seen.loads) == set(range(released))
+    assert observed.loads == sorted(observed.loads, reverse=True) and set(observed.loads) == set(range(released))
 
 
 def test_memory_is_freed_with_the_graph():
-    before = [each for each in gc.get_objects() if isinstance(each, offload.Offloaded)]
-    kept = forward(NETWORK, **ON, offload_modules=DENSE)
-    held = [each for each in gc.get_objects() if isinstance(each, offload.Offloaded)]
-    on_device = [each for each in held if each.on_device is not None]
-    assert len(held) > 12 and len({each.group for each in on_device}) < IN_FLIGHT and not before
-    results(*kept)
-    del held, on_device
-    assert not [each for each in gc.get_objects() if isinstance(each, offload.Offloaded)]
+    before = [get_object for get_object in gc.get_objects() if isinstance(get_object, offload.Offloaded)]
+    saved = forward(NETWORK, **ON, offload_modules=DENSE)
+    stored = [get_object for get_object in gc.get_objects() if isinstance(get_object, offload.Offloaded)]
+    on_device = [item for item in stored if item.on_device is not None]
+    assert len(stored) > 12 and len({item.group for item in on_device}) < IN_FLIGHT and not before
+    results(*saved)
+    del stored, on_device
+    assert not [get_object for get_object in gc.get_objects() if isinstance(get_object, offload.Offloaded)]
 
 
 @pytest.mark.parametrize("flags", [{"min_offloaded_tensor_size": 257}, {"activation_offload_fraction": 0.0}])
 def test_small_tensors_and_calls_beyond_the_fraction_stay(monkeypatch, flags):
-    seen = Recorder(monkeypatch)
+    observed = Recorder(monkeypatch)
     output, hidden, model = forward(NETWORK, **{**ON, "offload_modules": ["attn_norm", "mlp_norm"], **flags})
-    first = len(seen.made)
+    first = len(observed.made)
     model.decoder(hidden * 1)
-    assert len(seen.made) == first == (0 if "min_offloaded_tensor_size" in flags else 12)
+    assert len(observed.made) == first == (0 if "min_offloaded_tensor_size" in flags else 12)
 
 
-def test_parameters_changed_tensors_and_parts_of_large_tensors_stay_or_are_copied_anew():
+def test_parameters_changed_tensors_and_parts_of_large_tensors_stay_or_are_copied_again():
     """Autograd still sees what it saved: views of other memory, and a tensor that is changed between two saves."""
     module, stack = sited_linear()
-    seen = []
+    observed = []
 
     def function(x):
         buffer = torch.zeros(20, 6)
         total = 0.0
         for factor in (1.0, 2.0):
             buffer[:4].copy_(x.detach() * factor)
-            whole = buffer[:4].clone()
+            full = buffer[:4].clone()
             total = total + module.at.attn_norm(
-                lambda whole: (module(x) * buffer[:4].clone()).sum() + (x * whole).sum() + (x * x).sum(), whole
+                lambda full: (module(x) * buffer[:4].clone()).sum() + (x * full).sum() + (x * x).sum(), full
             )
-            seen.append(len(stack._in_flight))
+            observed.append(len(stack._in_flight))
         return total.expand(1)
 
-    found = []
-    for each in (stack, None):
+    actual = []
+    for item in (stack, None):
         x = torch.arange(24.0).view(4, 6).requires_grad_()
-        output = function(x) if each is None else run_offloaded(each, function, x)
+        output = function(x) if item is None else run_offloaded(item, function, x)
         output.sum().backward()
-        found.append((x.grad, module.weight.grad.clone()))
+        actual.append((x.grad, module.weight.grad.clone()))
         module.zero_grad()
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *actual))
 
 
 def test_a_tensor_changed_in_place_between_two_saves_is_stored_twice():
@@ -216,10 +216,10 @@ def _schedule(rank, world_size, flags):
     tokens = torch.arange(16).view(2, 8) % 53
     position = torch.arange(8).expand(2, -1)
     rows = [torch.arange(2) + shift for shift in (0, 9, 5)]
-    losses = [model(tokens + each[:1], position, labels=tokens, sample_index=each) for each in rows]
-    for each in losses:  # several micro-batches in flight, as in a pipeline
-        each.sum().backward()
-    return [each.grad for each in model.parameters()]
+    losses = [model(tokens + row[:1], position, labels=tokens, sample_index=row) for row in rows]
+    for loss in losses:  # several micro-batches in flight, as in a pipeline
+        loss.sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
 
 
 def test_micro_batches_in_flight_are_kept_apart(gloo_pool):
@@ -262,7 +262,7 @@ def two_passes(flags):
     and backward passes of a new model."""
     torch.manual_seed(0)
     model = build(SINGLE_PROCESS, {}, **ON_GPU, **flags).to("cuda")
-    found = {}
+    result = {}
     for number in range(2):
         hidden = torch.randn(4096, 2, 512, dtype=torch.bfloat16).to("cuda").requires_grad_()
         model.zero_grad(set_to_none=True)
@@ -272,19 +272,19 @@ def two_passes(flags):
         output = model.decoder(hidden * 1)
         output.float().square().sum().backward()
         peak = torch.cuda.max_memory_allocated() - before
-        found[f"pass {number}: output"] = output.detach()
-        found |= {f"pass {number}: {name}": each.grad for name, each in reversed([*model.decoder.named_parameters()])}
-        found[f"pass {number}: hidden"] = hidden.grad
+        result[f"pass {number}: output"] = output.detach()
+        result |= {f"pass {number}: {name}": each.grad for name, each in reversed([*model.decoder.named_parameters()])}
+        result[f"pass {number}: hidden"] = hidden.grad
         del output
-    return found, peak
+    return result, peak
 
 
-def differences(expected, found):
+def differences(expected, actual):
     """Return a line for each tensor that differs, with the number of elements and the largest difference."""
     return [
         f"{name}: {int((x != y).sum())} of {x.numel()} elements, by at most "
         f"{(x.double() - y.double()).abs().max():.3g} (largest {x.abs().max():.3g}, NaN {int(y.isnan().sum())})"
-        for (name, x), y in zip(expected.items(), found.values(), strict=True)
+        for (name, x), y in zip(expected.items(), actual.values(), strict=True)
         if not torch.equal(x, y)
     ]
 

@@ -37,7 +37,7 @@ def test_a_context_splits_what_belongs_to_sequences():
     assert all(half.overlap for half in halves)
 
 
-def test_collectives_leave_nothing_behind_that_only_a_garbage_collection_finds():
+def test_collectives_leave_no_garbage_cycles():
     """Runs with --manual-gc would fill the memory with gathered inputs."""
 
     class Done:

@@ -59,14 +59,14 @@ def packed(bounds):
 @pytest.mark.parametrize("block", [3, 1024])
 def test_maximum_includes_all_visible_pairs(monkeypatch, visibility, block, documents):
     monkeypatch.setattr("megatron.core.attention.max_logits._BLOCK", block)
-    found, bounds = MaxLogits(0.5, 1), DOCUMENTS[documents]
+    actual, bounds = MaxLogits(0.5, 1), DOCUMENTS[documents]
     expected = torch.full((6,), -torch.inf, dtype=torch.float64)
     for seed in (1, 2):
         query, key = random(LENGTH, BATCH, 6, 4, seed=seed), random(LENGTH, BATCH, 3, 4, seed=seed + 5)
-        found.add(query, key, Mask(visibility, packed(bounds)))
+        actual.add(query, key, Mask(visibility, packed(bounds)))
         expected = torch.maximum(expected, expected_maxima(query, key, visibility, bounds))
-    torch.testing.assert_close(found.take(expected, 6), expected)
-    assert found.take(expected, 6).max() == -torch.inf
+    torch.testing.assert_close(actual.take(expected, 6), expected)
+    assert actual.take(expected, 6).max() == -torch.inf
 
 
 def _maxima(rank, world_size, visibility, bounds, order, padding):
@@ -75,9 +75,9 @@ def _maxima(rank, world_size, visibility, bounds, order, padding):
     query, key = random(LENGTH, BATCH, 6, 4, seed=1), random(LENGTH, BATCH, 3, 4, seed=2)
     # queries near the end see the largest keys on other ranks
     key[0] *= 3.0
-    found = MaxLogits(0.5, 1)
-    found.add(layout.local(query, 0), layout.local(key, 0), Mask(visibility, packed(bounds)), layout)
-    return found.values, expected_maxima(query, key, visibility, bounds, padding)
+    result = MaxLogits(0.5, 1)
+    result.add(layout.local(query, 0), layout.local(key, 0), Mask(visibility, packed(bounds)), layout)
+    return result.values, expected_maxima(query, key, visibility, bounds, padding)
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
@@ -85,8 +85,8 @@ def _maxima(rank, world_size, visibility, bounds, order, padding):
 @pytest.mark.parametrize("order, padding", [*((order, 0) for order in CHUNKS), ("zigzag", 3), ("zigzag", 13)])
 def test_maxima_of_context_parallel_ranks_include_the_keys_of_all(gloo_pool, visibility, documents, order, padding):
     results = gloo_pool.run(_maxima, 4, visibility, DOCUMENTS[documents], order, padding)
-    found = torch.stack([values for values, _ in results]).amax(0)
-    torch.testing.assert_close(found, results[0][1])
+    result = torch.stack([values for values, _ in results]).amax(0)
+    torch.testing.assert_close(result, results[0][1])
 
 
 KINDS = {"fp32": Storage, "copy": Copy, "remainder": Remainder, "fsdp": FSDPStorage}
@@ -111,11 +111,11 @@ def test_rows_are_scaled_with_their_masters(kind, size, first, function):
     expected.write(expected.read() * factors[(first + torch.arange(size)) // 9])
     function(storage, factors, 9, first)
     for part in ("weight", "kept"):
-        found, wanted = getattr(storage, part), getattr(expected, part)
-        if function is scale_rows_triton and found is not None and found.dtype == torch.bfloat16 and kind == "copy":
-            torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)  # Triton's interpreter truncates to bf16
+        actual, requested = getattr(storage, part), getattr(expected, part)
+        if function is scale_rows_triton and actual is not None and actual.dtype == torch.bfloat16 and kind == "copy":
+            torch.testing.assert_close(actual, requested, rtol=2**-7, atol=0)  # Triton's interpreter truncates to bf16
         else:
-            assert found is wanted is None or torch.equal(found, wanted)
+            assert actual is requested is None or torch.equal(actual, requested)
     stays = factors[(first + torch.arange(size)) // 9] == 1.0
     assert torch.equal(storage.read()[stays], before.read()[stays])
 
@@ -143,8 +143,8 @@ def test_rows_are_scaled_on_the_device_gpu(kind):
     scale_rows(storage, factors, 96, 100)
     scale_rows(expected, factors.cpu(), 96, 100)
     for part in ("weight", "kept"):
-        found, wanted = getattr(storage, part), getattr(expected, part)
-        assert found is wanted is None or torch.equal(found.cpu(), wanted)
+        actual, requested = getattr(storage, part), getattr(expected, part)
+        assert actual is requested is None or torch.equal(actual.cpu(), requested)
 
 
 LATENT = {
@@ -169,7 +169,7 @@ def logits_by_head(model, tokens):
     """The maxima of each layer from new accumulators."""
     clip = QKClip([model], model.config, SINGLE_PROCESS)
     model(tokens, None, labels=tokens)
-    return [each.values.clone() for each in clip.maxima]
+    return [item.values.clone() for item in clip.maxima]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -178,7 +178,7 @@ def test_logits_are_the_threshold_after_the_weights_were_clipped(name, logs):
     """In the first layer, whose input stays. Heads that share a key are clipped by the largest of them."""
     flags = {"qk_clip": True, "qk_clip_threshold": THRESHOLD, "qk_clip_alpha": ALPHA, "log_max_attention_logit": logs}
     model, clip, tokens = clipped_model(MODELS[name], **flags)
-    before = [each.values.clone() for each in clip.maxima]
+    before = [item.values.clone() for item in clip.maxima]
     scaled = []
 
     def scale(parameter, factors):
@@ -195,7 +195,7 @@ def test_logits_are_the_threshold_after_the_weights_were_clipped(name, logs):
     eta = (THRESHOLD / before[0]).clamp(max=1.0)
     if name == "groups":
         eta = eta.view(2, 2).amin(1, keepdim=True).expand(2, 2).flatten()
-    assert eta.min() < 0.9 and len(scaled) == len({id(each) for each in scaled})
+    assert eta.min() < 0.9 and len(scaled) == len({id(item) for item in scaled})
     after = logits_by_head(model, tokens)[0]
     torch.testing.assert_close(after, before[0] * eta, rtol=1e-9, atol=0)
 
@@ -206,12 +206,12 @@ def test_logits_are_the_threshold_after_the_weights_were_clipped(name, logs):
 ])  # fmt: skip
 def test_weights_stay_without_a_reason(flags, skipped):
     _, clip, _ = clipped_model({}, **flags)
-    found = []
-    clip(lambda parameter, factors: found.append(factors), torch.tensor(skipped))
-    assert len(found) == (2 * 2 if "qk_clip" in flags else 0)  # weight and bias of two layers
-    assert all(bool((each == 1.0).all()) for each in found)
-    clip(lambda parameter, factors: found.append(factors), torch.tensor(False))  # no forward pass since
-    assert all(bool((each == 1.0).all()) for each in found)
+    results = []
+    clip(lambda parameter, factors: results.append(factors), torch.tensor(skipped))
+    assert len(results) == (2 * 2 if "qk_clip" in flags else 0)  # weight and bias of two layers
+    assert all(bool((result == 1.0).all()) for result in results)
+    clip(lambda parameter, factors: results.append(factors), torch.tensor(False))  # no forward pass since
+    assert all(bool((result == 1.0).all()) for result in results)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -220,11 +220,11 @@ def test_without_a_forward_pass_nothing_is_scaled_and_the_maximum_is_lowest(num_
     model = clipped_model({})[0]
     groups = replace(SINGLE_PROCESS, tp=Group("tp", tuple(range(num_ranks))))
     config = replace(model.config, qk_clip=True, log_max_attention_logit=True)
-    clip, found = QKClip([model], config, groups), []
-    clip(lambda parameter, factors: found.append(factors), torch.tensor(False))
+    clip, results = QKClip([model], config, groups), []
+    clip(lambda parameter, factors: results.append(factors), torch.tensor(False))
     rows = model.decoder.layers[0].self_attention.linear_qkv.weight.shape[0] // num_ranks
-    assert len(found) == 4 and all(torch.equal(each, torch.ones(rows)) for each in found)
-    assert [float(each) for each in clip.logged.values()] == [-torch.inf] * 2
+    assert len(results) == 4 and all(torch.equal(result, torch.ones(rows)) for result in results)
+    assert [float(value) for value in clip.logged.values()] == [-torch.inf] * 2
 
 
 def test_only_self_attention_of_this_library_is_clipped():

@@ -62,9 +62,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
-        for each in tree_leaves(results):
-            if isinstance(each, torch.Tensor):
-                storage = each.untyped_storage()
+        for tree_leave in tree_leaves(results):
+            if isinstance(tree_leave, torch.Tensor):
+                storage = tree_leave.untyped_storage()
                 if storage.data_ptr() not in self.parameters:
                     self.storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
         return results
@@ -99,15 +99,15 @@ def test_less_is_kept(gloo_pool):
         "uniform 1": {**VARIANTS["uniform"], "recompute_num_layers": 1},
         "uniform 4": {**VARIANTS["uniform"], "recompute_num_layers": 4},
     }
-    kept = {name: kept_bytes(SINGLE_PROCESS, overrides) for name, overrides in variants.items()}
+    saved = {name: kept_bytes(SINGLE_PROCESS, overrides) for name, overrides in variants.items()}
     everything = kept_bytes(SINGLE_PROCESS, {})
     stream = 8 * 2 * 16 * 8
-    assert kept["uniform 4"] < kept["uniform 1"] < kept["block"] < everything
-    assert kept["uniform 1"] <= 7 * stream  # four layers' inputs, the final norm's, its output
-    assert everything - kept["norms"] == 8 * stream  # two outputs of each of four layers
-    assert everything - kept["activations"] == 4 * 8 * 2 * 64 * 8  # fc2's input, 64 wide, in each of four layers
-    assert kept["all parts"] < kept["mlp"] < everything
-    assert kept["unfused, attention"] < kept["unfused"]
+    assert saved["uniform 4"] < saved["uniform 1"] < saved["block"] < everything
+    assert saved["uniform 1"] <= 7 * stream  # four layers' inputs, the final norm's, its output
+    assert everything - saved["norms"] == 8 * stream  # two outputs of each of four layers
+    assert everything - saved["activations"] == 4 * 8 * 2 * 64 * 8  # fc2's input, 64 wide, in each of four layers
+    assert saved["all parts"] < saved["mlp"] < everything
+    assert saved["unfused, attention"] < saved["unfused"]
 
 
 def _kept_on_ranks(rank, world_size, variant):
@@ -116,8 +116,8 @@ def _kept_on_ranks(rank, world_size, variant):
 
 
 def test_saved_inputs_are_spread_over_the_ranks(gloo_pool):
-    whole, spread = (gloo_pool.run(_kept_on_ranks, 2, name)[0] for name in ("uniform", "distributed"))
-    assert whole - spread == 4 * 8 * 2 * 16 * 8 // 2  # half of each of four inputs
+    full, spread = (gloo_pool.run(_kept_on_ranks, 2, name)[0] for name in ("uniform", "distributed"))
+    assert full - spread == 4 * 8 * 2 * 16 * 8 // 2  # half of each of four inputs
 
 
 class Noisy(torch.nn.Module):
@@ -170,8 +170,8 @@ RUNS = {
 def test_what_a_users_module_draws_is_drawn_again(name, device):
     """Its gradient uses the forward pass's random numbers, and the generators' next numbers do not change."""
     assert RUNS[name]() is not call
-    expected, found = drawn(lambda: call, device), drawn(RUNS[name], device)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    expected, actual = drawn(lambda: call, device), drawn(RUNS[name], device)
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
 def _drawn_on_ranks(rank, world_size):
@@ -204,15 +204,15 @@ def test_incomplete_settings_are_refused():
 
 def test_each_recomputation_replays_the_choices_of_the_first_pass():
     """Two backward passes over one graph recompute twice."""
-    made = []
+    built = []
 
     def function(x):
         for factor in (3.0, 5.0):
-            x = x * choose(lambda factor=factor: made.append(factor) or torch.tensor(factor))
+            x = x * choose(lambda factor=factor: built.append(factor) or torch.tensor(factor))
         return x.square().sum()
 
     x = torch.ones(2, requires_grad=True)
     loss = recompute(function, x)
     loss.backward(retain_graph=True)
     loss.backward()
-    assert made == [3.0, 5.0] and x.grad.tolist() == [2 * 2 * 15.0**2] * 2
+    assert built == [3.0, 5.0] and x.grad.tolist() == [2 * 2 * 15.0**2] * 2

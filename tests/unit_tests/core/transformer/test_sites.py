@@ -34,8 +34,8 @@ def step(monkeypatch, **settings):
 def test_a_mixer_recomputes_and_offloads_by_its_declaration(monkeypatch):
     plain, runs, moved = step(monkeypatch)
     assert (runs, moved) == (2, 0), "two of three layers have the recurrence"
-    again, runs_again, moved_again = step(monkeypatch, **RECOMPUTED)
-    assert (runs_again, moved_again) == (4, 0) and all(map(torch.equal, plain, again))
+    repeated, runs_again, moved_again = step(monkeypatch, **RECOMPUTED)
+    assert (runs_again, moved_again) == (4, 0) and all(map(torch.equal, plain, repeated))
     stored, runs_stored, moved_stored = step(monkeypatch, **OFFLOADED)
     assert runs_stored == 2 and moved_stored >= 2 and all(map(torch.equal, plain, stored))
 

@@ -126,10 +126,10 @@ def coordinates(samples, positions):
 def test_dropout_of_a_slice_is_the_slice_of_dropout():
     dropout = Dropout(0.5, "layer", 1, "x")
     x = torch.randn(6, 3, 21, dtype=DOUBLE)
-    whole = dropout(x, coordinates([3, 4, 5], list(range(6))))
+    full = dropout(x, coordinates([3, 4, 5], list(range(6))))
     part = dropout(x[[4, 1]][:, [2]], coordinates([5], [4, 1]))
-    assert torch.equal(part, whole[[4, 1]][:, [2]])
-    assert torch.equal(whole[whole != 0], 2 * x[whole != 0]) and 0.3 < (whole == 0).double().mean() < 0.7
+    assert torch.equal(part, full[[4, 1]][:, [2]])
+    assert torch.equal(full[full != 0], 2 * x[full != 0]) and 0.3 < (full == 0).double().mean() < 0.7
 
 
 def test_dropout_backward_uses_the_mask_of_forward():
@@ -187,7 +187,7 @@ def _increment(x):
     return x + 1
 
 
-def test_a_copy_of_a_layer_computes_with_its_own_weights():
+def test_a_copy_of_a_layer_computes_with_its_weights():
     config = make_config(attention_dropout=0.0, init_method_std=1.0)
     layer = build_module(get_gpt_layer_local_spec(), config, layer_number=1)
     for parameter in layer.parameters():
@@ -264,8 +264,8 @@ def test_what_is_more_than_its_segments_does_not_overlap():
     slots, config = get_gpt_layer_local_spec().submodules, make_config()
 
     def overlaps(layer, mlp):
-        own = replace(slots, mlp=ModuleSpec(mlp, submodules=slots.mlp.submodules))
-        return layer(config, own, groups=SINGLE_PROCESS).overlaps
+        local = replace(slots, mlp=ModuleSpec(mlp, submodules=slots.mlp.submodules))
+        return layer(config, local, groups=SINGLE_PROCESS).overlaps
 
     assert overlaps(TransformerLayer, MLP) and overlaps(TransformerLayer, Named)
     assert not overlaps(TransformerLayer, Scaled) and not overlaps(ScaledLayer, MLP)
@@ -285,12 +285,16 @@ def test_only_layers_that_run_nothing_but_their_branches_are_cut():
 
     slots = get_gpt_layer_local_spec().submodules
     for kind in (TransformerLayer, Inherits):
-        assert [each.name for each in layer_branches(ModuleSpec(kind, submodules=slots))] == ["self_attention", "mlp"]
+        assert [layer_branch.name for layer_branch in layer_branches(ModuleSpec(kind, submodules=slots))] == [
+            "self_attention",
+            "mlp",
+        ]
     for kind in (AddsSomething, BuildsItself, torch.nn.Linear, lambda config: None):
         assert layer_branches(ModuleSpec(kind, submodules=slots)) is None
-    assert [each.name for each in layer_branches(ModuleSpec(TransformerLayer, submodules=slots.branches[:1] * 3))] == [
-        "self_attention"
-    ] * 3
+    assert [
+        layer_branch.name
+        for layer_branch in layer_branches(ModuleSpec(TransformerLayer, submodules=slots.branches[:1] * 3))
+    ] == ["self_attention"] * 3
 
 
 @pytest.mark.parametrize(

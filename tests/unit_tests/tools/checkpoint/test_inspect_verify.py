@@ -30,10 +30,10 @@ def native(tmp_path_factory):
 
 def changed(native, folder, change):
     """Plain safetensors of the same weights, after ``change``."""
-    found = load_native(native / "release")
-    change(found.tensors)
+    result = load_native(native / "release")
+    change(result.tensors)
     with Target(folder) as target:
-        save_safetensors(found, target)
+        save_safetensors(result, target)
         target.publish()
     return folder
 
@@ -49,9 +49,9 @@ def set_value(value):
 
 def test_the_tree_shows_shapes_types_and_norms(native, capsys):
     assert inspect_checkpoint.main([str(native), "--norms"]) == 0
-    found = capsys.readouterr()
-    assert found.err.startswith("read 0.000 GB in ")
-    lines = found.out.splitlines()
+    result = capsys.readouterr()
+    assert result.err.startswith("read 0.000 GB in ")
+    lines = result.out.splitlines()
     assert lines[0].startswith(f"folder {native}  format native  tensors 15  parameters 22,688")
     assert lines[1:4] == ["model", "  decoder", "    final_layernorm"]
     norm = load_native(native / "release").tensors[FINAL].read().norm().item()
@@ -64,39 +64,39 @@ def test_the_tree_shows_shapes_types_and_norms(native, capsys):
 def test_the_largest_value_is_that_farthest_from_zero(native, tmp_path, capsys):
     other = changed(native, tmp_path / "other", set_value(-9.0))
     assert inspect_checkpoint.main([str(other), "--norms", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["names"][FINAL]
-    assert found["largest"] == 9.0 and 9.0 < found["norm"] < 12.0
+    result = json.loads(capsys.readouterr().out)["names"][FINAL]
+    assert result["largest"] == 9.0 and 9.0 < result["norm"] < 12.0
 
 
 def test_json_holds_the_same(native, capsys):
     assert inspect_checkpoint.main([str(native), "--json"]) == 0
     out = capsys.readouterr().out
     assert out.startswith('{\n  "folder"'), "a person may read it, too"
-    found = json.loads(out)
-    assert found["names"][FINAL] == {"shape": [32], "dtype": "F32", "bytes": 128}
-    assert found["settings"]["num_layers"] == 2 and found["parameters"] == 22688
+    result = json.loads(out)
+    assert result["names"][FINAL] == {"shape": [32], "dtype": "F32", "bytes": 128}
+    assert result["settings"]["num_layers"] == 2 and result["parameters"] == 22688
 
 
 def test_two_formats_of_the_same_weights_are_equal(native, capsys):
     assert inspect_checkpoint.main([str(native), str(native.parent / "hf")]) == 0
-    found = capsys.readouterr()
-    assert "15 tensors are equal, 0 differ" in found.out and found.err.startswith("compared 0.000 GB in ")
+    result = capsys.readouterr()
+    assert "15 tensors are equal, 0 differ" in result.out and result.err.startswith("compared 0.000 GB in ")
 
 
 def test_what_differs_is_named_with_how_much(native, tmp_path, capsys):
     before = load_native(native / "release").tensors[FINAL].read()[3].item()
     other = changed(native, tmp_path / "other", set_value(before + 0.5))
     assert inspect_checkpoint.main([str(native), str(other), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["differ"].keys() == {FINAL} and found["equal"] == 14
-    assert found["differ"][FINAL]["elements"] == 1
-    assert found["differ"][FINAL]["largest difference"] == pytest.approx(0.5)
+    result = json.loads(capsys.readouterr().out)
+    assert result["differ"].keys() == {FINAL} and result["equal"] == 14
+    assert result["differ"][FINAL]["elements"] == 1
+    assert result["differ"][FINAL]["largest difference"] == pytest.approx(0.5)
     norm = load_native(native / "release").tensors[FINAL].read().norm().item()
-    assert found["differ"][FINAL]["relative norm"] == pytest.approx(0.5 / norm)
+    assert result["differ"][FINAL]["relative norm"] == pytest.approx(0.5 / norm)
     assert inspect_checkpoint.main([str(native), str(other), "--tolerance", "0.6"]) == 0
 
 
-def test_names_of_one_alone_and_other_shapes_are_named(native, tmp_path, capsys):
+def test_names_in_one_checkpoint_only_and_other_shapes_are_named(native, tmp_path, capsys):
     def change(tensors):
         tensors["model.extra"] = tensors.pop("model.output_layer.weight")
         tensors[FINAL] = LazyTensor.of(torch.ones(16))
@@ -107,7 +107,7 @@ def test_names_of_one_alone_and_other_shapes_are_named(native, tmp_path, capsys)
     assert f"{FINAL}: shapes [32] | [16]" in out
 
 
-def test_a_whole_checkpoint_of_each_format_is_whole(native, tmp_path, capsys):
+def test_complete_checkpoints_of_all_formats_are_complete(native, tmp_path, capsys):
     for folder in (native, native.parent / "hf", changed(native, tmp_path / "plain", lambda tensors: None)):
         assert verify.main([str(folder)]) == 0
         assert "whole" in capsys.readouterr().out

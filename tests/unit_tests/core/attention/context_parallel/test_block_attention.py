@@ -32,19 +32,19 @@ def play_ring(kernel, inputs, visibility, documents, size, whole_keys=False):
     length = query.shape[0]
     blocks = [((0, length),)] if whole_keys else [zigzag.spans(length, rank, size) for rank in range(size)]
     key_values = torch.stack((key, value))
-    held = [key_values] if whole_keys else [zigzag.local_part(key_values, rank, size) for rank in range(size)]
-    grad_held = [GradientSum(2, x[0]) for x in held]
+    stored = [key_values] if whole_keys else [zigzag.local_part(key_values, rank, size) for rank in range(size)]
+    grad_held = [GradientSum(2, x[0]) for x in stored]
     outs, grad_queries = [], []
     for rank in range(size):
         spans = zigzag.spans(length, rank, size)
         q, g = (zigzag.local_part(x, rank, size, dim=0).contiguous() for x in (query, grad))
         tiles = [plan_tiles(spans, keys, visibility, length, documents) for keys in blocks]
         softmax = OnlineSoftmax(q, kernel)
-        for block, visible in zip(held, tiles):
+        for block, visible in zip(stored, tiles):
             softmax.add_block(block[0], block[1], visible)
         out, lse = softmax.finish()
         gradients = BlockGradients(g, q, out, lse, kernel)
-        for block, visible, sums in zip(held, tiles, grad_held):
+        for block, visible, sums in zip(stored, tiles, grad_held):
             gradients.add_block(block, visible, sums)
         outs.append(out)
         grad_queries.append(gradients.grad_query())
@@ -53,8 +53,10 @@ def play_ring(kernel, inputs, visibility, documents, size, whole_keys=False):
     return [zigzag.merge_parts(outs, dim=0), zigzag.merge_parts(grad_queries, dim=0), *grad_key_values]
 
 
-def errors(found, expected):
-    return [((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in zip(found, expected, strict=True)]
+def errors(actual, expected):
+    return [
+        ((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in zip(actual, expected, strict=True)
+    ]
 
 
 VISIBILITIES = {
@@ -75,8 +77,8 @@ def test_merged_blocks_of_fused_kernels_equal_attention_over_everything(
     inputs = tensors(1024, channels, torch.bfloat16, "cuda")
     documents = DOCUMENTS if packed else None
     exact = play_ring(UnfusedAttention(0.1), [x.float() for x in inputs], visibility, documents, 1)
-    found = play_ring(TorchAttention(preferred, 0.1), inputs, visibility, documents, SIZE, whole_keys)
-    output, *gradients = errors(found, exact)
+    result = play_ring(TorchAttention(preferred, 0.1), inputs, visibility, documents, SIZE, whole_keys)
+    output, *gradients = errors(result, exact)
     assert output < 5e-3 and max(gradients) < 2e-2, (output, gradients)
 
 
@@ -116,12 +118,12 @@ def raw_flash_errors(tile, window):
     g = g * sees.unsqueeze(-1)
     shape = (None, None, tile.num_queries, tile.num_keys)
     narrow = [x.transpose(1, 2) for x in (g, q, k, v, out.to(torch.bfloat16))]
-    found = fused._flash(*narrow[1:4], shape, window)[0].transpose(1, 2) * sees.unsqueeze(-1)
+    result = fused._flash(*narrow[1:4], shape, window)[0].transpose(1, 2) * sees.unsqueeze(-1)
     grads = [x.transpose(1, 2) for x in fused._flash_backward(narrow, lse.contiguous(), shape, window)]
     grads[0] = grads[0] * sees.unsqueeze(-1)
     exact = plain.backward(g, q, k, v, narrow[4].transpose(1, 2), lse, tile)
     exact = [exact[0].nan_to_num(0.0), *exact[1:]]
-    return [errors([found], [out])[0], max(errors(grads, exact))]
+    return [errors([result], [out])[0], max(errors(grads, exact))]
 
 
 @pytest.mark.gpu
@@ -133,10 +135,10 @@ def test_bands_of_rings_are_right_on_this_gpu():
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_ring_with_a_window_has_fused_blocks_only_where_they_are_right(monkeypatch, right):
-    asked = []
+    requested = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(choose, "_flash_bands_are_correct", lambda *arguments: asked.append(arguments) or right)
+    monkeypatch.setattr(choose, "_flash_bands_are_correct", lambda *arguments: requested.append(arguments) or right)
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=1, params_dtype=torch.bfloat16, attention_dropout=0.0,
         window_size=(8, 0),
@@ -144,9 +146,9 @@ def test_a_ring_with_a_window_has_fused_blocks_only_where_they_are_right(monkeyp
     choice, kernel = build_kernel(build_request(config, config.window_size, "ring"), config, 1, 0.1)
     assert type(kernel) is (TorchAttention if right else UnfusedAttention)
     assert right or "wrong on the bands" in str(choice)
-    assert asked == [("cudnn", 64, torch.bfloat16)]
+    assert requested == [("cudnn", 64, torch.bfloat16)]
     build_kernel(build_request(config, config.window_size, "gather"), config, 1, 0.1)
-    assert len(asked) == 1  # only rings make bands that not every flash kernel gets right
+    assert len(requested) == 1  # only rings make bands that not every flash kernel gets right
 
 
 @pytest.mark.parametrize(
@@ -179,16 +181,16 @@ def test_cudnn_gets_tiles_of_lengths_that_it_computes_right(length, taken):
 def test_the_played_ring_equals_one_rank_in_float32(visibility, whole_keys):
     inputs = tensors(1024, 8, torch.float32, "cpu")
     exact = play_ring(UnfusedAttention(0.1), inputs, visibility, DOCUMENTS, 1)
-    found = play_ring(UnfusedAttention(0.1), inputs, visibility, DOCUMENTS, SIZE, whole_keys)
-    assert max(errors(found, exact)) < 1e-5
+    result = play_ring(UnfusedAttention(0.1), inputs, visibility, DOCUMENTS, SIZE, whole_keys)
+    assert max(errors(result, exact)) < 1e-5
 
 
 @pytest.mark.parametrize("form_of_rows", ["causal", "window"])
 def test_16_bit_inputs_are_merged_in_float32(form_of_rows):
     inputs = tensors(256, 16, torch.bfloat16, "cpu")
     exact = play_ring(UnfusedAttention(0.1), [x.float() for x in inputs], VISIBILITIES[form_of_rows], None, 1)
-    found = play_ring(UnfusedAttention(0.1), inputs, VISIBILITIES[form_of_rows], None, SIZE)
-    assert max(errors(found, exact)) < 5e-3
+    result = play_ring(UnfusedAttention(0.1), inputs, VISIBILITIES[form_of_rows], None, SIZE)
+    assert max(errors(result, exact)) < 5e-3
 
 
 class Arriving:
@@ -218,5 +220,5 @@ def test_gradient_sums_add_in_float32_and_round_once(parts, arriving):
             new = torch.randn(2, count, 2, 3, 4, generator=generator).bfloat16()
             sums.add(list(new.movedim(1, 3)), slice(None), first)
             expected[:, first : first + count] += new
-        found = sums.total() if finish == "total" else torch.stack(sums.result())
-        assert torch.equal(found, expected if finish == "total" else expected.bfloat16())
+        actual = sums.total() if finish == "total" else torch.stack(sums.result())
+        assert torch.equal(actual, expected if finish == "total" else expected.bfloat16())

@@ -74,7 +74,7 @@ def largest_differences(rank, size, form, levels, heads, kv_groups, order="zigza
         context_parallel_size=size, hierarchical_context_parallel_sizes=levels
     )
     differences, layout = {}, TokenLayout.of(groups, order=order)
-    whole = tensors(heads, kv_groups)
+    full = tensors(heads, kv_groups)
     for name, case in CASES.items():
         case = dict(case)
         packed, mask = case.pop("packed", False), case.pop("mask", AttnMaskType.causal)
@@ -82,10 +82,10 @@ def largest_differences(rank, size, form, levels, heads, kv_groups, order="zigza
         bias = torch.randn(heads, 2 * LENGTH - 1, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
         bias = bias if biased else None
         reference = reference_attention(make_config(heads, kv_groups, **case), 2, mask)
-        expected = attend(reference, whole, packed, TokenLayout(), bias)
+        expected = attend(reference, full, packed, TokenLayout(), bias)
         config = make_config(heads, kv_groups, context_parallel_size=size, cp_comm_type=[form], **case)
         core = CoreAttention(config, 2, mask, "relative" if biased else "self", groups=groups)
-        local = [layout.local(x, 0) for x in whole]
+        local = [layout.local(x, 0) for x in full]
         results = attend(core, local, packed, layout, bias)
         parts = [layout.local(x, 0) for x in expected[:4]] + expected[4:]
         for share in results[4:]:  # every rank has seen some pairs

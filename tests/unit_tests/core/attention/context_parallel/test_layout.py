@@ -35,10 +35,10 @@ def two_levels(rank, size):
 
 
 def test_heads_are_exchanged_among_neighbours_and_rings_go_outside(gloo_pool):
-    found = gloo_pool.run(two_levels, 4)
-    assert [inner for inner, _, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert [outer for _, outer, _ in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert [sums for _, _, sums in found] == [[1, 2], [1, 4], [5, 2], [5, 4]]
+    result = gloo_pool.run(two_levels, 4)
+    assert [inner for inner, _, _ in result] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [outer for _, outer, _ in result] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [sums for _, _, sums in result] == [[1, 2], [1, 4], [5, 2], [5, 4]]
 
 
 def test_levels_stay_inside_of_context_groups():
@@ -72,8 +72,8 @@ def sliced_with_images(rank, size):
     assert part["images"] is batch["images"] and part["boxes"] is batch["boxes"]
     assert torch.equal(part["weight"], part["tokens"] * 2.0) and part["tokens"].shape == (2, 8)
     assert get_batch_on_this_cp_rank({"tokens": tokens}, whole_keys=["tokens"])["tokens"] is tokens
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    assert get_batch_on_this_cp_rank(batch, alone) is batch
+    single = dist.new_group([rank], use_local_synchronization=True)
+    assert get_batch_on_this_cp_rank(batch, single) is batch
     same = get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=dist.group.WORLD)
     assert torch.equal(same["tokens"], part["tokens"])
     return str(error.value)
@@ -94,7 +94,9 @@ def sliced_by_task(rank, size):
 
     task = object.__new__(Weighted)
     task.cfg = SimpleNamespace(
-        family=get_family("gpt"), variable_lengths=SimpleNamespace(use_varlen_dataset=False)
+        family=get_family("gpt"),
+        variable_lengths=SimpleNamespace(use_varlen_dataset=False),
+        group=lambda kind: SimpleNamespace(sft=False),
     )
     numbers = torch.arange(16).view(1, 16)
     batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "weights", "pictures"), numbers)
@@ -102,7 +104,7 @@ def sliced_by_task(rank, size):
             if value is not None and value.dim() > 1}
 
 
-def test_a_task_names_the_tensors_of_its_own_data(gloo_pool):
+def test_a_task_names_the_tensors_of_its_data(gloo_pool):
     for shapes in gloo_pool.run(sliced_by_task, 2):
         assert shapes.pop("pictures") == 16 and set(shapes.values()) == {8} and "weights" in shapes
 
@@ -150,7 +152,7 @@ def test_sizes_of_two_levels_make_up_the_ranks():
         parallel_state.initialize_model_parallel(hierarchical_context_parallel_sizes=[4])
 
 
-def test_a_list_of_forms_counts_layers_of_the_whole_model():
+def test_a_list_of_forms_counts_layers_of_the_full_model():
     assert [layer_comm_type(["a2a", "p2p"], layer) for layer in (1, 2)] == ["a2a", "p2p"]
     assert layer_comm_type(["allgather"], 7) == layer_comm_type("allgather", 7) == "allgather"
 
@@ -176,20 +178,20 @@ def losses_by_local_size(rank, size, packed):
                   attention_dropout=0.0, normalization="RMSNorm")  # fmt: skip
     tokens = torch.arange(16).view(1, 16) * 7 % 53
     bounds = torch.tensor([0, 6, 16], dtype=torch.int32) if packed else None
-    found = {}
+    result = {}
     for local_size in (1, 2, 4):
         documents = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, local_cp_size=local_size)
         layout = model.micro_batch_layout(documents)
         part = layout.local(tokens, 1)
         losses = model(part, None, labels=part, packed_seq_params=documents)
-        found[local_size] = layout.full(losses, 1).detach()
+        result[local_size] = layout.full(losses, 1).detach()
     with pytest.raises(UserError, match="local_cp_size 8: no groups of this size, only of .1, 2, 4."):
         model(tokens, None, labels=tokens, packed_seq_params=PackedSeqParams(local_cp_size=8))
-    return found
+    return result
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_micro_batch_names_its_context_parallel_size(gloo_pool, packed):
-    for found in gloo_pool.run(losses_by_local_size, 4, packed):
+    for result in gloo_pool.run(losses_by_local_size, 4, packed):
         for size in (2, 4):
-            torch.testing.assert_close(found[size], found[1])
+            torch.testing.assert_close(result[size], result[1])

@@ -47,13 +47,13 @@ def kept_bytes(rank, size, form, levels, attention_dropout=0.0):
     ("p2p", 2, None), ("p2p", 4, None), ("allgather", 4, None), ("a2a", 4, None), ("a2a+p2p", 4, [2, 2]),
 ])  # fmt: skip
 def test_saved_bytes_per_rank_fall_with_context_parallelism(gloo_pool, form, size, levels):
-    (alone,) = gloo_pool.run(kept_bytes, 1, "p2p", None)
-    for kept in gloo_pool.run(kept_bytes, size, form, levels):
-        assert kept * size < 1.05 * alone, f"{kept} bytes on one of {size} ranks, {alone} on one rank"
+    (single,) = gloo_pool.run(kept_bytes, 1, "p2p", None)
+    for saved in gloo_pool.run(kept_bytes, size, form, levels):
+        assert saved * size < 1.05 * single, f"{saved} bytes on one of {size} ranks, {single} on one rank"
 
 
 @pytest.mark.parametrize("form, size, levels", [("allgather", 2, None), ("a2a", 2, None), ("a2a+p2p", 2, [2, 1])])
 def test_no_form_keeps_the_weights_that_dropout_drops(gloo_pool, form, size, levels):
     ring = max(gloo_pool.run(kept_bytes, size, "p2p", None, 0.1))
-    for kept in gloo_pool.run(kept_bytes, size, form, levels, 0.1):
-        assert kept < 1.1 * ring, f"{kept} bytes, {ring} in a ring"
+    for saved in gloo_pool.run(kept_bytes, size, form, levels, 0.1):
+        assert saved < 1.1 * ring, f"{saved} bytes, {ring} in a ring"

@@ -53,7 +53,7 @@ class FlashInTorch(FlashKernel):
             places = [(row, (0, queries), (0, keys)) for row in range(batch)]
         else:
             assert query_bounds.dtype == key_bounds.dtype == torch.int32
-            stretches = [list(zip(each.tolist(), each.tolist()[1:])) for each in (query_bounds, key_bounds)]
+            stretches = [list(zip(x.tolist(), x.tolist()[1:])) for x in (query_bounds, key_bounds)]
             assert max(stop - start for start, stop in stretches[0]) == longest_query
             assert max(stop - start for start, stop in stretches[1]) == longest_key
             places = [(None, *place) for place in zip(*stretches, strict=True)]
@@ -104,16 +104,16 @@ def largest_difference(rank, size, form):
     groups = parallel_state.initialize_model_parallel(context_parallel_size=size)
     generator = torch.Generator().manual_seed(2)
     shapes = [(HEADS, CHANNELS), (GROUPS, CHANNELS), (GROUPS, CHANNELS), (HEADS, CHANNELS)]
-    whole = [torch.randn(LENGTH, BATCH, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    local = [zigzag.local_part(x, rank, size, dim=0).contiguous() for x in whole]
-    worst, alone = 0.0, parallel_state.get_process_groups().ep
+    full = [torch.randn(LENGTH, BATCH, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    local = [zigzag.local_part(x, rank, size, dim=0).contiguous() for x in full]
+    worst, single = 0.0, parallel_state.get_process_groups().ep
     for visibility, documents in CASES:
         mask = Mask(visibility, None if documents is None else PackedSeqParams(bounds=documents))
-        expected = results(RingAttention(TokenLayout(alone), UnfusedAttention(SCALE)), whole, mask)
+        expected = results(RingAttention(TokenLayout(single), UnfusedAttention(SCALE)), full, mask)
         kernel = FlashInTorch()
-        found = results(form(TokenLayout(groups.cp), kernel), local, mask)
+        actual = results(form(TokenLayout(groups.cp), kernel), local, mask)
         assert kernel.calls > 0
-        for x, part in zip(expected, found, strict=True):
+        for x, part in zip(expected, actual, strict=True):
             part_of_whole = zigzag.local_part(x, rank, size, dim=0)
             worst = max(worst, ((part_of_whole - part).norm() / part_of_whole.norm()).item())
     return worst
@@ -147,9 +147,9 @@ def errors_of(kernel, tile):
     q, k, v, g = (torch.randn(1, *size, CHANNELS, generator=generator, dtype=torch.float64) for size in sizes)
     plain = UnfusedAttention(SCALE)
     out, lse = plain.forward(q, k, v, tile)
-    found = [kernel.forward(q, k, v, tile)[0], *kernel.backward(g, q, k, v, out, lse, tile)]
+    actual = [kernel.forward(q, k, v, tile)[0], *kernel.backward(g, q, k, v, out, lse, tile)]
     expected = [out, *plain.backward(g, q, k, v, out, lse, tile)]
-    return [((x - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)]
+    return [((x - y).norm() / y.norm()).item() for x, y in zip(actual, expected, strict=True)]
 
 
 def test_flash_kernels_drop_keys_where_a_band_has_more_queries_than_keys():

@@ -91,14 +91,14 @@ def test_tiles_of_all_blocks_cover_every_visible_pair_once(size, merge):
 def test_a_causal_ring_takes_one_tile_per_block_of_equal_work(rank):
     spans = [zigzag.spans(64, other, 4) for other in range(4)]
     tiles = [plan_tiles(spans[rank], keys, Visibility(), 64) for keys in spans]
-    assert [len(each) for each in tiles] == [1] * 4
+    assert [len(item) for item in tiles] == [1] * 4
     work = [tile.num_queries * tile.num_keys for (tile,) in tiles]
     assert work == [256 if other == rank else 128 for other in range(4)]  # half of the square is hidden
 
 
 def test_without_merging_positions_of_a_tile_are_consecutive():
     for rank, other in itertools.product(range(4), repeat=2):
-        queries, keys = (zigzag.positions(64, each, 4) for each in (rank, other))
+        queries, keys = (zigzag.positions(64, x, 4) for x in (rank, other))
         spans = zigzag.spans(64, rank, 4), zigzag.spans(64, other, 4)
         for tile in plan_tiles(*spans, Visibility(False), 64, None, False):
             assert queries[tile.query + tile.num_queries - 1] == tile.query_position + tile.num_queries - 1

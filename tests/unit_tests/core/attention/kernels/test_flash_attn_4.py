@@ -105,10 +105,10 @@ def test_one_that_cannot_be_imported_is_left_aside(monkeypatch, on_hopper, error
 
 def test_deterministic_algorithms_of_torch_are_asked_of_it_too(monkeypatch, on_hopper):
     fake_attention.install(monkeypatch, 4)
-    for asked in (False, True):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=asked: asked)
+    for requested in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda requested=requested: requested)
         kernel = core(attention_backend="flash").kernel
-        assert isinstance(kernel, FlashAttention4) and kernel.deterministic == asked
+        assert isinstance(kernel, FlashAttention4) and kernel.deterministic == requested
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def results(kernel, inputs, mask):
 def errors(kernel, inputs, mask, scale):
     """Relative errors of output and gradients against plain torch in float32."""
     exact = results(UnfusedAttention(scale), [x.double() for x in inputs], mask)
-    found = results(kernel, inputs, mask)
-    return [((x.double() - y).norm() / (y.norm() + 1e-3)).item() for x, y in zip(found, exact, strict=True)]
+    result = results(kernel, inputs, mask)
+    return [((x.double() - y).norm() / (y.norm() + 1e-3)).item() for x, y in zip(result, exact, strict=True)]
 
 
 def documents(device="cuda", lengths=DOCUMENTS):
@@ -282,6 +282,6 @@ def test_merged_blocks_equal_attention_over_everything(visibility, packed, whole
     bounds = test_block_attention.DOCUMENTS if packed else None
     play = test_block_attention.play_ring
     exact = play(UnfusedAttention(0.1), [x.float() for x in inputs], VISIBILITIES[visibility], bounds, 1)
-    found = play(FlashAttention4(0.1), inputs, VISIBILITIES[visibility], bounds, 2, whole_keys)
-    output, *gradients = test_block_attention.errors(found, exact)
+    result = play(FlashAttention4(0.1), inputs, VISIBILITIES[visibility], bounds, 2, whole_keys)
+    output, *gradients = test_block_attention.errors(result, exact)
     assert output < 5e-3 and max(gradients) < 2e-2, (output, gradients)

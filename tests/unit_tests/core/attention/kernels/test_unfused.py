@@ -35,10 +35,10 @@ def by_definition(query, key, value, sees):
 
 
 def assert_equal(kernel, inputs, mask, sees):
-    expected, found = by_definition(*inputs, sees), kernel.attend(*inputs, mask)
-    torch.testing.assert_close(found, expected)
+    expected, actual = by_definition(*inputs, sees), kernel.attend(*inputs, mask)
+    torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(expected)
-    for one, other in zip(torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights)):
+    for one, other in zip(torch.autograd.grad(actual, inputs, weights), torch.autograd.grad(expected, inputs, weights)):
         torch.testing.assert_close(one, other)
 
 
@@ -85,32 +85,32 @@ def test_a_dense_mask_adds_to_the_rest(kernel):
 
 
 @pytest.mark.parametrize("visibility", [Visibility(True), Visibility(False), Visibility(True, (2, 0))])
-def test_a_block_is_the_whole_where_there_is_one(visibility):
+def test_a_single_block_is_the_full_tensor(visibility):
     """Its hand-written backward equals autograd; values may have more channels than keys."""
     inputs, kernel = tensors(5, 7, 10), UnfusedAttention(SCALE)
     tile = full_tile(5, 7, visibility)
-    whole = kernel.attend(*inputs, Mask(visibility)).permute(1, 2, 0, 3)
-    weights = torch.randn_like(whole)
+    full = kernel.attend(*inputs, Mask(visibility)).permute(1, 2, 0, 3)
+    weights = torch.randn_like(full)
     heads_first = [x.detach().permute(1, 2, 0, 3) for x in inputs]
     out, lse = kernel.forward(*heads_first, tile)
-    torch.testing.assert_close(out, whole)
-    expected = torch.autograd.grad(whole, inputs, weights)
+    torch.testing.assert_close(out, full)
+    expected = torch.autograd.grad(full, inputs, weights)
     for one, other in zip(kernel.backward(weights, *heads_first, out, lse, tile), expected, strict=True):
         torch.testing.assert_close(one.permute(2, 0, 1, 3), other)
 
 
-def test_capped_blocks_equal_capped_whole_sequences():
+def test_capped_blocks_equal_capped_full_sequences():
     """Blocks have a hand-written backward pass; full sequences use torch's."""
     kernel, inputs = UnfusedAttention(SCALE, soft_cap=0.7), tensors(7, 7, CHANNELS)
-    found = kernel.attend(*inputs, Mask(Visibility(True, (3, 0))))
+    result = kernel.attend(*inputs, Mask(Visibility(True, (3, 0))))
     plain = UnfusedAttention(SCALE).attend(*inputs, Mask(Visibility(True, (3, 0))))
-    assert not torch.allclose(found, plain, atol=1e-3), "the cap does nothing"
-    grad, tile = torch.randn_like(found), full_tile(7, 7, Visibility(True, (3, 0)))
+    assert not torch.allclose(result, plain, atol=1e-3), "the cap does nothing"
+    grad, tile = torch.randn_like(result), full_tile(7, 7, Visibility(True, (3, 0)))
     query, key, value = (x.detach().permute(1, 2, 0, 3) for x in inputs)
     out, lse = kernel.forward(query, key, value, tile)
-    torch.testing.assert_close(out.permute(2, 0, 1, 3), found)
+    torch.testing.assert_close(out.permute(2, 0, 1, 3), result)
     grads = kernel.backward(grad.permute(1, 2, 0, 3), query, key, value, out, lse, tile)
-    for one, other in zip(grads, torch.autograd.grad(found, inputs, grad)):
+    for one, other in zip(grads, torch.autograd.grad(result, inputs, grad)):
         torch.testing.assert_close(one.permute(2, 0, 1, 3), other)
 
 
@@ -136,9 +136,9 @@ def test_a_bias_is_added_to_scores_that_layer_scaling_has_not_divided(soft_cap, 
     without = UnfusedAttention(SCALE, soft_cap=soft_cap).attend(*inputs, Mask(Visibility(causal)))
     assert not torch.allclose(plain, without, atol=1e-2), "the bias does nothing"
     scaled = UnfusedAttention(SCALE, layer_scale=3.0, softmax_in_fp32=True, soft_cap=soft_cap)
-    found = scaled.attend(*inputs, mask)
-    torch.testing.assert_close(found, plain)
-    torch.testing.assert_close(torch.autograd.grad(found, [*inputs, bias], upstream), expected)
+    actual = scaled.attend(*inputs, mask)
+    torch.testing.assert_close(actual, plain)
+    torch.testing.assert_close(torch.autograd.grad(actual, [*inputs, bias], upstream), expected)
     query, key, value = (x.detach().permute(1, 2, 0, 3) for x in inputs)
     blocks, tile = scaled.with_mask(mask), full_tile(length, length, mask.visibility)
     out, lse = blocks.forward(query, key, value, tile)

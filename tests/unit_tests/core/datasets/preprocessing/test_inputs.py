@@ -216,7 +216,7 @@ def test_one_key_without_tokens_is_an_error(tmp_path):
         run(tmp_path, data, json_keys=["text", "title"])
 
 
-def test_nothing_usable_leaves_existing_output_alone(tmp_path, reference):
+def test_unusable_input_keeps_existing_output(tmp_path, reference):
     _, prefix = run(tmp_path, jsonl(), append_eod=True)
     with pytest.raises(NoDocuments):
         run(tmp_path, b"{}\n", append_eod=True, overwrite=True)

@@ -88,7 +88,7 @@ def test_a_damaged_shard_is_made_again(tmp_path, reference, monkeypatch):
 
 def test_an_interruption_while_publishing_is_finished_by_the_next_run(tmp_path, monkeypatch):
     data = b"".join(json.dumps({"text": text, "title": text[:9]}).encode() + b"\n" for text in DOCUMENTS)
-    _, whole = run(tmp_path, data, "whole", json_keys=["text", "title"])
+    _, full = run(tmp_path, data, "whole", json_keys=["text", "title"])
     with monkeypatch.context() as patch:
         original = pipeline.write_sidecar
 
@@ -103,7 +103,7 @@ def test_an_interruption_while_publishing_is_finished_by_the_next_run(tmp_path, 
     assert not os.path.exists(tmp_path / "out_title_document.bin")
     _, prefix = run(tmp_path, [str(tmp_path / "input.jsonl")], json_keys=["text", "title"])
     for key in ("text", "title"):
-        assert pair(prefix, key) == pair(whole, key)
+        assert pair(prefix, key) == pair(full, key)
 
 
 @pytest.mark.parametrize("place", ["worker", "publishing"])
@@ -168,7 +168,7 @@ def test_two_runs_with_one_prefix_are_refused(tmp_path):
         holder.stdin.close()  # type: ignore[union-attr]
 
 
-def test_a_foreign_folder_of_that_name_is_left_alone(tmp_path):
+def test_a_foreign_folder_of_that_name_is_unchanged(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds thesis\.txt; choose another --output-prefix"):

@@ -85,13 +85,13 @@ def test_sentences_are_sequences(tmp_path):
 def test_sentences_do_not_depend_on_workers(tmp_path, keep_newlines, monkeypatch):
     monkeypatch.setattr(inputs, "MIN_PART_BYTES", 3000)
     monkeypatch.setattr(inputs, "MAX_PART_BYTES", 3000)
-    found = []
+    results = []
     for workers in (1, 3):
         options = {"workers": workers, "keep_newlines": keep_newlines, "split_sentences": True}
         _, prefix = run(tmp_path, jsonl([text.upper() for text in DOCUMENTS]), name=f"out{workers}", **options)
-        found.append(pair(prefix, level="sentence"))
+        results.append(pair(prefix, level="sentence"))
         assert not os.path.exists(prefix + ".partial")
-    assert found[0] == found[1]
+    assert results[0] == results[1]
     assert len(IndexedDataset(prefix + "_text_sentence")) == 2 * len(DOCUMENTS)
 
 
@@ -103,16 +103,16 @@ def test_sentences_have_special_tokens_around_them_on_request(tmp_path):
     transformers.BertTokenizerFast(file).save_pretrained(tmp_path / "bert")
     folder = flags("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "bert"))
     for cfg in (tokenizer, folder):
-        found = []
+        results = []
         for around in (False, True):
             name = f"{cfg.tokenizer_type}{around}"
             options = {"split_sentences": True, "sentence_special_tokens": around}
             _, prefix = run(tmp_path, jsonl(["The fox. The quick fox.", "."]), name, cfg, **options)
             data = IndexedDataset(prefix + "_text_sentence")
-            found.append([data[index].tolist() for index in range(len(data))])
+            results.append([data[index].tolist() for index in range(len(data))])
             check_sidecar(prefix + "_text_sentence", build_tokenizer(cfg))  # training need not know
-        assert found[0] == [[5, 7, 12], [5, 6, 7, 12], [12]]
-        assert found[1] == [[2, *ids, 3] for ids in found[0]]
+        assert results[0] == [[5, 7, 12], [5, 6, 7, 12], [12]]
+        assert results[1] == [[2, *ids, 3] for ids in results[0]]
     with pytest.raises(ValueError, match="--sentence-special-tokens: ByteLevelTokenizer adds no tokens"):
         run(tmp_path, jsonl(), "none", split_sentences=True, sentence_special_tokens=True)
     with pytest.raises(ValueError, match="--sentence-special-tokens has no effect without --split-sentences"):
@@ -121,8 +121,8 @@ def test_sentences_have_special_tokens_around_them_on_request(tmp_path):
 
 def test_rules_split_sentences():
     text = 'Dr. Smith met J. Doe, e.g. at 5 p.m. today! "Was it 3.14?" Yes... No.\n\nA title\n\n  这是。那是！End'
-    found = [text[start:stop] for start, stop in rule_spans(text)]
-    assert found == [
+    results = [text[start:stop] for start, stop in rule_spans(text)]
+    assert results == [
         "Dr. Smith met J. Doe, e.g. at 5 p.m. today!",
         '"Was it 3.14?"',
         "Yes...",
@@ -205,7 +205,7 @@ def test_the_fastest_number_of_workers_is_found(tmp_path, caplog):
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
-def test_spawned_workers_build_their_own_tokenizer(tmp_path, reference, monkeypatch):
+def test_spawned_workers_build_separate_tokenizers(tmp_path, reference, monkeypatch):
     monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
     _, prefix = run(tmp_path, jsonl(), append_eod=True, workers=2)
     assert pair(prefix) == reference

@@ -12,20 +12,20 @@ from tests.test_utils.shared_window import SharedWindow
 
 def decide(rank, size, trouble):
     """Over gloo, as if it were NCCL; ``trouble`` is rank 1's. What came of it, and what the log says."""
-    said = []
+    printed = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda group=None: "nccl")
         patch.setattr(choice, "DEVICE", "cpu")
         patch.setattr(choice, "SymmetricWindow", SharedWindow)
-        patch.setattr(choice, "notice", lambda logger, words, *values: said.append(words % values))
+        patch.setattr(choice, "notice", lambda logger, words, *values: printed.append(words % values))
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
         if rank == 1:
             trouble(patch)
         engines = choice.start_copy_engines("tp", dist.group.WORLD, range(size), rank)
         if engines is None:
-            return None, said
-        return engines.all_gather(torch.tensor([float(rank)])).wait().tolist(), said
+            return None, printed
+        return engines.all_gather(torch.tensor([float(rank)])).wait().tolist(), printed
 
 
 def no_trouble(patch):
@@ -60,7 +60,7 @@ def test_where_everything_works_messages_arrive(gloo_pool):
 def test_trouble_of_one_rank_sends_all_through_nccl(gloo_pool, trouble, reason):
     outcomes = gloo_pool.run(decide, 3, trouble)
     assert [engines for engines, _ in outcomes] == [None] * 3
-    assert all(len(said) == 1 and said[0].startswith("tp: messages go through NCCL") for _, said in outcomes)
+    assert all(len(printed) == 1 and printed[0].startswith("tp: messages go through NCCL") for _, printed in outcomes)
     assert outcomes[1][1][0].endswith(reason)
 
 

@@ -38,8 +38,8 @@ def gather(rank, size):
     engines = engines_of_world(rank, size)
     for number in range(ROUNDS):
         rows = 2 if number < 4 else 5  # a larger message needs a larger window
-        whole = engines.all_gather(of(rank, number, (rows, 3))).wait()
-        torch.testing.assert_close(whole, torch.cat([of(peer, number, (rows, 3)) for peer in range(size)]))
+        full = engines.all_gather(of(rank, number, (rows, 3))).wait()
+        torch.testing.assert_close(full, torch.cat([of(peer, number, (rows, 3)) for peer in range(size)]))
 
 
 def exchange(rank, size):
@@ -55,19 +55,19 @@ def exchange(rank, size):
 
 def mail(rank, size):
     box = engines_of_world(rank, size).mailbox(8 * 6)
-    following, previous = (rank + 1) % size, (rank - 1) % size
+    next_item, previous = (rank + 1) % size, (rank - 1) % size
     for number in range(ROUNDS):
-        box.send(following, of(rank, number, (2, 3)))
+        box.send(next_item, of(rank, number, (2, 3)))
         box.send(previous, of(rank, number + 50, (2, 3)))
         up, down = torch.empty_like(of(0, 0, (2, 3))), torch.empty_like(of(0, 0, (2, 3)))
         if size == 2:  # both come from the same rank, in its order
             box.receive(previous, up)
             box.receive(previous, down)
         else:
-            box.receive(following, down)
+            box.receive(next_item, down)
             box.receive(previous, up)
         torch.testing.assert_close(up, of(previous, number, (2, 3)))
-        torch.testing.assert_close(down, of(following, number + 50, (2, 3)))
+        torch.testing.assert_close(down, of(next_item, number + 50, (2, 3)))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -170,13 +170,13 @@ def test_the_order_of_a_gather():
     assert not any(call[1] == "wait" and call[2][0][1] > 2 for call in calls)  # the first find slots that are free
     calls.clear()
     transfer = engines.all_gather(x)
-    done, whole = ("mark", len(calls)), transfer.wait()
-    start, own, out = 8 * (4 % 3), x.data_ptr(), whole.data_ptr()
-    assert opened == [(3 * 8, 6)] and whole.shape == (6, 4)
+    finished, full = ("mark", len(calls)), transfer.wait()
+    start, local, out = 8 * (4 % 3), x.data_ptr(), full.data_ptr()
+    assert opened == [(3 * 8, 6)] and full.shape == (6, 4)
     assert calls == [
         ("here", "wait", [(1, 5), (1, 3)], 1),
-        ("here", "copy", place(1, start), own, 8),
-        ("here", "copy", out + 8, own, 8),
+        ("here", "copy", place(1, start), local, 8),
+        ("here", "copy", out + 8, local, 8),
         ("beside", "write", [(2, 1), (0, 1)], 4),
         ("beside", "wait", [(1, 2)], 4),
         ("beside", "copy", out + 16, place(2, start), 8),
@@ -184,7 +184,7 @@ def test_the_order_of_a_gather():
         ("beside", "wait", [(1, 0)], 4),
         ("beside", "copy", out, place(0, start), 8),
         ("beside", "write", [(0, 4)], 4),
-        ("after", done),
+        ("after", finished),
     ]
 
 
@@ -198,9 +198,9 @@ def test_the_order_of_an_exchange():
     calls.clear()
     transfer = engines.exchange(parts, lambda received: calls.append("consume") or torch.cat(received))
     sent, start = ("mark", len(calls)), 12 * (5 % 3)
-    found = transfer.wait()
+    result = transfer.wait()
     assert opened == [(3 * 12, 6)]
-    assert found.tolist() == [*range(start, start + 4), *range(4, 8), *range(start + 8, start + 12)]
+    assert result.tolist() == [*range(start, start + 4), *range(4, 8), *range(start + 8, start + 12)]
     assert calls == [
         ("beside", "wait", [(1, 5)], 2),
         ("beside", "copy", place(2, start + 4), parts[2].data_ptr(), 4),
@@ -215,7 +215,7 @@ def test_the_order_of_an_exchange():
     ]
 
 
-def test_larger_messages_open_a_window_of_their_own_and_smaller_ones_go_to_nccl():
+def test_larger_messages_open_a_separate_window_and_smaller_ones_use_nccl():
     engines, calls, opened = noted(2, 0)
     for size in (1, 4, 8, 6):
         engines.all_gather(torch.zeros(size, dtype=torch.uint8))
@@ -238,17 +238,17 @@ def test_the_order_of_messages():
     box.send(2, x)
     box.receive(0, x)
     box.receive(2, x)  # the other lane counts for itself
-    own, start = x.data_ptr(), 6 * (4 % 3)
+    local, start = x.data_ptr(), 6 * (4 % 3)
     assert calls == [
         ("beside", "wait", [(1, 1)], 1),
-        ("beside", "copy", place(2, start), own, 6),
+        ("beside", "copy", place(2, start), local, 6),
         ("beside", "write", [(2, 0)], 4),
-        ("keep", own),
+        ("keep", local),
         ("here", "wait", [(1, 0)], 4),
-        ("here", "copy", own, place(1, start), 6),
+        ("here", "copy", local, place(1, start), 6),
         ("here", "write", [(0, 1)], 4),
         ("here", "wait", [(1, 0)], 1),
-        ("here", "copy", own, place(1, 6), 6),
+        ("here", "copy", local, place(1, 6), 6),
         ("here", "write", [(2, 1)], 1),
     ]
 

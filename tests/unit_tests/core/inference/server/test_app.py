@@ -85,8 +85,8 @@ def test_an_unexpected_error_is_an_error_object(tokenizer, monkeypatch, caplog):
         monkeypatch.undo()
         monkeypatch.setattr(app.Answer, "chunk", fail)
         text = httpx.post(url + "/v1/completions", json={"prompt": "a", "stream": True}).text
-        error, done = text.split("\n\n")[-3:-1]
-        assert json.loads(error[6:])["error"]["type"] == "server_error" and done == "data: [DONE]"
+        error, finished = text.split("\n\n")[-3:-1]
+        assert json.loads(error[6:])["error"]["type"] == "server_error" and finished == "data: [DONE]"
 
 
 @pytest.mark.parametrize("kind", ["tokenize", "detokenize", "keys", "completions with echo and logprobs", "stream"])

@@ -261,8 +261,8 @@ def test_open_requests_get_errors_in_form_when_the_server_ends(tokenizer, monkey
         assert is_closed(half, 10) and time.monotonic() - began < 20
     assert answers["full"].status_code == 503
     assert "the server stops" in answers["full"].json()["error"]["message"]
-    *_, error, done, end = answers["stream"].text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
+    *_, error, finished, end = answers["stream"].text.split("\n\n")
+    assert (finished, end) == ("data: [DONE]", "")
     assert "the server stops" in json.loads(error.removeprefix("data: "))["error"]["message"]
     assert "Traceback" not in caplog.text and not caplog.records
 

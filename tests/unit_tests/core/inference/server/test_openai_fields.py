@@ -201,21 +201,21 @@ def test_a_negative_seed_repeats_its_text(http):
 
 
 def test_answers_have_the_fingerprint_of_the_server_in_every_form(http):
-    found = set()
+    results = set()
     for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": MESSAGES, "max_tokens": 3})):
-        found.add(http.post(path, json=body).json()["system_fingerprint"])
+        results.add(http.post(path, json=body).json()["system_fingerprint"])
         lines = http.post(path, json={**body, "stream": True}).text.split("\n\n")[:-2]
-        found |= {json.loads(line.removeprefix("data: "))["system_fingerprint"] for line in lines}
-    assert len(found) == 1 and found.pop().startswith("fp_")
+        results |= {json.loads(line.removeprefix("data: "))["system_fingerprint"] for line in lines}
+    assert len(results) == 1 and results.pop().startswith("fp_")
 
 
 def test_messages_of_answers_can_be_sent_again(http):
     with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
         options = {"model": "tiny", "temperature": 0, "max_tokens": 5}
         message = client.chat.completions.create(**options, messages=MESSAGES).choices[0].message
-        again = [[*MESSAGES, reply, *MESSAGES] for reply in (
+        repeated = [[*MESSAGES, reply, *MESSAGES] for reply in (
             message, message.model_dump(), {"role": "assistant", "content": message.content})]  # fmt: skip
-        texts = [client.chat.completions.create(**options, messages=x).choices[0].message.content for x in again]
+        texts = [client.chat.completions.create(**options, messages=x).choices[0].message.content for x in repeated]
     assert len(set(texts)) == 1
     for key in ("audio", "function_call", "refusal"):
         answer = http.post(CHAT, json={"messages": [{**MESSAGES[0], key: {"id": "x"}}]})

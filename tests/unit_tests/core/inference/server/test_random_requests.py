@@ -63,8 +63,8 @@ def expected_texts(model, tokenizer, ids, body, number, limit):
         text = tokenizer.detokenize([*ids, *tokens])[len(context) :]
         # characters at the end whose bytes are not complete may still change
         complete = text if len(tokens) == limit else text.rstrip("\ufffd")
-        if found := [complete.find(stop) for stop in stops if stop in complete]:
-            return text[: min(found)], "stop", tokens
+        if result := [complete.find(stop) for stop in stops if stop in complete]:
+            return text[: min(result)], "stop", tokens
     return text, "length", tokens
 
 
@@ -99,12 +99,12 @@ def check_scores(model, tokenizer, ids, sampled, body, logprobs, is_chat):
         assert [bytes(x["bytes"]) for x in logprobs["content"]] == list(map(tokenizer.token_bytes, sampled))
         assert {len(x["top_logprobs"]) for x in logprobs["content"]} == {body.get("top_logprobs", 0)}
         for x, best in zip(logprobs["content"], rows[len(ids) - 1 :].topk(3).values.tolist()):
-            top = [each["logprob"] for each in x["top_logprobs"]]
+            top = [item["logprob"] for item in x["top_logprobs"]]
             assert top == pytest.approx(best[: len(top)], abs=1e-4)
         first = len(ids)
     else:
         values, first = logprobs["token_logprobs"], 0 if body.get("echo") else len(ids)
-        assert len({len(each) for each in logprobs.values()}) == 1
+        assert len({len(value) for value in logprobs.values()}) == 1
         offsets = logprobs["text_offset"]
         assert offsets == sorted(offsets) and offsets[0] == (0 if body.get("echo") else len(tokenizer.detokenize(ids)))
         if body.get("echo"):

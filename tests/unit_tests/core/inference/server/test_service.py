@@ -63,12 +63,12 @@ def test_a_request_without_finite_logits_gets_an_error_and_the_others_their_text
                 chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
                 assert "".join(x["choices"][0]["text"] for x in chunks) == expected[request["prompt"]]
             else:
-                found = [choice["text"] for choice in answer.json()["choices"]]
-                assert found == [expected[request["prompt"]]] * request.get("n", 1)
+                results = [choice["text"] for choice in answer.json()["choices"]]
+                assert results == [expected[request["prompt"]]] * request.get("n", 1)
             continue
         if answer.status_code == 200:  # a stream that began with the text for another prompt
-            *_, last, done, _ = answer.text.split("\n\n")
-            assert request["stream"] and done == "data: [DONE]"
+            *_, last, finished, _ = answer.text.split("\n\n")
+            assert request["stream"] and finished == "data: [DONE]"
             error = json.loads(last[6:])["error"]
         else:
             assert answer.status_code == 500

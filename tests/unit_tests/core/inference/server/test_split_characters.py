@@ -59,10 +59,10 @@ def test_streams_equal_complete_answers_and_have_no_half_characters(url, path):
         assert lines[-2:] == ["data: [DONE]", ""]
         chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
         for choice in full.json()["choices"]:
-            own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
-            parts = [chunk["text"] if path == COMPLETIONS else chunk["delta"].get("content", "") for chunk in own]
+            local = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+            parts = [chunk["text"] if path == COMPLETIONS else chunk["delta"].get("content", "") for chunk in local]
             text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
-            assert "".join(parts) == text and own[-1]["finish_reason"] == choice["finish_reason"]
+            assert "".join(parts) == text and local[-1]["finish_reason"] == choice["finish_reason"]
             stops = body.get("stop", [])
             complete = TEXT[: min((TEXT.find(stop) for stop in stops), default=len(TEXT))]
             if body["max_tokens"] == 40:

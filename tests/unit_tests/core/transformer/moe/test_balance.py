@@ -132,7 +132,7 @@ def test_packed_samples_have_the_losses_of_separate_rows(setting):
     torch.testing.assert_close(shares[0][0] + shares[1][0], expected)
     torch.testing.assert_close(torch.autograd.grad(shares[0][0] + shares[1][0], logits)[0], gradient)
     for name in rule.statistics:
-        assert sum(float(each[1][name][1]) for each in shares) == pytest.approx(11.0)
+        assert sum(float(share[1][name][1]) for share in shares) == pytest.approx(11.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -194,7 +194,7 @@ def trained(rank, world_size, kind, tp, cp, micro_batch):
     router = TopKRouter(config, layer_number=1, groups=groups)
     initialize_parameters(router, 7, groups)
     assert set(router.weight.spec.grad) == ({"tp"} if tp > 1 else set())
-    whole = torch.randn(LENGTH, BATCH, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=DOUBLE)
+    full = torch.randn(LENGTH, BATCH, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=DOUBLE)
     target = torch.randn(LENGTH, BATCH, 2, generator=torch.Generator().manual_seed(6), dtype=DOUBLE)
     valid = torch.tensor([8.0, 3.0, 8.0, 5.0])
     layout = TokenLayout.of(groups, config.sequence_parallel)
@@ -206,7 +206,7 @@ def trained(rank, world_size, kind, tp, cp, micro_batch):
         for sample_b in samples:
             at = DropoutCoordinates(DropoutStream(3), sample_b + step * BATCH, position)
             side = AuxLossWeights(valid[sample_b], torch.tensor(2.0, dtype=DOUBLE))
-            x = (whole * (1 + step))[position][:, sample_b]
+            x = (full * (1 + step))[position][:, sample_b]
             experts, weights, _ = router(x, ForwardContext(layout, dropout=at, aux_losses=side))
             (weights.view(len(position), -1, 2) * target[position][:, sample_b]).sum().mul(2.0).backward()
             for (s, b), chosen in zip(
@@ -242,17 +242,17 @@ def test_micro_batch_size_changes_only_the_loss_that_is_named_after_it(gloo_pool
 
 def _compare(ranks, reference):
     (routed, gradients, totals, buffers), *_ = reference
-    found = {}
+    result = {}
     for each, *_ in ranks:
-        assert not found.keys() & each.keys()
-        found |= each
-    assert found == routed
+        assert not result.keys() & each.keys()
+        result |= each
+    assert result == routed
     for _, other_gradients, other_totals, other_buffers in ranks:
         torch.testing.assert_close(other_gradients, gradients, rtol=1e-11, atol=1e-12)
-        for mine, others in zip(totals, other_totals):
-            assert mine.keys() == others.keys()
+        for mine, rest in zip(totals, other_totals):
+            assert mine.keys() == rest.keys()
             for name, sums in mine.items():
-                torch.testing.assert_close(others[name], sums, rtol=1e-12, atol=0, msg=name)
+                torch.testing.assert_close(rest[name], sums, rtol=1e-12, atol=0, msg=name)
         assert buffers.keys() == other_buffers.keys()
         for name, values in buffers.items():
             assert torch.equal(other_buffers[name], values), name

@@ -72,26 +72,26 @@ def on_ranks(rank, world, ep, etp, overrides, data):
     groups = parallel_state.initialize_model_parallel(
         expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
     )  # fmt: skip
-    own = [each.chunk(world)[rank] for each in data]
-    return run_layer(config_of(**overrides), groups, own)
+    local = [item.chunk(world)[rank] for item in data]
+    return run_layer(config_of(**overrides), groups, local)
 
 
 def summed(pieces):
     """{name: sum of all ranks' pieces}; copies add up."""
-    whole = {}
+    full = {}
     for name, shape, rectangle, local in pieces:
-        target = whole.setdefault(name, torch.zeros(shape, dtype=DOUBLE))
+        target = full.setdefault(name, torch.zeros(shape, dtype=DOUBLE))
         rectangle.of(target).add_(local)
-    return whole
+    return full
 
 
 def compare(results, expected):
     for index in range(3):
         torch.testing.assert_close(
-            torch.cat([each[index] for each in results]), expected[index], rtol=1e-10, atol=1e-12
+            torch.cat([result[index] for result in results]), expected[index], rtol=1e-10, atol=1e-12
         )  # fmt: skip
-    found, exact = summed([piece for each in results for piece in each[3]]), summed(expected[3])
-    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
+    actual, exact = summed([piece for result in results for piece in result[3]]), summed(expected[3])
+    torch.testing.assert_close(actual, exact, rtol=1e-10, atol=1e-12)
 
 
 def by_hand(config, data):
@@ -127,8 +127,8 @@ KINDS = {
 @pytest.mark.parametrize("dropped", [0.0, 0.4])
 def test_one_rank_computes_every_token_through_its_experts(dropped):
     data = batch(dropped)
-    for found, expected in zip(run_layer(config_of(), SINGLE_PROCESS, data), by_hand(config_of(), data)):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for actual, expected in zip(run_layer(config_of(), SINGLE_PROCESS, data), by_hand(config_of(), data)):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dropped, skewed", [(0.0, False), (0.4, False), (0.0, True)])
@@ -158,7 +158,7 @@ def through_engines(rank, world, ep, etp, overrides, data):
         groups = parallel_state.initialize_model_parallel(
             expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
         )  # fmt: skip
-        result = run_layer(config_of(**overrides), groups, [each.chunk(world)[rank] for each in data])
+        result = run_layer(config_of(**overrides), groups, [item.chunk(world)[rank] for item in data])
     engines = groups.etp_ep.engines
     return *result, (engines._gathers._number > 0, engines._exchanges._number > 0, nccl.call_count)
 
@@ -174,7 +174,7 @@ def test_copy_engines_carry_what_has_known_sizes(gloo_pool, layout, kind):
     overrides = KINDS["alltoall"] | PADDED if padded else KINDS[kind]
     results = gloo_pool.run(through_engines, world, ep, etp, overrides, data)
     compare(results, run_layer(config_of(), SINGLE_PROCESS, data))
-    assert {each[4] for each in results} == {(not padded, True, int(padded))}, "only counts go through NCCL"
+    assert {result[4] for result in results} == {(not padded, True, int(padded))}, "only counts go through NCCL"
 
 
 def limited(data, ranks):
@@ -182,8 +182,8 @@ def limited(data, ranks):
     tokens, weights, choices, upstream = data
     capacity = expert_capacity(TOKENS // ranks, EXPERTS, K, FACTOR)
     shares = zip(choices.chunk(ranks), weights.chunk(ranks))
-    kept = torch.cat([within_capacity(*each, EXPERTS, capacity) for each in shares])
-    return tokens, weights.where(kept, 0), choices.where(kept, EXPERTS), upstream
+    saved = torch.cat([within_capacity(*share, EXPERTS, capacity) for share in shares])
+    return tokens, weights.where(saved, 0), choices.where(saved, EXPERTS), upstream
 
 
 @pytest.mark.parametrize("skewed", [False, True])
@@ -213,7 +213,7 @@ def without_the_host(monkeypatch):
 def dispatch_without_the_host(rank, world, ep, etp, overrides, data):
     groups = parallel_state.initialize_model_parallel(expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     dispatcher = build_dispatcher(config_of(**overrides), groups=groups)
-    tokens, weights, choices, _ = [each.chunk(world)[rank] for each in data]
+    tokens, weights, choices, _ = [item.chunk(world)[rank] for item in data]
     with without_the_host(pytest.MonkeyPatch()):
         dispatched = dispatcher.dispatch(tokens, Routing(choices, weights))
         dispatcher.combine(dispatched.rows, dispatched)
@@ -256,7 +256,7 @@ class Operations(TorchDispatchMode):
 def operations(rank, world, overrides, data):
     groups = parallel_state.initialize_model_parallel(expert_model_parallel_size=world)
     dispatcher = build_dispatcher(config_of(**overrides), groups=groups)
-    tokens, weights, choices, _ = [each.chunk(world)[rank] for each in data]
+    tokens, weights, choices, _ = [item.chunk(world)[rank] for item in data]
     tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
     with Operations() as counted:
         dispatched = dispatcher.dispatch(tokens, Routing(choices, weights, drops=False))
@@ -275,7 +275,7 @@ def test_tokens_take_few_operations_there_and_back(gloo_pool, world, kind, most)
 def rows_in_order(rank, world, kind):
     groups = parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     dispatcher = build_dispatcher(config_of(moe_token_dispatcher_type=kind), groups=groups)
-    tokens, weights, choices, _ = [each.chunk(world)[rank] for each in batch()]
+    tokens, weights, choices, _ = [item.chunk(world)[rank] for item in batch()]
     return dispatcher.dispatch(tokens, Routing(choices, weights))
 
 
@@ -293,7 +293,7 @@ def in_other_order(rank, world, kind, data):
         expert_model_parallel_size=2, expert_tensor_parallel_size=2, order="ep-dp-tp-cp-pp"
     )
     assert groups.etp_ep.ranks.index(groups.ep.ranks[1]) - groups.etp_ep.ranks.index(groups.ep.ranks[0]) == 1
-    return run_layer(config_of(moe_token_dispatcher_type=kind), groups, [each.chunk(world)[rank] for each in data])
+    return run_layer(config_of(moe_token_dispatcher_type=kind), groups, [item.chunk(world)[rank] for item in data])
 
 
 @pytest.mark.parametrize("kind", ["allgather", "alltoall"])

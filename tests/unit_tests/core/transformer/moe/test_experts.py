@@ -87,16 +87,16 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_are_networks_of_their_own(kind):
+def test_experts_are_independent_networks(kind):
     overrides, options = KINDS[kind]
     experts, (rows, ends, weights) = build(**overrides), inputs()
     output = experts(rows, ends, weights)
     expected = by_hand(experts, rows, ends, weights, **options)
     torch.testing.assert_close(output[: ENDS[-1]], expected)
     leaves = [rows, weights, *experts.parameters()]
-    found = torch.autograd.grad(output, leaves, upstream())
+    actual = torch.autograd.grad(output, leaves, upstream())
     exact = torch.autograd.grad(expected, leaves, upstream()[: ENDS[-1]])
-    for mine, reference in zip(found, exact):
+    for mine, reference in zip(actual, exact):
         torch.testing.assert_close(mine, reference)
 
 
@@ -163,23 +163,23 @@ def test_gradients_accumulate_in_main_grad(dtype, grouped):
 
 
 def test_deferred_weight_gradients_arrive_when_they_are_computed():
-    experts, whole = build(), build()
+    experts, full = build(), build()
     arrivals, store = give_all_main_grads(experts), WeightGradientStore()
-    give_all_main_grads(whole)
+    give_all_main_grads(full)
     for linear in (experts.linear_fc1, experts.linear_fc2):
         linear.weight_gradient_store = store
     results = []
-    for each in (experts, whole):
+    for x in (experts, full):
         rows, ends, weights = inputs()
-        each(rows, ends, weights).backward(upstream())
+        x(rows, ends, weights).backward(upstream())
         results.append((rows.grad, weights.grad))
     torch.testing.assert_close(*results)
     assert len(store) == 2 and not any(arrivals.values())
     for complete in store.take():
         complete()
-    for mine, expected in zip(experts.parameters(), whole.parameters()):
+    for mine, expected in zip(experts.parameters(), full.parameters()):
         torch.testing.assert_close(mine.main_grad, expected.main_grad)
-    assert all(len(each) == 1 for each in arrivals.values())
+    assert all(len(value) == 1 for value in arrivals.values())
 
 
 @pytest.mark.parametrize("products", [
@@ -209,8 +209,8 @@ def test_rows_of_no_expert_reach_no_gradient():
         rows, ends, weights = inputs()
         rows.data[ENDS[-1] :], weights.data[ENDS[-1] :] = filler, filler
         output = experts(rows, ends, weights)
-        found = torch.autograd.grad(output, [rows, weights, *experts.parameters()], upstream())
-        gradients.append([each[: ENDS[-1]] if index < 2 else each for index, each in enumerate(found)])
+        result = torch.autograd.grad(output, [rows, weights, *experts.parameters()], upstream())
+        gradients.append([each[: ENDS[-1]] if index < 2 else each for index, each in enumerate(result)])
     for clean, with_nan in zip(*gradients):
         assert torch.equal(clean, with_nan)
 
@@ -219,7 +219,7 @@ def test_group_of_rows():
     assert group_of_rows(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 5).tolist() == [1, 1, 3, -1, -1]
 
 
-def test_xavier_values_are_as_large_as_in_one_expert_alone():
+def test_xavier_values_are_as_large_as_in_a_single_expert():
     experts = build(init_method_xavier_uniform=True)
     for weight, fan_in, fan_out in ((experts.linear_fc1.weight, 16, 2 * 24), (experts.linear_fc2.weight, 24, 16)):
         bound = (6 / (fan_in + fan_out)) ** 0.5
@@ -232,5 +232,5 @@ def test_recomputed_activations_give_the_same_gradients():
         experts, (rows, ends, weights) = build(**overrides), inputs()
         experts(rows, ends, weights).backward(upstream())
         results.append([rows.grad, weights.grad, *(p.grad for p in experts.parameters())])
-    for kept, recomputed in zip(*results):
-        assert torch.equal(kept, recomputed)
+    for saved, recomputed in zip(*results):
+        assert torch.equal(saved, recomputed)

@@ -57,10 +57,10 @@ def multiply(x, weight, ends):
 def weight_gradient(grad, x, ends, total=None):
     members = _members(ends, len(x))
     of_none = ~members.any(1, keepdim=True)
-    found = torch.einsum(
+    result = torch.einsum(
         "ro,ri,rg->goi", grad.masked_fill(of_none, 0), x.masked_fill(of_none, 0), members.to(x.dtype)
     )
-    return found if total is None else total.add_(found)
+    return result if total is None else total.add_(result)
 
 
 def step(rank, world, ep, settings):
@@ -78,14 +78,14 @@ def step(rank, world, ep, settings):
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, clip_grad=1.0, adam_eps=1e-4), [ddp], groups=groups)
     position, reads, waits = torch.arange(LENGTH).expand(BATCH // groups.dp.size, -1), Reads(), Waits()
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    own, everything = tokens.chunk(groups.dp.size)[groups.dp.rank], torch.ones(len(position), LENGTH)
+    local, everything = tokens.chunk(groups.dp.size)[groups.dp.rank], torch.ones(len(position), LENGTH)
     index = torch.arange(BATCH).chunk(groups.dp.size)[groups.dp.rank]
     with reads, waits, pytest.MonkeyPatch.context() as patch:
         for module in (layers, cross_entropy):
             patch.setattr(module, "check_ids", lambda *_: None)  # it reads ids only in host memory
         patch.setattr(philox, "philox", philox._rounds)  # in torch, as on a device
         ddp.zero_grad_buffer()
-        losses = ddp(own[:, :-1], position, labels=own[:, 1:], sample_index=index, loss_mask=everything)
+        losses = ddp(local[:, :-1], position, labels=local[:, 1:], sample_index=index, loss_mask=everything)
         losses.sum().backward()
         finalize_model_grads([ddp], everything.sum(), groups=groups)
         optimizer.update()

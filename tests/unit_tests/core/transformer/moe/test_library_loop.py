@@ -43,17 +43,17 @@ def test_a_plain_loop_moves_expert_biases_once_a_step_by_the_load_of_all_ranks(g
         torch.testing.assert_close((bias / RATE).round() * RATE, bias, rtol=1e-4, atol=1e-8)
         assert bias.abs().max() <= STEPS * RATE * 1.0001
     for ep in (1, 2):
-        for found in gloo_pool.run(biases, 2, ep):
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[layer], expected[layer]) for layer in found)
+        for results in gloo_pool.run(biases, 2, ep):
+            assert results.keys() == expected.keys()
+            assert all(torch.equal(results[layer], expected[layer]) for layer in results)
 
 
-def test_a_caller_with_sums_of_its_own_moves_them_itself(gloo_pool):
-    (found,) = gloo_pool.run(biases, 1, 1, 1, False)
-    assert all(not bias.any() for bias in found.values())
+def test_a_caller_with_separate_sums_moves_them(gloo_pool):
+    (results,) = gloo_pool.run(biases, 1, 1, 1, False)
+    assert all(not bias.any() for bias in results.values())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_pipeline_stage_moves_those_of_its_layers(gloo_pool, rank):
-    found = gloo_pool.run(biases, 2, 1, 2)[rank]
-    assert list(found) == [rank + 1] and found[rank + 1].any()
+    result = gloo_pool.run(biases, 2, 1, 2)[rank]
+    assert list(result) == [rank + 1] and result[rank + 1].any()

@@ -35,15 +35,15 @@ def inputs():
 
 @pytest.mark.parametrize("gate", [False, True])
 def test_the_shared_expert_takes_every_token(gate):
-    layer, alone = build(moe_shared_expert_gate=gate), build(moe_shared_expert_intermediate_size=None)
-    alone.load_state_dict({name: value for name, value in layer.state_dict().items() if "shared" not in name})
+    layer, single = build(moe_shared_expert_gate=gate), build(moe_shared_expert_intermediate_size=None)
+    single.load_state_dict({name: value for name, value in layer.state_dict().items() if "shared" not in name})
     x, shared = inputs(), layer.shared_experts
     assert layer.router.statistics.label == "layer 1"
     gate_up = x @ shared.linear_fc1.weight.t()
     expected = (torch.nn.functional.silu(gate_up[..., :12]) * gate_up[..., 12:]) @ shared.linear_fc2.weight.t()
     if gate:
         expected = expected * torch.sigmoid(x @ shared.gate_weight[0]).unsqueeze(-1)
-    torch.testing.assert_close(layer(x), alone(x) + expected)
+    torch.testing.assert_close(layer(x), single(x) + expected)
 
 
 def gradients(layer, recorder=None):
@@ -92,8 +92,8 @@ def record(patch, events, layer):
 
 @pytest.mark.parametrize("kind", ["allgather", "alltoall"])
 def test_the_shared_expert_computes_while_tokens_travel(gloo_pool, kind):
-    for (apart, beside), events in gloo_pool.run(both_orders, 2, kind):
-        for mine, expected in zip(beside, apart):
+    for (apart, adjacent), events in gloo_pool.run(both_orders, 2, kind):
+        for mine, expected in zip(adjacent, apart):
             torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
         forward, backward = "ssmmeese", "sessmmee"
         assert events == forward + backward

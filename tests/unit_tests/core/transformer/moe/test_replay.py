@@ -57,11 +57,11 @@ def recorded(rank, world_size, fields):
     changed(model)
     with record_routes([model]) as free:
         losses(model, batches()[0])
-    with record_routes([model]) as again, replay_routes([model], routes), record_routes([model]) as replayed:
+    with record_routes([model]) as repeated, replay_routes([model], routes), record_routes([model]) as replayed:
         for ids in batches():
             losses(model, ids).sum().backward()
     gradient = model.decoder.layers[0].mlp.router.weight.grad
-    return dict(routes), dict(replayed), dict(free), gradient is not None and gradient.abs().sum() > 0, dict(again)
+    return dict(routes), dict(replayed), dict(free), gradient is not None and gradient.abs().sum() > 0, dict(repeated)
 
 
 def test_routes_are_recorded_and_replayed_in_every_layout(gloo_pool):
@@ -126,35 +126,35 @@ def generated(rank, world_size, ranks):
     engine = Engine(rank_model(ranks), Limits(max_length=16, max_tokens=5, max_sequences=3), num_pages=8, page_size=4)
     requests = [Request(prompt=x, max_new_tokens=6, sampling=Sampling(seed=n), return_routes=n != 3)
                 for n, x in enumerate([*PROMPTS, PROMPTS[1]])]  # fmt: skip
-    found = [(x.tokens, [y.logprob for y in x.scores], x.routes) for x in engine.generate(requests)]
-    return found, engine.scheduler.num_preemptions
+    results = [(x.tokens, [y.logprob for y in x.scores], x.routes) for x in engine.generate(requests)]
+    return results, engine.scheduler.num_preemptions
 
 
 def replayed(rank, world_size, ranks, sequences, routes):
     """Statistics with free and replayed routes, and with other routers."""
     model = rank_model(ranks)
     free = token_statistics([model], sequences, row_length=ROW, routes=None)
-    found = token_statistics([model], sequences, row_length=ROW, routes=routes)
-    return free, found, token_statistics([changed(model)], sequences, row_length=ROW)
+    result = token_statistics([model], sequences, row_length=ROW, routes=routes)
+    return free, result, token_statistics([changed(model)], sequences, row_length=ROW)
 
 
 def test_the_trainer_replays_the_routes_of_generated_texts(gloo_pool):
-    ((done, preemptions),) = gloo_pool.run(generated, 1, {})
-    assert preemptions and done[3][2] == {}
+    ((finished, preemptions),) = gloo_pool.run(generated, 1, {})
+    assert preemptions and finished[3][2] == {}
     for ranks in ({"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}):
-        (others, _), *_ = gloo_pool.run(generated, 2, ranks)
-        for (tokens, _, routes), (expected, _, wanted) in zip(others, done, strict=True):
-            assert tokens == expected and routes.keys() == wanted.keys()
-            assert all(torch.equal(routes[layer], wanted[layer]) for layer in wanted)
-    done, prompts = done[:3] + done[4:], [*PROMPTS[:3], PROMPTS[1]]
-    sequences = [[*prompt, *tokens] for prompt, (tokens, _, _) in zip(prompts, done)]
-    routes = [each for _, _, each in done]
-    assert all(each.keys() == {2, 3} for each in routes)
-    assert [len(each[2]) for each in routes] == [len(x) - 1 for x in sequences]
+        (rest, _), *_ = gloo_pool.run(generated, 2, ranks)
+        for (tokens, _, routes), (expected, _, requested) in zip(rest, finished, strict=True):
+            assert tokens == expected and routes.keys() == requested.keys()
+            assert all(torch.equal(routes[layer], requested[layer]) for layer in requested)
+    finished, prompts = finished[:3] + finished[4:], [*PROMPTS[:3], PROMPTS[1]]
+    sequences = [[*prompt, *tokens] for prompt, (tokens, _, _) in zip(prompts, finished)]
+    routes = [each for _, _, each in finished]
+    assert all(route.keys() == {2, 3} for route in routes)
+    assert [len(route[2]) for route in routes] == [len(x) - 1 for x in sequences]
     for ranks in ({}, {"cp": 2}, {"pp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"ep": 2}):
         world_size = 1 if not ranks else 2
-        for free, found, other in gloo_pool.run(replayed, world_size, ranks, sequences, routes):
-            for prompt, (_, scores, _), x, y, z in zip(prompts, done, free, found, other, strict=True):
+        for free, actual, other in gloo_pool.run(replayed, world_size, ranks, sequences, routes):
+            for prompt, (_, scores, _), x, y, z in zip(prompts, finished, free, actual, other, strict=True):
                 expected = torch.tensor(scores, dtype=torch.float64)
                 torch.testing.assert_close(y.log_probabilities[len(prompt) - 1 :], expected, atol=1e-10, rtol=0)
                 torch.testing.assert_close(x.log_probabilities, y.log_probabilities, atol=1e-10, rtol=0)
@@ -171,12 +171,12 @@ def discards_groups():
 def test_replayed_experts_are_those_of_the_generator_although_the_router_changed():
     model = rank_model({})
     engine = Engine(model, Limits(max_length=16), num_pages=8, page_size=4)
-    (done,) = engine.generate([Request(prompt=PROMPTS[0], max_new_tokens=6, return_routes=True)])
-    ids = torch.tensor([[*PROMPTS[0], *done.tokens]])
-    packed = pack_routes([done.routes], [[(0, 0)]], ids.shape[1])
+    (finished,) = engine.generate([Request(prompt=PROMPTS[0], max_new_tokens=6, return_routes=True)])
+    ids = torch.tensor([[*PROMPTS[0], *finished.tokens]])
+    packed = pack_routes([finished.routes], [[(0, 0)]], ids.shape[1])
     with record_routes([changed(model)]) as free, replay_routes([model], packed), record_routes([model]) as used:
         model(ids, torch.arange(ids.shape[1])[None])
-    for layer, experts in done.routes.items():
+    for layer, experts in finished.routes.items():
         assert torch.equal(used[layer][0][:-1, 0], experts)
         assert not torch.equal(free[layer][0][:-1, 0], experts)
         assert torch.equal(free[layer][0][-1], used[layer][0][-1])  # no pass of the engine computed the last token

@@ -86,7 +86,7 @@ def test_precision_of_the_router(dtype, router_dtype):
     torch.testing.assert_close(router.weight.grad, w.grad.to(dtype), **loose)
 
 
-def test_jitter_is_a_function_of_the_token_and_of_training_alone():
+def test_jitter_depends_only_on_the_token_and_on_training():
     router, x = make_router(moe_input_jitter_eps=0.25), hidden()
     jittered = router._jittered(x, context())
     factor = jittered / x
@@ -121,7 +121,7 @@ def test_forced_balance_is_exact_and_keeps_the_gradient():
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_sinkhorn_balances_in_training_alone(k):
+def test_sinkhorn_balances_in_training_only(k):
     router, x = make_router(moe_router_load_balancing_type=["sinkhorn"], moe_router_topk=k), hidden(32, 8)
     logits = F.linear(x, router.weight).view(256, 8)
     experts, weights, _ = router(x)
@@ -151,8 +151,8 @@ def test_quantiles_give_every_expert_as_many_tokens():
 
 def test_quantiles_are_of_all_tokens_of_shared_sequences_in_float32(monkeypatch):
     logits, bias = hidden(8, 3, 8, torch.bfloat16), torch.linspace(-1, 1, 8)
-    whole = routing.quantile_levels(logits.float(), bias, 2, SINGLE_PROCESS.cp)
-    assert torch.equal(routing.quantile_levels(logits, bias, 2, SINGLE_PROCESS.cp), whole)
+    full = routing.quantile_levels(logits.float(), bias, 2, SINGLE_PROCESS.cp)
+    assert torch.equal(routing.quantile_levels(logits, bias, 2, SINGLE_PROCESS.cp), full)
     parts, sharers = [], Group("cp", (0, 1), 0)
 
     def begin_all_gather(x, group):
@@ -162,7 +162,7 @@ def test_quantiles_are_of_all_tokens_of_shared_sequences_in_float32(monkeypatch)
 
     monkeypatch.setattr(routing, "begin_all_gather", begin_all_gather)
     first, both = (routing.quantile_levels(half, bias, 2, sharers) for half in logits.chunk(2))
-    assert torch.equal(both, whole) and not torch.equal(first, whole)
+    assert torch.equal(both, full) and not torch.equal(first, full)
 
 
 def test_a_part_of_the_quantiles_stays():
@@ -187,7 +187,7 @@ def _spread(experts):
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
-def test_capacity_drops_and_leaves_the_rest_alone(policy):
+def test_capacity_drops_choices_and_keeps_the_others(policy):
     settings = {"moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": policy}
     full, x = make_router()(hidden()), hidden().requires_grad_()
     router = make_router(**settings)
@@ -267,8 +267,8 @@ def test_recomputation_routes_as_the_first_pass_did_and_counts_once():
     (recompute(run, y) ** 2).sum().backward()
     torch.testing.assert_close(y.grad, x.grad)
     torch.testing.assert_close(router.weight.grad, plain.weight.grad)
-    for (name, sums), others in zip(taken(router).items(), taken(plain).values()):
-        assert torch.equal(sums, others), name
+    for (name, sums), rest in zip(taken(router).items(), taken(plain).values()):
+        assert torch.equal(sums, rest), name
 
 
 def taken(router):
@@ -304,20 +304,20 @@ def test_gradients_of_a_router_in_the_dtype_of_activations_add_up_in_main_grad()
     assert len(arrivals) == 1 and router.weight.grad is None and router.weight.main_grad.any()
 
 
-def test_a_gpu_multiplies_16_bits_into_fp32_alone(monkeypatch):
+def test_only_a_gpu_multiplies_16_bits_into_fp32(monkeypatch):
     class OnGPU(torch.Tensor):
         is_cuda = True
 
     def mm(left, right, out_dtype):
-        asked.append(out_dtype)
+        requested.append(out_dtype)
         return left.to(out_dtype) @ right.to(out_dtype)
 
-    asked, x = [], torch.randn(3, 4).bfloat16()
+    requested, x = [], torch.randn(3, 4).bfloat16()
     monkeypatch.setattr(torch, "mm", mm)
     for dtype in (torch.float32, DOUBLE):
-        found = router_module.wide_product(x.as_subclass(OnGPU), x.t(), dtype)
-        torch.testing.assert_close(found.as_subclass(torch.Tensor), x.to(dtype) @ x.t().to(dtype))
-    assert asked == [torch.float32]
+        result = router_module.wide_product(x.as_subclass(OnGPU), x.t(), dtype)
+        torch.testing.assert_close(result.as_subclass(torch.Tensor), x.to(dtype) @ x.t().to(dtype))
+    assert requested == [torch.float32]
 
 
 def test_global_losses_take_the_last_batch_and_no_other():
@@ -337,7 +337,7 @@ def test_balancing_losses_know_no_bias_groups_and_capacity(other):
     settings = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [1.0, 1.0],
                 "moe_router_score_function": "sigmoid"}  # fmt: skip
     ctx = ForwardContext(aux_losses=AuxLossWeights(torch.ones(3), torch.ones(())))
-    found = []
+    results = []
     for more in ({}, other):
         router = make_router(**{**settings, **more})
         router.last_choices.copy_(torch.arange(8))
@@ -347,11 +347,11 @@ def test_balancing_losses_know_no_bias_groups_and_capacity(other):
         (routing.weights * 0).sum().backward()  # what remains is the losses' gradient
         sums = taken(router)
         loss = sums["seq_load_balancing_loss"]
-        found.append((routing.experts, router.weight.grad, sums["_choices_per_expert"], loss))
-    (experts, *plain), (other_experts, *others) = found
+        results.append((routing.experts, router.weight.grad, sums["_choices_per_expert"], loss))
+    (experts, *plain), (other_experts, *rest) = results
     assert not torch.equal(experts, other_experts)
-    for mine, theirs in zip(plain, others):
-        torch.testing.assert_close(theirs, mine)
+    for mine, foreign in zip(plain, rest):
+        torch.testing.assert_close(foreign, mine)
     assert plain[1].tolist() == experts.flatten().bincount(minlength=8).tolist()
 
 
@@ -362,10 +362,10 @@ def test_balancing_losses_know_no_bias_groups_and_capacity(other):
 )  # fmt: skip
 def test_kernels_are_for_all_but_sinkhorn_and_choices_among_groups(monkeypatch, settings, weighs, chooses):
     for served in (True, False):
-        monkeypatch.setattr(router_module, "kernels_serve", lambda dtype, wanted, served=served: served)
+        monkeypatch.setattr(router_module, "kernels_serve", lambda dtype, expected, served=served: served)
         router = make_router(**settings)
-        found = [isinstance(each, ByDevice) for each in (router._weigh, router._choose_by_score)]
-        assert found == [served and weighs, served and chooses]
+        results = [isinstance(x, ByDevice) for x in (router._weigh, router._choose_by_score)]
+        assert results == [served and weighs, served and chooses]
 
 
 @pytest.mark.parametrize("settings", [
@@ -389,5 +389,5 @@ def test_kernels_are_asked_for_what_the_router_wants(settings):
         )
         torch.testing.assert_close(weights, plain)
         assert (sums is None) == (plain_sums is None) == (not summing)
-        for mine, theirs in zip(sums or (), plain_sums or ()):
-            torch.testing.assert_close(mine, theirs)
+        for mine, foreign in zip(sums or (), plain_sums or ()):
+            torch.testing.assert_close(mine, foreign)

@@ -29,21 +29,21 @@ def oracle(name, module, settings):
     """Return the router class of transformers; skip the test if this version lacks it."""
     pytest.importorskip("transformers", reason="the oracle is transformers' own router")
     models = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    found = getattr(models, name.partition(",")[0], None)
-    if found is None:
+    result = getattr(models, name.partition(",")[0], None)
+    if result is None:
         pytest.skip(f"this version of transformers has no {name}")
     sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts_per_tok": K,
              "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}  # fmt: skip
-    return found(SimpleNamespace(**sizes, **settings))
+    return result(SimpleNamespace(**sizes, **settings))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_weights_and_gradients_are_those_of_transformers(name):
-    module, theirs, ours = MODELS[name]
-    other = oracle(name, module, theirs)
+    module, foreign, local = MODELS[name]
+    other = oracle(name, module, foreign)
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, params_dtype=torch.float32, num_moe_experts=EXPERTS,
-        moe_router_topk=K, **{"add_bias_linear": False, **ours},
+        moe_router_topk=K, **{"add_bias_linear": False, **local},
     )  # fmt: skip
     router = TopKRouter(config, layer_number=1, groups=SINGLE_PROCESS)
     torch.manual_seed(1)

@@ -22,11 +22,11 @@ DOUBLE = torch.float64
 
 def scores_by_definition(z, function):
     if function == "softmax":
-        total = sum(math.exp(each) for each in z)
-        return [math.exp(each) / total for each in z]
+        total = sum(math.exp(item) for item in z)
+        return [math.exp(item) / total for item in z]
     if function == "sigmoid":
-        return [1 / (1 + math.exp(-each)) for each in z]
-    return [math.sqrt(math.log1p(math.exp(each))) for each in z]
+        return [1 / (1 + math.exp(-item)) for item in z]
+    return [math.sqrt(math.log1p(math.exp(item))) for item in z]
 
 
 def chosen_by_definition(rule, z, bias):
@@ -108,8 +108,8 @@ def test_bias_is_not_in_the_weights():
     rule, logits = RoutingRule(4, 2, "sigmoid"), torch.tensor([[0.0, 1.0, 2.0, 3.0]])
     experts = rule.choose(logits, torch.tensor([9.0, 9.0, 0.0, 0.0]))
     assert set(experts[0].tolist()) == {0, 1}
-    kept = logits.sigmoid()[0, experts[0]]
-    torch.testing.assert_close(rule.weigh(logits, experts)[0], kept / kept.sum())
+    saved = logits.sigmoid()[0, experts[0]]
+    torch.testing.assert_close(rule.weigh(logits, experts)[0], saved / saved.sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -199,10 +199,10 @@ def test_capacity_keeps_what_the_definition_keeps(capacity, by_weight):
     torch.manual_seed(4)
     experts = top_k(torch.randn(40, 9) + torch.linspace(0, 2, 9), 3)  # the first ones may well be empty
     weights = (4 * torch.rand(40, 3)).round() / 4  # many are equal
-    kept = within_capacity(experts, weights if by_weight else None, 9, capacity)
+    saved = within_capacity(experts, weights if by_weight else None, 9, capacity)
     for e in range(9):
         places = [(t, j) for t in range(40) for j in range(3) if experts[t, j] == e]
         if by_weight:
             places.sort(key=lambda place: -weights[place].item())
         for number, place in enumerate(places):
-            assert kept[place].item() == (number < capacity)
+            assert saved[place].item() == (number < capacity)
