@@ -163,12 +163,12 @@ class Progress:
 def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM, on rank 0. After a failure of the engine the process ends here with code 1."""
     from megatron.core.inference.server import app
-    from megatron.core.inference.server.protocol import ModelInfo
+    from megatron.core.inference.server.protocol import Model
     from megatron.core.inference.server.service import EngineService
 
     length = engine.scheduler.limits.max_length
     name = args.model_name or Path(args.load).resolve().name
-    description = ModelInfo(name, trained.tokenizer, length, min(args.max_prompts, args.max_requests))
+    description = Model(name, trained.tokenizer, length, min(args.max_prompts, args.max_requests))
     service = EngineService(engine, args.max_requests, args.watchdog_timeout_seconds)
     server = app.Server(service, description, MAX_BODY_BYTES)
     try:

@@ -10,7 +10,7 @@ import torch
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.scheduler import Limits
 from megatron.core.inference.server import app
-from megatron.core.inference.server.protocol import ModelInfo
+from megatron.core.inference.server.protocol import Model
 from megatron.core.inference.server.service import EngineService
 from megatron.core.tokenizers.huggingface import build_huggingface
 from tests.test_utils.tiny_tokenizers import byte_level_bpe
@@ -40,7 +40,7 @@ def running_server(
     model = model or tiny_model(tokenizer.vocab_size)
     engine = Engine(model, Limits(LENGTH, 64, 8), num_pages=pages, page_size=8)
     service = EngineService(engine, max_requests, limit)
-    server = app.Server(service, ModelInfo("tiny", tokenizer, LENGTH, 8), max_bytes)
+    server = app.Server(service, Model("tiny", tokenizer, LENGTH, 8), max_bytes)
     program = app.build_program(server, token, max_connections)
     service.program = program  # for tests that end it
     with app.listen("127.0.0.1", 0) as listening:

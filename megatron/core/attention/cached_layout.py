@@ -373,9 +373,7 @@ class CachedLayout(TokenLayout):
         flash = flash and query.is_cuda and query.dtype in SIXTEEN_BIT
         if flash and mask.sink is None and key.shape[-1] == value.shape[-1]:
             return self._packed(core.kernel, query, key, value, mask, chunks)
-        return torch.cat(
-            [self._sequence(core, *sequence, mask) for sequence in self._sequences(query, key, value, chunks)]
-        )
+        return torch.cat([self._sequence(core, *part, mask) for part in self._sequences(query, key, value, chunks)])
 
     def _sequences(
         self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk]

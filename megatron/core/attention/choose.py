@@ -123,10 +123,10 @@ def _first_that_serves(request: Request) -> KernelChoice:
     """Return the first candidate kernel that supports ``request``. Its reason holds the requested version, the
     situation, the reasons against earlier candidates, and remarks. Raises UserError with all reasons and a fix if no
     candidate supports it."""
-    remarks, request_text, fix = [], f"--attention-backend {request.backend}", "choose --attention-backend auto"
+    remarks, flag, fix = [], f"--attention-backend {request.backend}", "choose --attention-backend auto"
     if request.flash_version is not None:
-        request_text, fix = f"--flash-attention-version {request.flash_version}", "remove the flag"
-        remarks = [request_text]
+        flag, fix = f"--flash-attention-version {request.flash_version}", "remove the flag"
+        remarks = [flag]
     refused: dict[str, str] = {}
     for name in _candidates(request):
         reason = _SUPPORTS[name](request)
@@ -134,7 +134,7 @@ def _first_that_serves(request: Request) -> KernelChoice:
             rejections = [f"not {TITLES[other]}: {why}" for other, why in refused.items()]
             return KernelChoice(name, "; ".join([*remarks, request.situation, *rejections, *_remarks(name, request)]))
         refused[name] = reason
-    raise UserError(f"{request_text}: {'; '.join(refused.values())} ({request.situation}); {fix}")
+    raise UserError(f"{flag}: {'; '.join(refused.values())} ({request.situation}); {fix}")
 
 
 def _candidates(request: Request) -> Iterator[str]:

@@ -169,9 +169,7 @@ class Engine:
         completed: dict[int, Completion] = {}
         for number in numbers:
             while number not in completed:
-                completed |= {
-                    output.request: output.completion for output in self.step() if output.completion.finish_reason
-                }
+                completed |= {x.request: x.completion for x in self.step() if x.completion.finish_reason}
             completion = completed.pop(number)
             completion.check()
             yield completion

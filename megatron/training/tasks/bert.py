@@ -53,12 +53,8 @@ class BertTask(LanguageModelTask):
         """Return the losses of masked tokens and, with the order head, of sentence order. ``output``: token losses
         [b, s] or [b, k] like the labels, and order logits [b, 2] or None."""
         losses, binary_logits = output
-        losses_by_name = super().loss_func(batch, losses)
-        return (
-            losses_by_name
-            if binary_logits is None
-            else {**losses_by_name, "sop loss": self._order_loss(batch, binary_logits)}
-        )
+        pairs = super().loss_func(batch, losses)
+        return pairs if binary_logits is None else {**pairs, "sop loss": self._order_loss(batch, binary_logits)}
 
     def _order_loss(self, batch: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the order loss summed over the pairs that this rank counts, and their number; excludes padding

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.core.inference.requests import TokenScore
 from megatron.core.inference.server.json_text import json_bytes
-from megatron.core.inference.server.protocol import Job, ModelInfo
+from megatron.core.inference.server.protocol import Job, Model
 from megatron.core.inference.server.service import Event
 from megatron.core.inference.text import Detokenizer, TextStream
 from megatron.core.tokenizers.base import Tokenizer
@@ -47,11 +47,11 @@ class ScoredToken(NamedTuple):
 class Choice:
     """One text of a job, as it is generated."""
 
-    def __init__(self, job: Job, index: int, model_info: ModelInfo) -> None:
-        self.job, self.index, self._model_info = job, index, model_info
+    def __init__(self, job: Job, index: int, info: Model) -> None:
+        self.job, self.index, self._info = job, index, info
         prompt = index // job.count
         self.prompt = job.prompts[prompt]
-        self._stream = TextStream(model_info.tokenizer, self.prompt, job.stops)
+        self._stream = TextStream(info.tokenizer, self.prompt, job.stops)
         self._prompt_text = job.texts[prompt]
         self._echo = self._prompt_text if job.echo else None
         self._scores: list[ScoredToken] = []
@@ -67,7 +67,7 @@ class Choice:
         if self._echo is not None:
             piece, self._echo = self._echo, None
             if self.job.logprobs:
-                offsets = prompt_offsets(self._model_info.tokenizer, self.prompt, self._prompt_text)
+                offsets = prompt_offsets(self._info.tokenizer, self.prompt, self._prompt_text)
                 scores = [score and finite_score(score) for score in event.prompt_scores]
                 self._scores += map(ScoredToken, self.prompt, scores, offsets)
         num_before = self._stream.num_characters
@@ -109,7 +109,7 @@ class Choice:
 
     def _logprobs(self, scores: Sequence[ScoredToken]) -> dict[str, object]:
         def name(token: int) -> str:
-            return token_name(self._model_info.tokenizer.token_bytes(token), "bytes:")
+            return token_name(self._info.tokenizer.token_bytes(token), "bytes:")
 
         top = []
         for _, score, _ in scores:
@@ -128,7 +128,7 @@ class Choice:
 
     def _chat_logprobs(self, scores: Sequence[ScoredToken]) -> dict[str, object]:
         def entry(token: int, logprob: float) -> dict[str, object]:
-            raw = self._model_info.tokenizer.token_bytes(token)
+            raw = self._info.tokenizer.token_bytes(token)
             return {"token": token_name(raw), "logprob": logprob, "bytes": list(raw)}
 
         content = [
@@ -149,13 +149,13 @@ def token_name(raw: bytes, prefix: str = "") -> str:
 class Answer:
     """Builds the JSON of one job's answer."""
 
-    def __init__(self, job: Job, model_info: ModelInfo) -> None:
-        self.job, self._model_info = job, model_info
-        self.choices = [Choice(job, index, model_info) for index in range(len(job.prompts) * job.count)]
+    def __init__(self, job: Job, info: Model) -> None:
+        self.job, self._info = job, info
+        self.choices = [Choice(job, index, info) for index in range(len(job.prompts) * job.count)]
         prefix, kind = ("chatcmpl", "chat.completion") if job.is_chat else ("cmpl", "text_completion")
         self._kind = kind
-        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model_info.name}
-        self._head["system_fingerprint"] = model_info.fingerprint
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": info.name}
+        self._head["system_fingerprint"] = info.fingerprint
 
     def usage(self) -> dict[str, int]:
         """Return the number of tokens of prompts and texts."""
@@ -215,8 +215,6 @@ class Answer:
         segments, logprobs = [], []
         for choice in self.choices:
             tokens = choice.prompt + choice.tokens
-            segments.append(
-                [self._model_info.tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
-            )
+            segments.append([self._info.tokenizer.token_bytes(token).decode(errors="replace") for token in tokens])
             logprobs.append(choice.values()[: len(tokens) - 1])
         return {"text": list(texts), "segments": segments, "logprobs": logprobs if self.job.logprobs else None}

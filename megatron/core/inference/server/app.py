@@ -33,14 +33,7 @@ from megatron.core.inference.server.connections import BODY_SECONDS, MAX_CONNECT
 from megatron.core.inference.server.fields import Fields, RequestError, checked_type
 from megatron.core.inference.server.json_text import json_bytes
 from megatron.core.inference.server.memory import release_memory
-from megatron.core.inference.server.protocol import (
-    Job,
-    ModelInfo,
-    check_model,
-    read_chat,
-    read_completion,
-    read_megatron,
-)
+from megatron.core.inference.server.protocol import Job, Model, check_model, read_chat, read_completion, read_megatron
 from megatron.core.inference.server.service import EngineFailed, EngineService, Event, Overloaded, RequestFailed
 
 logger = logging.getLogger(__name__)
@@ -94,8 +87,8 @@ class Guard:
 class Server:
     """Routes of the server."""
 
-    def __init__(self, service: EngineService, model_info: ModelInfo, max_bytes: int) -> None:
-        self.service, self.model_info, self.max_bytes = service, model_info, max_bytes
+    def __init__(self, service: EngineService, info: Model, max_bytes: int) -> None:
+        self.service, self.info, self.max_bytes = service, info, max_bytes
         self._num_reading = 0
         """Bytes of bodies that are incomplete."""
         self._created = int(time.time())
@@ -148,16 +141,16 @@ class Server:
         return JSONResponse({"status": "ok", "unfinished_requests": self.service.num_unfinished})
 
     async def models(self, _: Request) -> Response:
-        model = {"id": self.model_info.name, "object": "model", "created": self._created, "owned_by": "megatron"}
-        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": self.model_info.max_length}]})
+        model = {"id": self.info.name, "object": "model", "created": self._created, "owned_by": "megatron"}
+        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": self.info.max_length}]})
 
     async def tokenizer_info(self, _: Request) -> Response:
-        tokenizer = self.model_info.tokenizer
+        tokenizer = self.info.tokenizer
         ids = {f"{role}_token": index for role, index in tokenizer.special_ids.items() if index >= 0}
         ids.setdefault("eos_token", tokenizer.eod)
         return JSONResponse({
             "tokenizer_class": tokenizer.tokenizer_type, "vocab_size": tokenizer.vocab_size,
-            "model_max_length": self.model_info.max_length, "chat_template": tokenizer.chat_template,
+            "model_max_length": self.info.max_length, "chat_template": tokenizer.chat_template,
             **{role: tokenizer.detokenize([index]) or None for role, index in ids.items()},
         })  # fmt: skip
 
@@ -168,22 +161,22 @@ class Server:
         return await self._in_thread(request, self._text)
 
     def _tokens(self, fields: Fields) -> dict[str, object]:
-        check_model(fields, self.model_info)
-        text, tokenizer = checked_type("prompt", fields.raw("prompt"), str), self.model_info.tokenizer
+        check_model(fields, self.info)
+        text, tokenizer = checked_type("prompt", fields.raw("prompt"), str), self.info.tokenizer
         special = fields.get("add_special_tokens", bool, True)
         fields.finish()
         ids = tokenizer.tokenize(text) if special else tokenizer.tokenize_sentences([text], False)[0].tolist()
-        return {"tokens": ids, "count": len(ids), "max_model_len": self.model_info.max_length}
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.info.max_length}
 
     def _text(self, fields: Fields) -> dict[str, object]:
-        check_model(fields, self.model_info)
+        check_model(fields, self.info)
         ids = [checked_type("tokens", token, int) for token in checked_type("tokens", fields.raw("tokens"), list)]
         fields.finish()
         if len(ids) > MAX_DETOKENIZED:
             raise RequestError(f"tokens: are {len(ids)}, at most {MAX_DETOKENIZED} are allowed", "tokens")
-        if not all(0 <= token < self.model_info.tokenizer.vocab_size for token in ids):
+        if not all(0 <= token < self.info.tokenizer.vocab_size for token in ids):
             raise RequestError("tokens: outside of the tokenizer's vocabulary", "tokens")
-        return {"prompt": self.model_info.tokenizer.detokenize(ids)}
+        return {"prompt": self.info.tokenizer.detokenize(ids)}
 
     async def _in_thread(self, request: Request, compute: Callable[[Fields], dict[str, object]]) -> Response:
         """Return the JSON that ``compute`` returns for the fields of ``request``."""
@@ -206,7 +199,7 @@ class Server:
         except UserError as error:  # its client prints the key "message"
             return _error_response(error, {"message": str(error)})
 
-    async def _answer(self, request: Request, read: Callable[[Fields, ModelInfo], Job]) -> Response:
+    async def _answer(self, request: Request, read: Callable[[Fields, Model], Job]) -> Response:
         answer = await self._read(request, read)
         if not answer.job.stream:
             choices = await self._choices(request, answer)
@@ -216,10 +209,10 @@ class Server:
         first = await _unless_gone(request, anext(updates))
         return StreamingResponse(_events(answer, first, updates), media_type="text/event-stream")
 
-    async def _read(self, request: Request, read: Callable[[Fields, ModelInfo], Job]) -> Answer:
+    async def _read(self, request: Request, read: Callable[[Fields, Model], Job]) -> Answer:
         """Read a request in another thread: long texts take time to tokenize."""
         body = await self._body(request)
-        return await asyncio.to_thread(lambda: Answer(read(Fields(body), self.model_info), self.model_info))
+        return await asyncio.to_thread(lambda: Answer(read(Fields(body), self.info), self.info))
 
     async def _texts(self, request: Request, answer: Answer) -> list[str]:
         """Return the texts of all choices. A client that leaves cancels them."""

@@ -25,7 +25,7 @@ REFUSED_IN_MESSAGES = ("audio", "function_call", "refusal")
 
 
 @dataclass(frozen=True)
-class ModelInfo:
+class Model:
     """A model's name and tokenizer, and the limits of requests."""
 
     name: str
@@ -89,47 +89,47 @@ class Job:
         return sum(map(len, self.prompts))
 
 
-def read_completion(fields: Fields, model_info: ModelInfo) -> Job:
+def read_completion(fields: Fields, info: Model) -> Job:
     """Return the job of ``POST /v1/completions``."""
-    check_model(fields, model_info)
-    prompts, texts = _prompts(fields.raw("prompt"), model_info)
+    check_model(fields, info)
+    prompts, texts = _prompts(fields.raw("prompt"), info)
     top = fields.optional("logprobs", int, high=MAX_TOP_LOGPROBS)
     echo = fields.get("echo", bool, False)
-    template = _template(fields, model_info, fields.get("max_tokens", int, 16, 0), 1)
+    template = _template(fields, info, fields.get("max_tokens", int, 16, 0), 1)
     template = replace(template, top_logprobs=top or 0, prompt_logprobs=echo and top is not None)
     if not template.max_new_tokens and not echo:
         raise RequestError("max_tokens 0: requires echo", "max_tokens")
     best_of = fields.optional("best_of", int, 1)
-    return _finish(fields, Job(prompts, texts, template, echo=echo, logprobs=top is not None), model_info, best_of)
+    return _finish(fields, Job(prompts, texts, template, echo=echo, logprobs=top is not None), info, best_of)
 
 
-def read_chat(fields: Fields, model_info: ModelInfo) -> Job:
+def read_chat(fields: Fields, info: Model) -> Job:
     """Return the job of ``POST /v1/chat/completions``."""
-    check_model(fields, model_info)
-    if model_info.tokenizer.chat is None:
+    check_model(fields, info)
+    if info.tokenizer.chat is None:
         raise RequestError("this model's tokenizer has no chat template; use /v1/completions", "messages")
     messages = [_message(message) for message in checked_type("messages", fields.raw("messages"), list)]
     if not messages:
         raise RequestError("messages: must have at least one message", "messages")
-    if not any(DEVELOPER in template for template in model_info.tokenizer.chat.templates.values()):
+    if not any(DEVELOPER in template for template in info.tokenizer.chat.templates.values()):
         messages = [{**message, "role": "system"} if message["role"] == DEVELOPER else message for message in messages]
-    text = model_info.tokenizer.render_chat(messages, **_chat_options(fields, model_info.tokenizer))
+    text = info.tokenizer.render_chat(messages, **_chat_options(fields, info.tokenizer))
     logprobs, top = fields.get("logprobs", bool, False), fields.optional("top_logprobs", int, high=MAX_TOP_LOGPROBS)
     if top and not logprobs:
         raise RequestError("top_logprobs: requires logprobs", "top_logprobs")
     limits = [fields.optional(name, int, 1) for name in ("max_completion_tokens", "max_tokens")]
-    max_new_tokens = next((limit for limit in limits if limit is not None), model_info.max_length)
-    ids = model_info.tokenizer.tokenize_chat(text) or [model_info.tokenizer.eod]
-    template = replace(_template(fields, model_info, max_new_tokens, 1), top_logprobs=top or 0)
-    return _finish(fields, Job([ids], [text], template, logprobs=logprobs, is_chat=True), model_info)
+    max_new_tokens = next((limit for limit in limits if limit is not None), info.max_length)
+    ids = info.tokenizer.tokenize_chat(text) or [info.tokenizer.eod]
+    template = replace(_template(fields, info, max_new_tokens, 1), top_logprobs=top or 0)
+    return _finish(fields, Job([ids], [text], template, logprobs=logprobs, is_chat=True), info)
 
 
-def read_megatron(fields: Fields, model_info: ModelInfo) -> Job:
+def read_megatron(fields: Fields, info: Model) -> Job:
     """Return the job of Megatron-LM's ``PUT /api``."""
     texts = [checked_type("prompts", text, str) for text in checked_type("prompts", fields.raw("prompts"), list)]
-    _check_count(len(texts), model_info, "prompts")
-    starts = [model_info.tokenizer.bos] if fields.get("add_BOS", bool, False) else []
-    prompts = [starts + (model_info.tokenizer.tokenize(text) if text else []) for text in texts]
+    _check_count(len(texts), info, "prompts")
+    starts = [info.tokenizer.bos] if fields.get("add_BOS", bool, False) else []
+    prompts = [starts + (info.tokenizer.tokenize(text) if text else []) for text in texts]
     if not all(prompts):
         raise RequestError("prompts: an empty prompt requires add_BOS", "prompts")
     logprobs = fields.get("logprobs", bool, False)
@@ -138,7 +138,7 @@ def read_megatron(fields: Fields, model_info: ModelInfo) -> Job:
         raise RequestError("tokens_to_generate 0: requires logprobs", "tokens_to_generate")
     if (seed := fields.raw("random_seed")) is not None:
         seed = checked_type("random_seed", seed, int)
-    template = replace(_template(fields, model_info, max_new_tokens, 0, seed), prompt_logprobs=logprobs)
+    template = replace(_template(fields, info, max_new_tokens, 0, seed), prompt_logprobs=logprobs)
     if template.sampling.top_k and template.sampling.top_p:
         raise RequestError("top_k: must not be given with top_p", "top_k")
     if (stop := fields.optional("stop_token", int)) is not None:
@@ -147,17 +147,15 @@ def read_megatron(fields: Fields, model_info: ModelInfo) -> Job:
     return Job(prompts, texts, template, echo=True, logprobs=logprobs)
 
 
-def check_model(fields: Fields, model_info: ModelInfo) -> None:
+def check_model(fields: Fields, info: Model) -> None:
     """Raise the 404 of OpenAI for another model than the served one."""
-    name = fields.get("model", str, model_info.name)
-    if name != model_info.name:
-        message = f"the model {name!r:.100} does not exist; this server has {model_info.name!r}"
+    name = fields.get("model", str, info.name)
+    if name != info.name:
+        message = f"the model {name!r:.100} does not exist; this server has {info.name!r}"
         raise RequestError(message, "model", status=404, code="model_not_found")
 
 
-def _template(
-    fields: Fields, model_info: ModelInfo, max_new_tokens: int, all_tokens: int, seed: int | None = None
-) -> Request:
+def _template(fields: Fields, info: Model, max_new_tokens: int, all_tokens: int, seed: int | None = None) -> Request:
     """Return a request without prompt. ``all_tokens``: default of ``top_p``, where 1 and 0 both mean every token."""
     if all_tokens and (seed := fields.optional("seed", int, *SEED_RANGE)) is not None:
         seed %= 2**63
@@ -175,19 +173,17 @@ def _template(
         raise
     except UserError as error:
         raise RequestError(str(error), str(error).partition(" ")[0]) from error
-    stops = () if fields.get("ignore_eos", bool, False) else model_info.tokenizer.end_ids
-    return Request(
-        prompt=(), max_new_tokens=min(max_new_tokens, model_info.max_length), sampling=sampling, stop_tokens=stops
-    )
+    stops = () if fields.get("ignore_eos", bool, False) else info.tokenizer.end_ids
+    return Request(prompt=(), max_new_tokens=min(max_new_tokens, info.max_length), sampling=sampling, stop_tokens=stops)
 
 
-def _finish(fields: Fields, job: Job, model_info: ModelInfo, best_of: int | None = None) -> Job:
+def _finish(fields: Fields, job: Job, info: Model, best_of: int | None = None) -> Job:
     """Read the fields that both of OpenAI's requests have; reject all others."""
     count = fields.get("n", int, 1, 1)
     num_generated = count if best_of is None else best_of
     if num_generated < count:
         raise RequestError(f"best_of {best_of}: must be at least n, which is {count}", "best_of")
-    _check_count(num_generated * len(job.prompts), model_info, "n" if best_of is None else "best_of")
+    _check_count(num_generated * len(job.prompts), info, "n" if best_of is None else "best_of")
     stops = strings("stop", fields.raw("stop"), MAX_STOPS)
     stream = fields.get("stream", bool, False)
     if stream and num_generated > count:
@@ -200,8 +196,8 @@ def _finish(fields: Fields, job: Job, model_info: ModelInfo, best_of: int | None
             raise RequestError(f"stream_options.{name}: is not supported; remove it", "stream_options")
         checked_type(f"stream_options.{name}", value, bool)
     fields.finish(*PATHS["POST /v1/chat/completions" if job.is_chat else "POST /v1/completions"])
-    if (num_tokens := max(map(len, job.prompts))) > model_info.max_length:
-        message = f"the prompt has {num_tokens} tokens, the model takes {model_info.max_length}: give a shorter one"
+    if (num_tokens := max(map(len, job.prompts))) > info.max_length:
+        message = f"the prompt has {num_tokens} tokens, the model takes {info.max_length}: give a shorter one"
         raise RequestError(message, "messages" if job.is_chat else "prompt", code="context_length_exceeded")
     num_best = count if num_generated > count else None
     usage = options.get("include_usage", False)
@@ -210,15 +206,13 @@ def _finish(fields: Fields, job: Job, model_info: ModelInfo, best_of: int | None
     return job
 
 
-def _check_count(count: int, model_info: ModelInfo, name: str) -> None:
-    if not 0 < count <= model_info.max_prompts:
-        message = (
-            f"{name}: the request has {count} texts to generate, between 1 and {model_info.max_prompts} are allowed"
-        )
+def _check_count(count: int, info: Model, name: str) -> None:
+    if not 0 < count <= info.max_prompts:
+        message = f"{name}: the request has {count} texts to generate, between 1 and {info.max_prompts} are allowed"
         raise RequestError(message, name)
 
 
-def _prompts(value: Any, model_info: ModelInfo) -> tuple[list[list[int]], list[str]]:
+def _prompts(value: Any, info: Model) -> tuple[list[list[int]], list[str]]:
     """Return tokens and texts of a prompt: a string, strings, tokens, or lists of tokens."""
     if value is None:
         raise RequestError("prompt: is required", "prompt")
@@ -227,16 +221,16 @@ def _prompts(value: Any, model_info: ModelInfo) -> tuple[list[list[int]], list[s
     values = checked_type("prompt", value, list)
     if values and all(type(prompt) is int for prompt in values):
         values = [values]
-    _check_count(len(values), model_info, "prompt")
+    _check_count(len(values), info, "prompt")
     if all(isinstance(prompt, str) for prompt in values):
-        return [model_info.prompt_ids(prompt) for prompt in values], values
+        return [info.prompt_ids(prompt) for prompt in values], values
     prompts = [
         [checked_type("prompt", token, int) for token in checked_type("prompt", prompt, list)] for prompt in values
     ]
     for token in {token for prompt in prompts for token in prompt}:
-        if not 0 <= token < model_info.tokenizer.vocab_size:
+        if not 0 <= token < info.tokenizer.vocab_size:
             raise RequestError(f"prompt: token {token} is outside of the tokenizer's vocabulary", "prompt")
-    return prompts, [model_info.tokenizer.detokenize(prompt) for prompt in prompts]
+    return prompts, [info.tokenizer.detokenize(prompt) for prompt in prompts]
 
 
 def _message(value: object) -> dict[str, object]:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.inference.requests import Request, TokenScore
 from megatron.core.inference.server.answers import Answer
-from megatron.core.inference.server.protocol import Job, ModelInfo
+from megatron.core.inference.server.protocol import Job, Model
 from megatron.core.inference.server.service import Event
 from megatron.core.tokenizers.huggingface import build_huggingface
 from tests.test_utils.tiny_tokenizers import byte_fallback_bpe, byte_level_bpe
@@ -27,7 +27,7 @@ def answers(tokenizer, prompt, written, stop_token=None, streamed=False, **optio
     ids = tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
     text = prompt if isinstance(prompt, str) else tokenizer.detokenize(prompt)
     job = Job([ids], [text], Request(prompt=()), logprobs=True, **options)
-    answer = Answer(job, ModelInfo("tiny", tokenizer, 96, 8))
+    answer = Answer(job, Model("tiny", tokenizer, 96, 8))
     [choice] = answer.choices
     scores = [TokenScore(token, -1.0 - n, ((token, -1.0 - n), (5, -9.0))) for n, token in enumerate(written)]
     prompt_scores = [None, *(TokenScore(token, -0.5) for token in ids[1:])]

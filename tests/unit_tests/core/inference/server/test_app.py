@@ -78,7 +78,7 @@ def test_an_unexpected_error_is_an_error_object(tokenizer, monkeypatch, caplog):
         raise KeyError("bug")
 
     with running_server(tokenizer) as (url, _):
-        monkeypatch.setattr(protocol.ModelInfo, "prompt_ids", fail)
+        monkeypatch.setattr(protocol.Model, "prompt_ids", fail)
         answer = httpx.post(url + "/v1/completions", json={"prompt": "a"})
         assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
         assert "KeyError" in answer.json()["error"]["message"]
@@ -131,7 +131,7 @@ def test_special_tokens_are_added_as_the_fields_ask(tmp_path):
         assert ids[0] == ids[1] == [tokenizer.bos, *ids[2]] == tokenizer.tokenize("the cat")
     for more, starts in (({}, []), ({"add_BOS": False}, []), ({"add_BOS": True}, [tokenizer.bos])):
         fields = protocol.Fields(json.dumps({"prompts": ["a"], **more}).encode())
-        job = protocol.read_megatron(fields, protocol.ModelInfo("tiny", tokenizer, 96, 8))
+        job = protocol.read_megatron(fields, protocol.Model("tiny", tokenizer, 96, 8))
         assert job.prompts == [[*starts, *tokenizer.tokenize("a")]]
 
 

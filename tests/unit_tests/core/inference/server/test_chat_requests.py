@@ -6,7 +6,7 @@ import random
 import pytest
 
 from megatron.core.inference.server.fields import Fields, RequestError
-from megatron.core.inference.server.protocol import ModelInfo, read_chat
+from megatron.core.inference.server.protocol import Model, read_chat
 from megatron.core.tokenizers.huggingface import build_huggingface
 from tests.test_utils.chat_templates import TEMPLATES, TOOL
 from tests.test_utils.scripted_model import byte_tokenizer
@@ -14,7 +14,7 @@ from tests.unit_tests.core.tokenizers.test_chat import random_messages, random_o
 
 
 def read(tokenizer, **body):
-    (ids,) = read_chat(Fields(json.dumps(body).encode()), ModelInfo("m", tokenizer, 4096, 4)).prompts
+    (ids,) = read_chat(Fields(json.dumps(body).encode()), Model("m", tokenizer, 4096, 4)).prompts
     return ids
 
 

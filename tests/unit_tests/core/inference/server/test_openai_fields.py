@@ -225,11 +225,11 @@ def test_messages_of_answers_can_be_sent_again(http):
 @pytest.mark.parametrize(("template", "role"), [("{{ messages[0].role }}", "system"), ("{# developer #}", "developer")])
 def test_developer_messages_are_system_messages_for_templates_without_them(tmp_path, template, role):
     from megatron.core.inference.server.fields import Fields
-    from megatron.core.inference.server.protocol import ModelInfo, read_chat
+    from megatron.core.inference.server.protocol import Model, read_chat
     from megatron.core.tokenizers.huggingface import build_huggingface
     from tests.test_utils.scripted_model import byte_tokenizer
 
     byte_tokenizer(tmp_path, template + "{{ messages[0].role + reasoning_effort|default('') }}")
-    served = ModelInfo("m", build_huggingface(str(tmp_path)), 99, 4)
+    served = Model("m", build_huggingface(str(tmp_path)), 99, 4)
     body = {"messages": [{"role": "developer", "content": "Be brief."}], "reasoning_effort": "low"}
     assert read_chat(Fields(json.dumps(body).encode()), served).texts[0].endswith(f"{role}low")
