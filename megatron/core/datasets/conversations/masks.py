@@ -47,21 +47,18 @@ def tokenize_answers(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> 
     end-of-turn token: the text after it is out. Of an answer without one, a following token that ends generation counts
     (GLM's next role); after the last one the end-of-document token is added."""
     ids, trained = _tokens_of_spans(tokenizer, text, spans)
+    special = tokenizer.all_special_ids
     for start, stop in _runs(trained):
         last = stop - 1
-        while last > start and _is_blank(tokenizer, int(ids[last])):
+        while last > start and ids[last] not in special and tokenizer.detokenize([int(ids[last])]).isspace():
             last -= 1
-        if ids[last] in tokenizer.all_special_ids:
+        if ids[last] in special:
             trained[last + 1 : stop] = False
         elif stop == len(ids):
             ids, trained = np.append(ids, tokenizer.eod), np.append(trained, True)
         elif ids[stop] in tokenizer.end_ids:
             trained[stop] = True
     return Tokens(ids, trained)
-
-
-def _is_blank(tokenizer: Tokenizer, token: int) -> bool:
-    return token not in tokenizer.all_special_ids and tokenizer.detokenize([token]).isspace()
 
 
 def answer_spans(tokenizer: Tokenizer, chat: Conversation) -> Iterator[tuple[str, list[Span]]]:

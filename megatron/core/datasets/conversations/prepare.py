@@ -32,6 +32,7 @@ from megatron.core.datasets.conversations.masks import (
     tokenize_answers,
     tokenize_text,
 )
+from megatron.core.datasets.preprocessing.worker import end_with_parent
 from megatron.core.safe_files import open_regular
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_cache import Arrays, IndexCache, Layout, file_stamp
@@ -198,7 +199,7 @@ _PROCESS: dict[str, Callable[[Sequence[NumberedLine]], Part]] = {}  # the functi
 
 
 def _start_worker(path: str, tokenizer: Tokenizer) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    end_with_parent()
     _PROCESS["tokenize"] = partial(tokenize_lines, path, tokenizer)
 
 

@@ -211,13 +211,17 @@ _PROCESS: dict[str, Worker] = {}  # the worker of this process, set once by ``st
 def start_process(
     worker: Worker | None, build: Callable[[TokenizerConfig], Tokenizer], tokenizer_cfg: TokenizerConfig, *rest: Any
 ) -> None:
-    """Initializer of a pool process: takes the parent's worker or builds one (``rest``: its other arguments), and ends
-    when the parent process has ended."""
+    """Initializer of a pool process: takes the parent's worker or builds one (``rest``: its other arguments)."""
+    end_with_parent()
+    _PROCESS["worker"] = worker or Worker(build(tokenizer_cfg), *rest)
+
+
+def end_with_parent() -> None:
+    """Let this pool process use one core, and end it when the parent process has ended."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-    _PROCESS["worker"] = worker or Worker(build(tokenizer_cfg), *rest)
 
 
 def _end_with(sentinel: int) -> None:

@@ -1,6 +1,9 @@
 """Formats of conversations: equal content gives equal messages; bad lines give one message with file and line."""
 
 import json
+import multiprocessing
+import time
+from pathlib import Path
 
 import pytest
 
@@ -180,3 +183,38 @@ def test_stored_arrays_are_used_until_file_tokenizer_or_template_change(tmp_path
     write_lines(tmp_path / "chats.jsonl", sums(4))
     keys.add(prepared(path, tokenizer, None)[2])
     assert len(keys) == 3
+
+
+def children(pid):
+    """Running child processes of a process."""
+    try:
+        pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [int(child) for child in pids if is_running(int(child))]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_killed_preparation_leaves_no_process_and_can_be_repeated(tmp_path, tokenizer, monkeypatch):
+    path = write_lines(tmp_path / "chats.jsonl", sums(20_000))
+    monkeypatch.setattr("megatron.core.datasets.conversations.prepare.PARALLEL_BYTES", 1)
+    process = multiprocessing.get_context("fork").Process(target=prepared, args=(path, tokenizer, None))
+    process.start()
+    while not (workers := children(process.pid)) and process.is_alive():
+        time.sleep(0.02)
+    assert workers, "finished before it could be killed"
+    process.kill()
+    process.join()
+    deadline = time.monotonic() + 20
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))
+    assert not list((tmp_path / "chats.jsonl.cache").glob("*description*"))
+    write_lines(tmp_path / "chats.jsonl", sums(5))
+    assert len(prepared(path, tokenizer, None)[0]["lines"]) == 5
