@@ -49,7 +49,7 @@ class RotaryEmbedding(nn.Module):
         dim = int(kv_channels * rotary_percent)
         frequencies = rotary_base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
         if rope_scaling:
-            frequencies = Llama3Scaling(rope_scaling_factor).scaled(frequencies, rotary_base, dim)
+            frequencies = Llama3Scaling(rope_scaling_factor).scaled(frequencies, rotary_base, dim, 0)
         self.rotary_interleaved, self.factor = rotary_interleaved, seq_len_interpolation_factor or 1.0
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.cp_group = options.get("cp_group")
