@@ -170,7 +170,7 @@ def gemm_seconds(gpu: Gpu, rate: float, sizes: tuple[float, float, float], group
 
 
 def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> Times:
-    """Rows per expert are balanced."""
+    """Rows per expert are balanced. Frozen weights have no gradients."""
     assert op.gemm is not None
     (n, k), model = op.gemm, cfg.model
     rows = op.flops / cfg.data.seq_length * _tokens(cfg) / (2.0 * n * k * model.tensor_model_parallel_size)
@@ -187,7 +187,8 @@ def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> T
         times["I", "memory-bound"] = rows * groups * n * width / (gpu.memory_rate * 1e12)
     item = 1 if in_fp8 else activation_bytes(model)
     for phase, speed, sizes in (("F", rate, (rows, n, k)), ("I", rate, (rows, k, n)), ("W", wgrad, (n, k, rows))):
-        times[phase, "GEMM"] = gemm_seconds(gpu, speed, sizes, groups, item)
+        if phase != "W" or op.backward == 2:
+            times[phase, "GEMM"] = gemm_seconds(gpu, speed, sizes, groups, item)
     return times
 
 
@@ -378,11 +379,13 @@ def _add_fsdp(
     cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster, times: Times
 ) -> None:
     """Add the gathers of weights and the reduction of gradients beyond what a micro-batch hides."""
-    elements = sum(parameter.elements for parameter in stored_parameters(cfg, stage_pieces(model, stage)))
+    stored = stored_parameters(cfg, stage_pieces(model, stage))
+    elements = sum(parameter.elements for parameter in stored)
+    trained = sum(parameter.elements for parameter in stored if not parameter.param.frozen)
     ranks, stride = _data_ranks(cfg)
     gathers = 2 if cfg.distributed.torch_fsdp2_reshard_after_forward else 1
     gather = cluster.collective(elements * activation_bytes(cfg.model), ranks, stride)
-    reduce = cluster.collective(elements * gradient_bytes(cfg), ranks, stride)
+    reduce = cluster.collective(trained * gradient_bytes(cfg), ranks, stride)
     busy = {phase: sum(value for (part, _), value in times.items() if part in phase) for phase in ("F", "IW")}
     times["F", "data communication"] += max(gather - 0.9 * busy["F"], 0.05 * gather)
     backward = (gathers - 1) * gather + reduce
@@ -443,7 +446,8 @@ def _after_backward(
     cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], cluster: Cluster, cost: Times
 ) -> Seconds[str]:
     """Return the seconds of the optimizer and of data-parallel collectives that no forward or backward pass hides."""
-    stored = [parameter for chunk in chunks for parameter in stored_parameters(cfg, stage_pieces(model, chunk))]
+    pieces = [piece for chunk in chunks for piece in stage_pieces(model, chunk)]
+    stored = [parameter for parameter in stored_parameters(cfg, pieces) if not parameter.param.frozen]
     dense = sum(parameter.elements for parameter in stored if not parameter.param.is_expert)
     experts = sum(parameter.elements for parameter in stored) - dense
     ranks, stride = _data_ranks(cfg)

@@ -13,12 +13,14 @@ from megatron.training.report.memory import stored_parameters
 from megatron.training.report.pipeline import run_schedule, run_stages, stage_pieces
 from megatron.training.report.plan.cluster import build_cluster
 from megatron.training.report.plan.search import apply
-from megatron.training.report.plan.step_time import predict_step
+from megatron.training.report.plan.step_time import calibration, calibration_factor, predict_step, stage_times
 from megatron.training.report.plan.summary import prediction_rows
 from tests.test_utils import planner_definition as planner
 from tests.unit_tests.training.report.plan.test_plan import settings
 
 VOCAB = 50000
+VOCAB_ROWS = 50048
+"""The vocabulary with padding to a multiple of 128."""
 MODEL = (
     "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048"
     f" --vocab-size {VOCAB} --group-query-attention --num-query-groups 4 --ffn-hidden-size 3072 --global-batch-size 64"
@@ -183,6 +185,28 @@ def test_muon_orthogonalizes_the_matrices_of_a_shard(capsys):
         for more in ("", "--use-distributed-optimizer")
     )
     assert plain.parts["orthogonalization"] == pytest.approx(4 * sharded.parts["orthogonalization"])
+
+
+def test_frozen_weights_have_no_weight_gradients_reductions_or_updates():
+    """Low-rank adapters of rank 16: their parameters by the formula, 2 of 3 GEMMs of the base."""
+    cluster, flags = build_cluster("H200", 1, 8), f"{MODEL} --bf16 --use-distributed-optimizer"
+    full, lora = (apply(settings(f"{flags} {more}"), {}, 8) for more in ("", "--lora-rank 16 --load-hf FOLDER"))
+    whole, low = (predict_step(cfg, cluster, VOCAB) for cfg in (full, lora))
+    description = full.describe(VOCAB)
+    weight_gradients = sum(
+        seconds
+        for stage in run_stages(full, VOCAB, description)
+        for (phase, part), seconds in stage_times(full, description, stage, cluster).items()
+        if (phase, part) == ("W", "GEMM")
+    )
+    factor = calibration_factor(full, cluster.gpu, calibration())
+    number = 64 // 8 // full.training.micro_batch_size
+    assert whole.parts["GEMM"] - low.parts["GEMM"] == pytest.approx(number * factor * weight_gradients)
+    width, keys, ffn = 1024, 4 * 64, 3072
+    adapters = 16 * 16 * (3 * width + width + 2 * keys + 2 * width + 2 * width + 2 * ffn + ffn + width)
+    base = 16 * (width * (2 * width + 2 * keys) + 3 * width * ffn + 2 * width) + width + 2 * VOCAB_ROWS * width
+    assert (low.parts["optimizer"] - 1e-3) / (whole.parts["optimizer"] - 1e-3) == pytest.approx(adapters / base)
+    assert 0 < low.parts["data communication"] < 0.05 * whole.parts["data communication"]
 
 
 @pytest.mark.parametrize("kind", ["shard", "all_reduce", "all_to_all"])
