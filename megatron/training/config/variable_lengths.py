@@ -70,11 +70,10 @@ def plan_ranks(cfg: PretrainConfig) -> Ranks:
 def flops_by_length(description: ModelDescription, length: int) -> tuple[float, float]:
     """Return model FLOPs, forward and backward, per token and per squared length of a sample, of a ``description`` for
     samples of ``length`` tokens, and of its companions forward. A window counts as if it grew with the sample."""
-    ops = [(op.kind == "attention", op.flops * (1 + op.backward)) for piece in description.pieces for op in piece.ops]
-    frozen = (op for model in description.companions for piece in model.pieces for op in piece.ops)
-    ops += [(op.kind == "attention", op.flops) for op in frozen]
-    linear, square = (sum(flops for is_square, flops in ops if is_square is which) for which in (False, True))
-    return linear / length, square / length**2
+    ops = [(op.kind, op.flops * (1 + op.backward)) for piece in description.pieces for op in piece.ops]
+    ops += [(op.kind, op.flops) for model in description.companions for piece in model.pieces for op in piece.ops]
+    linear = sum(flops for kind, flops in ops if kind != "attention") / length
+    return linear, sum(flops for kind, flops in ops if kind == "attention") / length**2
 
 
 def model_cost(cfg: PretrainConfig, description: ModelDescription) -> CostModel:

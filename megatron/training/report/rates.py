@@ -100,11 +100,10 @@ def cost_rows(cfg: PretrainConfig, flops_per_iteration: float, samples: int) -> 
     """Yield rows of the dry run: seconds per iteration, days and GPU-hours of ``samples`` at the nearest measured rate.
     ``flops_per_iteration``: of the model, for one global batch of the final size."""
     rate = nearest_rate(cfg)
-    if rate is None:
-        yield "time", "not predicted: speed was measured only with --bf16, for model families of this package"
-        return
-    if cfg.model.attention_dropout:
-        yield "time", "not measured with unfused attention (--attention-dropout): only predicted, below"
+    if rate is None or cfg.model.attention_dropout:
+        unfused = "not measured with unfused attention (--attention-dropout): only predicted, below"
+        others = "not predicted: speed was measured only with --bf16, for model families of this package"
+        yield "time", others if rate is None else unfused
         return
     factor = 4 / 3 if cfg.model.recompute_granularity == "full" else 1.0  # includes a second forward pass
     seconds = flops_per_iteration * factor / cfg.world_size / (rate.tflops * 1e12)
