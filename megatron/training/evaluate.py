@@ -75,10 +75,10 @@ class Evaluator:
             chunk.eval()
         try:
             results = []
-            for each in sets:
+            for valid in sets:
                 start = time.perf_counter()
-                losses = self._losses(each)
-                results.append(EvalResult(name, each.name, losses, final, time.perf_counter() - start))
+                losses = self._losses(valid)
+                results.append(EvalResult(name, valid.name, losses, final, time.perf_counter() - start))
             return results
         finally:
             for chunk in self.model:

@@ -121,9 +121,9 @@ def _catalog(model: Sequence[nn.Module], shapes: dict[str, tuple[int, ...]], gro
     for chunk in model:
         if isinstance(chunk, DataParallel):
             chunk.gather_exact_weights()
-        found = module_tensors(unwrapped(chunk), groups=groups, prefix="model.", rounded=True)
-        local += [each for each in found.values() if each.name in shapes]
-    mine = [(each.name, tuple(each.rectangle), DTYPE_NAMES[each.local.dtype], each.global_shape) for each in local]
+        tensors = module_tensors(unwrapped(chunk), groups=groups, prefix="model.", rounded=True)
+        local += [piece for piece in tensors.values() if piece.name in shapes]
+    mine = [(piece.name, tuple(piece.rectangle), DTYPE_NAMES[piece.local.dtype], piece.global_shape) for piece in local]
     everything: list[Any] = [mine]
     if groups.world.size > 1:
         everything = [None] * groups.world.size
@@ -138,9 +138,9 @@ def _catalog(model: Sequence[nn.Module], shapes: dict[str, tuple[int, ...]], gro
     for name, shape in shapes.items():
         if problem := coverage_problem(shape, [place for owned, place in owners if owned == name]):
             raise UserError(f"{name}: the ranks {problem}; the settings and the model do not fit")
-    for each in local:
-        if owners[each.name, each.rectangle] == groups.world.rank:
-            catalog.owned.setdefault(each.name, []).append(_Piece(each.local.detach(), each.rectangle))
+    for piece in local:
+        if owners[piece.name, piece.rectangle] == groups.world.rank:
+            catalog.owned.setdefault(piece.name, []).append(_Piece(piece.local.detach(), piece.rectangle))
     return catalog
 
 

@@ -232,10 +232,10 @@ def _vocab_size(cfg: PretrainConfig, task: Task) -> int:
 
 def log_environment() -> None:
     """Log version, git commit, host, versions of Python, torch and CUDA, and the GPUs that rank 0 sees."""
-    found = environment()
-    gpus = f"CUDA {found['cuda']}, {found['gpus']}" if found["gpus"] else "no GPU"
+    facts = environment()
+    gpus = f"CUDA {facts['cuda']}, {facts['gpus']}" if facts["gpus"] else "no GPU"
     logger.info(
-        "%s on host %s: Python %s, torch %s, %s", version_text(), found["host"], found["python"], found["torch"], gpus
+        "%s on host %s: Python %s, torch %s, %s", version_text(), facts["host"], facts["python"], facts["torch"], gpus
     )
 
 
@@ -342,8 +342,8 @@ def _check_custom_data(task: Task, datasets: dict[str, Any]) -> None:
     custom ``get_batch`` or ``make_batches``, the external loader, and lists of validation sets. Raises UserError for
     missing keys, shapes or dtypes."""
     cls = type(task)
-    own = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch", "make_batches")]
-    provider, *batches = (getattr(each, "__module__", "").startswith("megatron.") for each in own)
+    methods = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch", "make_batches")]
+    provider, *batches = (getattr(method, "__module__", "").startswith("megatron.") for method in methods)
     is_external = task.cfg.data.dataloader_type == "external"
     if provider or not all(batches) or is_external or not isinstance(task, LanguageModelTask):
         return

@@ -31,7 +31,7 @@ class TrainState:
         names = set(cls.__dataclass_fields__)
         if set(values) != names:
             missing, unknown = (
-                ", ".join(sorted(each)) or "none" for each in (names - set(values), set(values) - names)
+                ", ".join(sorted(keys)) or "none" for keys in (names - set(values), set(values) - names)
             )
             raise UserError(
                 f"train state: counters missing: {missing}; unknown: {unknown}; another version wrote the checkpoint: "

@@ -100,11 +100,11 @@ def load_trained_model(
     parsed = apply_checkpoint_args(parse_args(argv, needs_data=False, model_family=family.name))
     balancing = {name: stored[name] for name in CHOICE_OF_EXPERTS if name in stored}
     parsed = replace(parsed, **balancing)
-    names, found = [field.name for field in fields(TokenizerConfig)], find_checkpoint(folder, step)
+    names, checkpoint = [field.name for field in fields(TokenizerConfig)], find_checkpoint(folder, step)
     settings, built_tokenizer = TokenizerConfig(**{name: getattr(parsed, name) for name in names}), None
-    if not tokenizer and found is not None:
-        fingerprint = read_manifest(found.directory)["objects"].get("tokenizer")
-        settings, built_tokenizer = find_run_tokenizer(settings, found.directory, fingerprint)
+    if not tokenizer and checkpoint is not None:
+        fingerprint = read_manifest(checkpoint.directory)["objects"].get("tokenizer")
+        settings, built_tokenizer = find_run_tokenizer(settings, checkpoint.directory, fingerprint)
     parsed = with_base(replace(parsed, **{name: getattr(settings, name) for name in names}), folder, step)
     cfg, groups = _start(parsed, layout)
     built = _build(cfg, groups, built_tokenizer)
@@ -168,7 +168,7 @@ def _load_hugging_face(folder: str, tool: str, layout: Sequence[str]) -> Trained
 def _checked_family(settings: Mapping[str, object], folder: str, tool: str) -> ModelFamily:
     """Return the model family of ``settings``; raise UserError if it is unknown or another tool serves it."""
     family = stored_family(settings, f"--load {folder}")
-    served = {each.tool for each in families().values()}
+    served = {other.tool for other in families().values()}
     if family.tool != tool and tool in served:  # a program of the user takes every family
         raise UserError(f"--load {folder} contains a {family.name!r} model; use {family.tool or 'another program'}")
     return family

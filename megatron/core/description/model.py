@@ -297,8 +297,8 @@ def frozen(piece: Piece) -> Piece:
 
 def kept_bytes(pieces: Iterable[Piece], recomputed: frozenset[str] = frozenset()) -> float:
     """Return the bytes per token that ``pieces`` save for backward, without the modules in ``recomputed``."""
-    saved = [each for piece in pieces for op in piece.ops for each in op.saved]
-    return sum(each.bytes for each in saved if not recomputed.intersection(each.modules))
+    saved = [tensor for piece in pieces for op in piece.ops for tensor in op.saved]
+    return sum(tensor.bytes for tensor in saved if not recomputed.intersection(tensor.modules))
 
 
 def weight_shapes(model: ModelDescription, *, expert_bias: bool) -> dict[str, tuple[int, ...]]:

@@ -79,8 +79,8 @@ def _residual_norm(name: str, branch: str, config: Config) -> Op:
     reader = ("qkv_linear",) if branch == "self_attention" else ()
     normed = Saved("normed", gathered * input_bytes(config), ("layernorm",), reader)
     offload = "mlp_norm" if branch == "mlp" else "attn_norm"
-    kept = (Saved("stream", elements * stream_bytes(config), offload=(offload,)), normed)
-    return Op("norm", name, traffic=8.0 * item * elements, saved=kept)
+    saved = (Saved("stream", elements * stream_bytes(config), offload=(offload,)), normed)
+    return Op("norm", name, traffic=8.0 * item * elements, saved=saved)
 
 
 def _no_norm(config: Config) -> Op:
@@ -95,7 +95,7 @@ def one_piece(pieces: Iterable[Piece]) -> Piece:
     pieces = list(pieces)
     return Piece(
         "layer",
-        tuple(each for piece in pieces for each in piece.params),
+        tuple(param for piece in pieces for param in piece.params),
         tuple(op for piece in pieces for op in piece.ops),
         is_branch=True,
         is_known=bool(pieces) and all(piece.is_known for piece in pieces),

@@ -65,8 +65,8 @@ def transformer_engine_attention(
     Raises:
         UserError: an NVTE_* variable in the environment contradicts ``attention_backend`` or deterministic mode.
     """
-    own = config.context_parallel_size > 1 or config.attention_backend == "local" or has_sink(config)
-    if own or config.attention_dropout or config.attn_logit_softcapping:
+    is_local = config.context_parallel_size > 1 or config.attention_backend == "local" or has_sink(config)
+    if is_local or config.attention_dropout or config.attn_logit_softcapping:
         return CoreAttention(config, layer_number, attn_mask_type, groups=groups)
     variables = te.kernel_variables(str(config.attention_backend), deterministic=config.deterministic_mode)
     for name, value in variables.items():

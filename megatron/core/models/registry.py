@@ -16,8 +16,8 @@ from megatron.core.models.family import ModelFamily, Program
 def families() -> dict[str, ModelFamily]:
     """Return the families of this package by name: the default one first, then in alphabetical order."""
     names = sorted(path.parent.name for path in Path(__file__).parent.glob("*/family.py"))
-    found = [get_family(f"{__package__}.{name}.family") for name in names]
-    return {each.name: each for each in sorted(found, key=lambda each: not each.is_default)}
+    unordered = [get_family(f"{__package__}.{name}.family") for name in names]
+    return {family.name: family for family in sorted(unordered, key=lambda family: not family.is_default)}
 
 
 def default_family() -> str:
@@ -62,12 +62,12 @@ def find_program(name: str) -> tuple[ModelFamily, Program]:
     Raises:
         UserError: there is no such program.
     """
-    known = programs()
+    by_name = programs()
     short = name.removeprefix("pretrain_").removesuffix(".py")
-    if short in known:
-        return known[short]
+    if short in by_name:
+        return by_name[short]
     if "." not in short:
-        raise UserError(f"{name}: there is no such program; choose from {', '.join(known)}")
+        raise UserError(f"{name}: there is no such program; choose from {', '.join(by_name)}")
     family = get_family(name)
     return family, family.programs[0]
 

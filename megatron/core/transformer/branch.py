@@ -70,8 +70,8 @@ class Branch(Sited):
         if reads_norm_of is not None:
             self.norm_name = reads_norm_of.norm_name
         norm_before, norm_after = (
-            build_module(spec.norm, config, config.hidden_size, config.norm_epsilon, groups=groups) if wanted else None
-            for wanted in (config.norm_placement != "post", config.norm_placement != "pre")
+            build_module(spec.norm, config, config.hidden_size, config.norm_epsilon, groups=groups) if used else None
+            for used in (config.norm_placement != "post", config.norm_placement != "pre")
         )
         mixer = _build_mixer(spec.mixer, config, layer_number, groups)
         site = ("layer", layer_number, f"{spec.site} output")
@@ -169,9 +169,9 @@ def accepts_context(forward: Callable[..., Any]) -> bool:
     if _takes(forward, "ctx", inspect.Parameter.VAR_POSITIONAL):
         return True
     facts = ("attention_mask", "rotary_pos_emb", "packed_seq_params")
-    if taken := [name for name in facts if name in inspect.signature(forward).parameters]:
+    if names := [name for name in facts if name in inspect.signature(forward).parameters]:
         raise UserError(
-            f"{forward.__qualname__} takes {', '.join(taken)}: make it forward(x, ctx); ctx.{taken[0]} is the same "
+            f"{forward.__qualname__} takes {', '.join(names)}: make it forward(x, ctx); ctx.{names[0]} is the same "
             "(megatron/core/transformer/context.py)"
         )
     return False
@@ -179,5 +179,5 @@ def accepts_context(forward: Callable[..., Any]) -> bool:
 
 def _takes(function: Callable[..., object], name: str, rest: object) -> bool:
     """Return whether ``function`` has a parameter ``name`` or a variadic parameter of the kind ``rest``."""
-    found = inspect.signature(function).parameters
-    return name in found or any(each.kind == rest for each in found.values())
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(parameter.kind == rest for parameter in parameters.values())

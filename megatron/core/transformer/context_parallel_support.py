@@ -31,13 +31,13 @@ def layout_problem(kind: type, order: str = ONE_RANK.order) -> str | None:
     overrides one of them must declare again.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
-    for each in kind.__mro__:
-        declared = vars(each)
+    for cls in kind.__mro__:
+        declared = vars(cls)
         if "mixes_tokens" in declared:
-            taken = declared.get("layouts", frozenset())
-            if not declared["mixes_tokens"] or order in taken:
+            layouts = declared.get("layouts", frozenset())
+            if not declared["mixes_tokens"] or order in layouts:
                 return None
-            return f"is not supported by {name}, which takes {', '.join(sorted(taken)) or 'no'} layouts, not {order}"
+            return f"is not supported by {name}, which takes {', '.join(sorted(layouts)) or 'no'} layouts, not {order}"
         if any(method in declared for method in _COMPUTING):
             break
     return f"is not supported by {name}, which sees only this rank's part of a sequence"
@@ -67,7 +67,7 @@ def cache_problem(model: nn.Module) -> str | None:
     """Return why the layers of ``model`` cannot run on a :class:`CachedLayout`; None if they can."""
     layers: list[Any] = [layer for module in model.modules() for layer in getattr(module, "layers", ())]
     mixers = [branch.mixer for layer in layers for branch in getattr(layer, "branches", ())]
-    cores = [each.core_attention for each in mixers if hasattr(each, "core_attention")]
+    cores = [mixer.core_attention for mixer in mixers if hasattr(mixer, "core_attention")]
     for module in (*layers, *mixers, *cores):
         if problem := layout_problem(type(module), "cached"):
             return problem
@@ -78,8 +78,8 @@ def layout_problems(specs: Sequence[ModuleSpec | Callable[..., object]]) -> Iter
     """Yield the problem of each class in the slots of layers that cannot run under context parallelism. Factory
     functions are skipped: their modules are checked when the model is built.
     """
-    found = dict.fromkeys(kind for spec in specs for kind in _classes(spec))
-    yield from filter(None, map(layout_problem, found))
+    kinds = dict.fromkeys(kind for spec in specs for kind in _classes(spec))
+    yield from filter(None, map(layout_problem, kinds))
 
 
 def _classes(slot: object) -> Iterator[type]:

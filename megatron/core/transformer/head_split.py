@@ -40,8 +40,8 @@ class HeadSplit:
         if all(isinstance(norm, IdentityOp) for norm in norms):
             self._split = split_rotary.choose_split_heads(config.params_dtype)
             self._split_rotated = split_rotary.choose_split_rotary(config.params_dtype, config.apply_rope_fusion)
-        served = isinstance(self._rotate, ByDevice) and config.kv_channels <= normed_rotary.WIDEST
-        if served and all(type(norm) is RMSNorm and norm.has_kernel for norm in norms):
+        fits_kernel = isinstance(self._rotate, ByDevice) and config.kv_channels <= normed_rotary.WIDEST
+        if fits_kernel and all(type(norm) is RMSNorm and norm.has_kernel for norm in norms):
             self._split_rotated = ByDevice(self._normed_and_rotated_in_kernel, self._normed_and_rotated)
 
     def __call__(self, packed: Tensor, tables: RotaryTables | None) -> Heads:

@@ -18,13 +18,13 @@ def describe_layer(spec: ModuleSpec | Callable[..., object], config: Config, pla
     unknown."""
     apart = layer_branches(spec, config.use_parallel_residual)
     if apart is not None:
-        return tuple(_describe_branch(each, config, place) for each in apart)
+        return tuple(_describe_branch(branch, config, place) for branch in apart)
     if describe := getattr(getattr(spec, "module", spec), "describe", None):
         return (describe(config, place),)
     slots = branch_specs(getattr(spec, "submodules", None))  # submodules of custom classes may be any object
-    own = [each for each in slots if isinstance(each, BranchSpec)] if isinstance(slots, Sequence) else []
+    branches = [branch for branch in slots if isinstance(branch, BranchSpec)] if isinstance(slots, Sequence) else []
     shared = config.share_parallel_norm
-    pieces = [_describe_branch(spec, config, place, shared and index > 0) for index, spec in enumerate(own)]
+    pieces = [_describe_branch(spec, config, place, shared and index > 0) for index, spec in enumerate(branches)]
     return (one_piece(pieces),)
 
 

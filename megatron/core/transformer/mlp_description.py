@@ -36,7 +36,7 @@ def describe_mlp(config: Config, place: LayerPlace, *, width: int | None = None)
     passes = 3 + 5 if gated else 2 + 3
     # ReLU goes backward by its output: of the two only one is kept, whichever is not computed again
     output = narrow // item * input_bytes(config)
-    kept = () if config.relu else (Saved("output of the activation", output, ("mlp_act",)),)
-    activation = Op("activation", "activation", traffic=passes * narrow, gradients=narrow, saved=kept)
+    outputs = () if config.relu else (Saved("output of the activation", output, ("mlp_act",)),)
+    activation = Op("activation", "activation", traffic=passes * narrow, gradients=narrow, saved=outputs)
     ops = (fc1_op, activation, gemm(fc2[0], config, place.seq_length))
     return Piece("feed-forward", (*fc1, *fc2), ops, settings=SETTINGS)

@@ -37,11 +37,11 @@ class MegatronModule(nn.Module):
         differs from the module's and the keys are those of ``sharded_state_dict``, every tensor is taken as this rank's
         shard and copied in place; ``strict`` and ``assign`` are then ignored, and the report lists all keys as missing.
         """
-        own = self.state_dict(keep_vars=True)
-        specs = {name: getattr(value, "spec", None) for name, value in own.items()}
+        values = self.state_dict(keep_vars=True)
+        specs = {name: getattr(value, "spec", None) for name, value in values.items()}
         names = {global_name(name, spec): name for name, spec in specs.items() if spec and spec.registered_as}
         renamed = {names.get(name, name): value for name, value in state_dict.items()}
-        if any(name in own and own[name].shape != value.shape for name, value in renamed.items()):
+        if any(name in values and values[name].shape != value.shape for name, value in renamed.items()):
             live = self.sharded_state_dict()
             if live.keys() == state_dict.keys():
                 with torch.no_grad():

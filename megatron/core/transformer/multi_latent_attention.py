@@ -135,8 +135,8 @@ class MLASelfAttention(Segmented):
         query_width, width = heads * (self._nope + self._rope), heads * (self._nope + self._value)
 
         def linear(slot: Slot, into: int, out: int) -> nn.Module:
-            placed = {"config": config, "init_method": weight_init(config), "bias": False, "groups": groups}
-            return _build(slot, into, out, **placed)
+            options = {"config": config, "init_method": weight_init(config), "bias": False, "groups": groups}
+            return _build(slot, into, out, **options)
 
         def latent_norm(slot: Slot, size: int) -> nn.Module:
             if qk_norm(config, is_filled=slot is not None) is None:

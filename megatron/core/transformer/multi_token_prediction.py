@@ -86,12 +86,12 @@ def shifted_tokens(
     One all-gather of full sequences over the ranks of ``layout``, in fp64."""
     mask = torch.ones_like(tensors[0]) if loss_mask is None else loss_mask
     # fp64 represents every id exactly: one collective for all tensors
-    whole = layout.full(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), 2)
-    batch, length = whole.shape[1:]
+    full = layout.full(torch.stack([tensor.to(torch.float64) for tensor in (*tensors, mask)]), 2)
+    batch, length = full.shape[1:]
     bounds = None if layout.documents is None else layout.documents.cu_seqlens_q
     document = None
     if bounds is not None:
-        index = torch.arange(batch * length, device=whole.device)
+        index = torch.arange(batch * length, device=full.device)
         document = torch.bucketize(index, bounds[1:].to(index.dtype), right=True).view(batch, length)
 
     def num_valid(mask: Tensor) -> Tensor:
@@ -101,18 +101,18 @@ def shifted_tokens(
         sums = mask.new_zeros(len(bounds)).index_add(0, document.flatten(), mask.flatten())
         return sums[document]
 
-    found, all_valid = [], num_valid(whole[3])
+    shifted, all_valid = [], num_valid(full[3])
     for depth in range(1, depths + 1):
         end = min(depth, length)
-        moved = F.pad(whole[..., end:], (0, end))
+        moved = F.pad(full[..., end:], (0, end))
         if document is not None:
             moved[3] *= F.pad(document[:, end:] == document[:, : length - end], (0, end))
         left = num_valid(moved[3])
-        ids, positions, labels, own_mask = layout.local(moved, 2)
+        ids, positions, labels, shifted_mask = layout.local(moved, 2)
         weight = (all_valid / left).where(left > 0, 0.0)
         weight = layout.local(weight, 1) if packed else weight
-        found.append(Tokens(ids.long(), positions.long(), labels.long(), own_mask, weight))
-    return found
+        shifted.append(Tokens(ids.long(), positions.long(), labels.long(), shifted_mask, weight))
+    return shifted
 
 
 class _AttachToLosses(torch.autograd.Function):
@@ -167,8 +167,8 @@ class MultiTokenPredictionLayer(Sited, nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.enorm, self.hnorm, final = (
-            build_module(each, config, hidden, config.norm_epsilon, groups=groups)
-            for each in (submodules.enorm, submodules.hnorm, submodules.layer_norm)
+            build_module(norm, config, hidden, config.norm_epsilon, groups=groups)
+            for norm in (submodules.enorm, submodules.hnorm, submodules.layer_norm)
         )
         self.eh_proj = ReplicatedLinear(
             2 * hidden, hidden, config=config, init_method=weight_init(config), bias=False, groups=groups
@@ -219,11 +219,11 @@ class MultiTokenPredictionBlock(nn.Module):
 
     def forward(self, hidden_states: Tensor, embeddings: Sequence[Tensor], ctx: ForwardContext) -> list[Tensor]:
         """Return the output layer's input for every depth, from ``embeddings`` [s, b, h] of each depth's tokens."""
-        found = []
-        for layer, each in zip(cycle(self.layers), embeddings):
-            hidden_states = layer(each, hidden_states, ctx)
-            found.append(hidden_states)
-        return found
+        outputs = []
+        for layer, embedding in zip(cycle(self.layers), embeddings):
+            hidden_states = layer(embedding, hidden_states, ctx)
+            outputs.append(hidden_states)
+        return outputs
 
     def attach(
         self, losses: Tensor, later: Sequence[Tensor], tokens: Sequence[Tokens], mask: Tensor | None, scale: Tensor

@@ -144,9 +144,9 @@ class ForwardRecord:
             return
         self._reached = group
         for index in range(group - 1, max(group - 1 - LOADED_AHEAD, -1), -1):
-            for each in self.groups[index]:
-                if (kept := each()) is not None:
-                    kept.load()
+            for reference in self.groups[index]:
+                if (offloaded := reference()) is not None:
+                    offloaded.load()
 
 
 class _Stored(NamedTuple):
@@ -183,9 +183,9 @@ class ActivationOffload:
         to another tensor."""
         address, version = x.untyped_storage().data_ptr(), x._version
         for group in self._in_flight:
-            for each in group:
-                if (each.address, each.version) == (address, version) and (kept := each.kept()) is not None:
-                    return kept
+            for item in group:
+                if (item.address, item.version) == (address, version) and (offloaded := item.kept()) is not None:
+                    return offloaded
         return None
 
     def store(self, x: Tensor, group: int) -> Offloaded | None:
@@ -218,9 +218,9 @@ class Offload:
 
     def __init__(self, config: RecomputeConfig) -> None:
         self.names = set(config.offload_modules or ()) if config.fine_grained_activation_offloading else set()
-        self.config, known = config, known_sites("calls", "spans")
-        if unknown := sorted(self.names.difference(known)):
-            raise UserError(f"offload_modules {unknown}: choose from {', '.join(known)}")
+        self.config, declared = config, known_sites("calls", "spans")
+        if unknown := sorted(self.names.difference(declared)):
+            raise UserError(f"offload_modules {unknown}: choose from {', '.join(declared)}")
 
     def attach(self, owner: Sited) -> None:
         """Wrap the chosen sites of ``owner``; the forward pass of a stack starts a new record."""

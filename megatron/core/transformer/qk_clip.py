@@ -40,8 +40,8 @@ class QKClip:
 
     def __init__(self, modules: Iterable[nn.Module], config: TransformerConfig, groups: ProcessGroups) -> None:
         self.config, self.groups = config, groups
-        self.attentions = [each for module in modules for each in _attentions(module)]
-        self.maxima = [_add_accumulator(each.core_attention) for each in self.attentions]
+        self.attentions = [mixer for module in modules for mixer in _attentions(module)]
+        self.maxima = [_add_accumulator(mixer.core_attention) for mixer in self.attentions]
         self.heads = config.num_attention_heads // groups.tp.size
         self.logged: dict[str, Tensor] = {}
         """Maximum logit of each layer in the last global batch, by ``layer N/max_attention_logit``; 0-d tensors. Empty
@@ -69,12 +69,12 @@ class QKClip:
         self.logged = {}
         if not self._is_active:
             return
-        maxima = [each.take(skipped, self.heads) for each in self.maxima]
-        found = torch.stack(maxima) if maxima else skipped.new_zeros((0, self.heads), dtype=torch.float32)
+        maxima = [maximum.take(skipped, self.heads) for maximum in self.maxima]
+        of_heads = torch.stack(maxima) if maxima else skipped.new_zeros((0, self.heads), dtype=torch.float32)
         if maxima and self.groups.dp_cp.size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.groups.dp_cp.handle)
-        of_layers = torch.full((len(self.names),), -torch.inf, device=found.device)
-        for place, row in zip(self._places, found):
+            dist.all_reduce(of_heads, dist.ReduceOp.MAX, group=self.groups.dp_cp.handle)
+        of_layers = torch.full((len(self.names),), -torch.inf, device=of_heads.device)
+        for place, row in zip(self._places, of_heads):
             of_layers[place] = torch.maximum(of_layers[place], row.max())
         if self.groups.world.size > 1:
             dist.all_reduce(of_layers, dist.ReduceOp.MAX, group=self.groups.world.handle)
@@ -82,8 +82,8 @@ class QKClip:
             self.logged = dict(zip(self.names, of_layers))
         if not self.config.qk_clip:
             return
-        eta = (self.config.qk_clip_threshold / found).clamp(max=1.0)
-        eta = torch.where(skipped | ~found.isfinite() | (found <= 0), 1.0, eta)
+        eta = (self.config.qk_clip_threshold / of_heads).clamp(max=1.0)
+        eta = torch.where(skipped | ~of_heads.isfinite() | (of_heads <= 0), 1.0, eta)
         for attention, row in zip(self.attentions, eta):
             for linear, factors in self._factors(attention, row):
                 for name, parameter in linear.named_parameters():
@@ -110,16 +110,16 @@ class QKClip:
 
 def _attentions(module: nn.Module) -> Iterator[SelfAttention | MLASelfAttention]:
     """Yield the self-attentions of ``module``."""
-    for name, each in module.named_modules():
-        core = getattr(each, "core_attention", None)
+    for name, mixer in module.named_modules():
+        core = getattr(mixer, "core_attention", None)
         if core is None:
             continue
-        if not isinstance(core, CoreAttention) or not isinstance(each, SelfAttention | MLASelfAttention):
+        if not isinstance(core, CoreAttention) or not isinstance(mixer, SelfAttention | MLASelfAttention):
             raise UserError(
-                f"--qk-clip, --log-max-attention-logit: {name} ({type(each).__name__}) gives no logits; "
+                f"--qk-clip, --log-max-attention-logit: {name} ({type(mixer).__name__}) gives no logits; "
                 "remove the flags, or use self-attention of --transformer-impl local"
             )
-        yield each
+        yield mixer
 
 
 def _add_accumulator(core: nn.Module) -> MaxLogits:

@@ -103,10 +103,10 @@ def recompute_from_split_input(group: Group, function: Callable, *args: object) 
         # clone: a view of the shard would keep the full tensor's memory
         return _Split(split_along_first_dim(x.detach().reshape(-1), group).clone(), x.shape)
 
-    def unpack(kept: Tensor | _Split) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        return all_gather_along_first_dim(kept.shard, group).view(kept.shape)
+    def unpack(packed: Tensor | _Split) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        return all_gather_along_first_dim(packed.shard, group).view(packed.shape)
 
     # the checkpoint has saved-tensor hooks for its inside: these hooks see only its arguments
     with saved_tensors_hooks(pack, unpack):
@@ -159,11 +159,11 @@ def discard_output(output: Tensor, function: Callable[[Tensor], Tensor], argumen
         is_it = x.data_ptr() == address and x.numel() == size and x.dtype == dtype and x.is_contiguous()
         return _Recipe(function, argument, x.shape) if is_it else x
 
-    def unpack(kept: Tensor | _Recipe) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def unpack(packed: Tensor | _Recipe) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
         with torch.no_grad():  # values only: the gradient flows through the graph of the first forward
-            return kept.function(kept.argument).view(kept.shape)
+            return packed.function(packed.argument).view(packed.shape)
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -173,7 +173,7 @@ class _LazyOutputs:
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], arguments: Sequence[object]) -> None:
         self._function, self._arguments, self._waiting = function, arguments, 0
-        self._made: Sequence[Tensor] | None = None
+        self._outputs: Sequence[Tensor] | None = None
 
     def promise(self, index: int, x: Tensor) -> _View:
         self._waiting += 1
@@ -183,14 +183,14 @@ class _LazyOutputs:
         """Return the tensor of a saved ``view``. The first call runs the function again without gradients and keeps all
         outputs; they are freed after the last promised view."""
         self._waiting -= 1
-        if self._made is None:
+        if self._outputs is None:
             with torch.no_grad():  # values only: the gradient flows through the graph of the first forward
-                self._made = self._function(*self._arguments)
-        made = self._made[view.which]
+                self._outputs = self._function(*self._arguments)
+        output = self._outputs[view.which]
         if self._waiting <= 0:
-            self._made = None
+            self._outputs = None
         # the same function and arguments give the same memory layout, so that the saved strides are valid
-        return made.as_strided(view.shape, view.strides)
+        return output.as_strided(view.shape, view.strides)
 
 
 class _View(NamedTuple):
@@ -210,14 +210,14 @@ def discard_outputs(
     referenced. Without gradients a null context."""
     if not torch.is_grad_enabled():
         return nullcontext()
-    again = _LazyOutputs(function, arguments)
+    outputs_again = _LazyOutputs(function, arguments)
     places = {(x.data_ptr(), x.numel(), x.dtype): index for index, x in enumerate(outputs)}
 
     def pack(x: Tensor) -> Tensor | _View:
         index = places.get((x.data_ptr(), x.numel(), x.dtype))
-        return x if index is None else again.promise(index, x)
+        return x if index is None else outputs_again.promise(index, x)
 
-    return saved_tensors_hooks(pack, lambda kept: kept.of.give(kept) if isinstance(kept, _View) else kept)
+    return saved_tensors_hooks(pack, lambda packed: packed.of.give(packed) if isinstance(packed, _View) else packed)
 
 
 def discard(result: Tensor | Sequence[Tensor], function: Callable, *args: Any) -> AbstractContextManager:
@@ -235,9 +235,9 @@ class Recompute:
     def __init__(self, config: RecomputeConfig, stack: nn.Module, groups: ProcessGroups) -> None:
         self.config, self.groups = config, groups
         names = recomputed_modules(config)
-        known = known_sites("calls", "results", owners=sited(stack))
-        if unknown := sorted(names.difference(known)):
-            raise UserError(f"recompute_modules {unknown}: choose from {', '.join(known)}")
+        declared = known_sites("calls", "results", owners=sited(stack))
+        if unknown := sorted(names.difference(declared)):
+            raise UserError(f"recompute_modules {unknown}: choose from {', '.join(declared)}")
         self.names = names - {f"{name}_act" for name in names}  # the output inside of a network that is recomputed
 
     def attach(self, owner: Sited) -> None:

@@ -100,9 +100,9 @@ class TransformerBlock(Sited, nn.Module):
         branches = layer_branch_costs(range(len(specs)), names) if branches is None else branches
         self.layers = LayerList()
         for part in layer_parts(branches, names):
-            held = {} if part.is_whole else {"branches": part.branches}
+            options = {} if part.is_whole else {"branches": part.branches}
             number = part.layer + first_number
-            layer = build_token_mixer(specs[part.layer], config, layer_number=number, groups=groups, **held)
+            layer = build_token_mixer(specs[part.layer], config, layer_number=number, groups=groups, **options)
             self.layers.append(layer, part.layer)
         self.layer_runs: list[tuple[Run, range]] = [(call, range(len(self.layers)))]
         """How each group of layers, by position, is called."""
@@ -145,7 +145,7 @@ def branch_names(specs: Sequence[ModuleSpec], parallel: bool = False) -> list[li
     branches of a layer read the same stream.
     """
     parts = [layer_branches(spec, parallel) for spec in specs]
-    return [["layer"] if own is None else [each.name for each in own] for own in parts]
+    return [["layer"] if branches is None else [branch.name for branch in branches] for branches in parts]
 
 
 serve_other_names(__name__)

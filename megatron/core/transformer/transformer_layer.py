@@ -83,15 +83,15 @@ class TransformerLayer(Segmented):
         super().__init__()
         self.config, self.layer_number = config, layer_number
         specs = branch_specs(submodules)
-        names = [name for each in specs for name in (each.name, each.norm_name, each.post_norm_name, each.dropout_name)]
+        names = [name for spec in specs for name in (spec.name, spec.norm_name, spec.post_norm_name, spec.dropout_name)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"{', '.join(twice)}: given to two modules; parameters are called by these names, one each")
-        held = specs if branches is None else specs[branches.start : branches.stop]
+        built = specs if branches is None else specs[branches.start : branches.stop]
         self.branches = list[Branch]()
-        for spec in held:
+        for spec in built:
             first = self.branches[0] if self.branches and config.share_parallel_norm else None
             self.branches.append(Branch(self, spec, config, layer_number, groups, reads_norm_of=first))
-        if config.embed_layernorm and layer_number == 1 and held[0] is specs[0]:
+        if config.embed_layernorm and layer_number == 1 and built[0] is specs[0]:
             self.branches[0].normed_is_residual = True  # its first norm is the embedding's norm
         self._order = self._parallel_branches if config.use_parallel_residual else self._sequential_branches
 
@@ -115,9 +115,9 @@ class TransformerLayer(Segmented):
         """Run the branches one after another on [s, b, h], as a generator: adding a branch's output and the next
         branch's norm are one step, in one kernel where possible."""
         stream = self.branches[0].enter(hidden_states)
-        for branch, following in zip(self.branches, self.branches[1:]):
+        for branch, next_branch in zip(self.branches, self.branches[1:]):
             output = yield from branch.mix(stream, ctx)
-            stream = following.add_and_norm(branch, stream.residual, output, ctx)
+            stream = next_branch.add_and_norm(branch, stream.residual, output, ctx)
         last = self.branches[-1]
         return last.add(stream.residual, (yield from last.mix(stream, ctx)), ctx)
 

@@ -82,23 +82,23 @@ class FiniteCheck:
                 Called on all ranks, and only if the gradient norm of that iteration is not finite.
         """
         while len(self._waiting) > keep:
-            each = self._waiting.popleft()
-            if each.copied is not None:
-                each.copied.synchronize()
-            *sums, num_tokens, held = (float(value) for value in each.values.numpy())
-            iteration, samples = each.iteration, each.consumed_samples
+            step = self._waiting.popleft()
+            if step.copied is not None:
+                step.copied.synchronize()
+            *sums, num_tokens, held = (float(value) for value in step.values.numpy())
+            iteration, samples = step.iteration, step.consumed_samples
             place = f"iteration {iteration} (samples from {samples} on)"
             check_has_tokens(num_tokens, place)
-            losses = dict(zip(each.names, sums))
+            losses = dict(zip(step.names, sums))
             check_finite(losses, iteration=iteration, rank=self.rank, consumed_samples=samples)
             if held:
                 problem = f"{place}: the gradient norm is not finite though the loss is"
-                found = ""
+                ranks = ""
                 if find_ranks is not None:
                     logger.warning("%s; running the iteration again to find the ranks", problem)
-                    found = f"{find_ranks(iteration)}. "
+                    ranks = f"{find_ranks(iteration)}. "
                 raise NonFiniteError(
-                    f"{problem}. {found}The weights have not been updated. Lower --lr or raise the warm-up;"
+                    f"{problem}. {ranks}The weights have not been updated. Lower --lr or raise the warm-up;"
                     " --no-check-for-nan-in-loss-and-grad skips such updates instead"
                 )
 

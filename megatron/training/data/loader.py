@@ -183,7 +183,7 @@ class BatchReader:
         start = time.perf_counter()
         batch = next(self.batches)
         self._waited += time.perf_counter() - start
-        return batch, torch.stack([torch.as_tensor(each).to(torch.float64) for each in self.count(batch)])
+        return batch, torch.stack([torch.as_tensor(value).to(torch.float64) for value in self.count(batch)])
 
     def _handed_out(self, batches: Sequence[dict], following: int) -> Iterator[dict]:
         """Yield ``batches``; before each, with ``reads_ahead``, read one micro-batch of the next global batch until

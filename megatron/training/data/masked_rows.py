@@ -92,8 +92,8 @@ class MaskedRows(Batches):
             most = max(1, int(batch["loss_mask"].count_nonzero()))
         is_masked = batch["loss_mask"].ne(0).byte()  # weights may be negative
         predicted = is_masked.argsort(dim=1, descending=True, stable=True)[:, :most]
-        kept = {name: batch[name].gather(1, predicted) for name in ("labels", "loss_mask")}
-        return {**batch, **kept, "predicted": predicted}
+        tensors = {name: batch[name].gather(1, predicted) for name in ("labels", "loss_mask")}
+        return {**batch, **tensors, "predicted": predicted}
 
     def _packed(self, batch: dict[str, Tensor], lengths: Tensor) -> Batch:
         """Pack the rows into one: sample_index and position_ids [1, n] per token, ``first_tokens`` (indices at which
@@ -112,5 +112,5 @@ def _with_full_rows(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Add ``full_rows`` [n, 0]: at least n rows have no padding, a fact that a CUDA graph cannot read from the batch.
     Rounded down to an eighth of the batch, so that few graphs are needed. The batch must be on the host."""
     mask = batch["padding_mask"]
-    found, step = int(mask.all(1).sum()), max(1, len(mask) // 8)
-    return {**batch, "full_rows": torch.empty(found - found % step, 0)}
+    num_full, step = int(mask.all(1).sum()), max(1, len(mask) // 8)
+    return {**batch, "full_rows": torch.empty(num_full - num_full % step, 0)}

@@ -43,13 +43,13 @@ def _differences(key: str, value: object, expected: np.ndarray) -> list[str]:
     """Return at most one message about ``value``: no array, another shape, or another kind of dtype. Integers must stay
     integers except in ``loss_mask``; bit width does not matter; floats may also be integers or bool."""
     try:
-        found = np.asarray(value)
+        array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         return [f"has a {key} that is no array ({error})"]
-    if found.shape != expected.shape:
-        return [f"has {key} of shape {list(found.shape)} instead of {list(expected.shape)}"]
-    wanted = "iu" if expected.dtype.kind in "iu" and key != "loss_mask" else "iufb"
-    return [] if found.dtype.kind in wanted else [f"has {key} of type {found.dtype}"]
+    if array.shape != expected.shape:
+        return [f"has {key} of shape {list(array.shape)} instead of {list(expected.shape)}"]
+    kinds = "iu" if expected.dtype.kind in "iu" and key != "loss_mask" else "iufb"
+    return [] if array.dtype.kind in kinds else [f"has {key} of type {array.dtype}"]
 
 
 def _listed(expected: Mapping[str, object]) -> str:

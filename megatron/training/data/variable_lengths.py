@@ -130,10 +130,10 @@ def flat_share(samples: Sequence[Any]) -> FlatBatch:
     """Collate the samples of a share (worker function): per-token arrays concatenated [n], ``length``, ``step``,
     ``size`` and ``sample_index`` int64 per sample, and the figures of the plan."""
     figures, *rest = samples
-    share = {name: torch.from_numpy(np.concatenate([np.asarray(each[name]) for each in rest])) for name in PER_TOKEN}
+    share = {name: torch.from_numpy(np.concatenate([np.asarray(row[name]) for row in rest])) for name in PER_TOKEN}
     for name in ("step", "size", "sample_index"):
-        share[name] = torch.tensor([int(each[name]) for each in rest])
-    share["length"] = torch.tensor([len(each["tokens"]) for each in rest])
+        share[name] = torch.tensor([int(row[name]) for row in rest])
+    share["length"] = torch.tensor([len(row["tokens"]) for row in rest])
     share["plan"] = torch.tensor([*figures[:3], *figures.cp_sizes], dtype=torch.float64)
     return FlatBatch(share)
 

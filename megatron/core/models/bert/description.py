@@ -77,7 +77,7 @@ def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piec
     pooler and binary head, and the loss.
     """
     head = common.describe_head(config, output, seq_length, "encoder.final_layernorm")
-    hidden, kept = config.hidden_size, stream_elements(config) * activation_bytes(config)
+    hidden, size = config.hidden_size, stream_elements(config) * activation_bytes(config)
     dense = Param("lm_head.dense.weight", (hidden, hidden))
     params = [*head.params[:-1], dense]
     if config.add_bias_linear:
@@ -88,8 +88,8 @@ def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piec
         for name, rows in (("pooler.dense", hidden), ("binary_head", 2)):
             params += [Param(f"{name}.weight", (rows, hidden)), Param(f"{name}.bias", (rows,), ndim=1)]
     final, *rest = head.ops
-    saved = tuple(Saved(name, kept) for name in ("input of the GELU", "output of the GELU", "normed"))
-    ops = (final, gemm(dense, config, seq_length, saved=saved), Op("activation", "gelu", traffic=5 * kept), *rest)
+    saved = tuple(Saved(name, size) for name in ("input of the GELU", "output of the GELU", "normed"))
+    ops = (final, gemm(dense, config, seq_length, saved=saved), Op("activation", "gelu", traffic=5 * size), *rest)
     return replace(head, params=tuple(params), ops=ops)
 
 
@@ -105,7 +105,7 @@ def with_head_on(described: ModelDescription, computed: float, needed: float) ->
             flops=op.flops * computed,
             traffic=op.traffic * computed,
             gradients=op.gradients * computed,
-            saved=tuple(replace(each, bytes=each.bytes * computed) for each in op.saved),
+            saved=tuple(replace(saved, bytes=saved.bytes * computed) for saved in op.saved),
         )
         for op in rest
     ]

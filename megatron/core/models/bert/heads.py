@@ -62,6 +62,6 @@ class Pooler(nn.Module):
         else:
             length = len(hidden_states)
             places = first_tokens - self.stream.rank * length
-            here = (places >= 0) & (places < length)
-            first = hidden_states[places.clamp(0, length - 1), 0] * here[:, None]
+            is_local = (places >= 0) & (places < length)
+            first = hidden_states[places.clamp(0, length - 1), 0] * is_local[:, None]
         return torch.tanh(self.dense(reduce_from_region(first, self.stream))[0])

@@ -64,7 +64,7 @@ def layer_descriptions(spec: Any, num_layers: int, built_in: LayerDescription) -
     from megatron.core.transformer.layer_description import describe_layer  # imported here: specs need torch
     from megatron.core.transformer.transformer_block import layer_specs
 
-    return [partial(describe_layer, each) for each in layer_specs(spec, num_layers)]
+    return [partial(describe_layer, layer_spec) for layer_spec in layer_specs(spec, num_layers)]
 
 
 def attention_and_feed_forward(config: Config, attention: Piece, feed_forward: Piece) -> tuple[Piece, ...]:

@@ -86,8 +86,8 @@ class LanguageModelEmbedding(nn.Module):
         ids_sb = input_ids.t()  # transpose the ids: transposing the vectors would copy h times as much
         if self.position_embeddings is not None and self.position_offset:
             position_ids = position_ids + self.position_offset
-        others = [(self.position_embeddings, position_ids), (self.tokentype_embeddings, tokentype_ids)]
-        added = [(table, ids) for table, ids in others if table is not None]
+        tables = [(self.position_embeddings, position_ids), (self.tokentype_embeddings, tokentype_ids)]
+        added = [(table, ids) for table, ids in tables if table is not None]
         if self.sequence_parallel and not added:
             return self._dropped(self.word_embeddings.scattered(ids_sb), dropout)
         embeddings = self.word_embeddings(ids_sb)

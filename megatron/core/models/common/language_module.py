@@ -247,12 +247,12 @@ class LanguageModule(MegatronModule):
         anonymous = documents is None or documents.samples is None
         if position_ids is not None and self.training and self.config.attention_dropout and anonymous:
             raise UserError("position_ids: samples that share a row train with attention_dropout 0")
-        embeddings = self.rotary_pos_emb, self.rotary_pos_emb_local
+        ropes = self.rotary_pos_emb, self.rotary_pos_emb_local
         if position_ids is None:
-            rotary, rotary_local = (None if each is None else each(length, device, layout) for each in embeddings)
+            rotary, rotary_local = (None if rope is None else rope(length, device, layout) for rope in ropes)
         else:
             rotary, rotary_local = (
-                None if each is None else each.tables(position_ids[0], full_length) for each in embeddings
+                None if rope is None else rope.tables(position_ids[0], full_length) for rope in ropes
             )
         samples = self.samples(batch, sample_index, device) if self.training else None
         dropout = None if samples is None else self.dropout_coordinates(layout, length, samples, position_ids)
@@ -308,10 +308,10 @@ def check_groups(pg_collection: Any, groups: ProcessGroups | None) -> None:
     Raises:
         UserError: the tensor-, pipeline- or context-parallel group of ``pg_collection`` has other ranks.
     """
-    ours = groups or parallel_state.get_process_groups()
+    running = groups or parallel_state.get_process_groups()
     for name in ("tp", "pp", "cp"):
-        theirs = getattr(pg_collection, name, None)
-        if theirs is not None and tuple(dist.get_process_group_ranks(theirs)) != getattr(ours, name).ranks:
+        group = getattr(pg_collection, name, None)
+        if group is not None and tuple(dist.get_process_group_ranks(group)) != getattr(running, name).ranks:
             raise UserError(f"pg_collection.{name}: is not the group of the running program; leave pg_collection out")
 
 

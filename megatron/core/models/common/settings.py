@@ -116,22 +116,22 @@ def takes_settings(order: str) -> Callable[[Init], Init]:
 
     def wrap(init: Init) -> Init:
         declared = fields(LanguageModelSettings)
-        known = {
-            each.name: Parameter(
-                each.name, Parameter.KEYWORD_ONLY, default=Parameter.empty if each.default is MISSING else each.default
+        slots = {
+            item.name: Parameter(
+                item.name, Parameter.KEYWORD_ONLY, default=Parameter.empty if item.default is MISSING else item.default
             )
-            for each in declared
+            for item in declared
         }
-        known |= {name: each for name, each in signature(init).parameters.items() if name != "settings"}
-        first = [known.pop(name).replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *order.split())]
-        rest = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in known.values()]
+        slots |= {name: item for name, item in signature(init).parameters.items() if name != "settings"}
+        first = [slots.pop(name).replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *order.split())]
+        rest = [item.replace(kind=Parameter.KEYWORD_ONLY) for item in slots.values()]
         accepted = Signature([*first, *rest])
 
         @wraps(init)
         def wrapped(*args: object, **kwargs: object) -> None:
-            given = accepted.bind(*args, **kwargs).arguments
-            shared = {each.name: given.pop(each.name) for each in declared if each.name in given}
-            init(**given, settings=LanguageModelSettings(**shared))
+            named = accepted.bind(*args, **kwargs).arguments
+            shared = {item.name: named.pop(item.name) for item in declared if item.name in named}
+            init(**named, settings=LanguageModelSettings(**shared))
 
         wrapped.__signature__ = accepted  # type: ignore[attr-defined]
         return wrapped

@@ -24,16 +24,16 @@ def spec_layers(cfg: Settings) -> Any:
     """
     if cfg.custom_layers.spec in (None, ["local"]):
         return None
-    found = import_module(cfg.custom_layers.spec)
-    if callable(found) and not isinstance(found, type):
-        takes_config = "config" in signature(found).parameters
-        found = found(config=cfg.model) if takes_config else found()
-    if not isinstance(found, ModuleSpec) and not isinstance(getattr(found, "layer_specs", None), Sequence):
+    spec = import_module(cfg.custom_layers.spec)
+    if callable(spec) and not isinstance(spec, type):
+        takes_config = "config" in signature(spec).parameters
+        spec = spec(config=cfg.model) if takes_config else spec()
+    if not isinstance(spec, ModuleSpec) and not isinstance(getattr(spec, "layer_specs", None), Sequence):
         raise UserError(
-            f"--spec {' '.join(cfg.custom_layers.spec)}: {found!r:.60} specifies no layers; name a ModuleSpec, "
+            f"--spec {' '.join(cfg.custom_layers.spec)}: {spec!r:.60} specifies no layers; name a ModuleSpec, "
             "TransformerBlockSubmodules or a function that returns one of them"
         )
-    return found
+    return spec
 
 
 def specs_of_layers(cfg: Settings) -> Sequence[ModuleSpec]:

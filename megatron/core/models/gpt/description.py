@@ -56,10 +56,10 @@ def describe_gpt(
     embedding, predictions = common.describe_embedding(config, word, positions, common.SETTINGS), []
     describe = common.layer_descriptions(spec, config.num_layers, _decoder_layer)[-1]
     for depth in range(config.mtp_num_layers or 0):
-        again = bool(depth) and config.mtp_use_repeated_layer
-        branches = describe(config, LayerPlace(config.num_layers + (0 if again else depth) + 1, seq_length, rotary))
+        same = bool(depth) and config.mtp_use_repeated_layer
+        branches = describe(config, LayerPlace(config.num_layers + (0 if same else depth) + 1, seq_length, rotary))
         pieces = _prediction(config, branches, output, seq_length, embedding)
-        predictions += [replace(each, params=()) if again else each.under(f"mtp.layers.{depth}.") for each in pieces]
+        predictions += [replace(piece, params=()) if same else piece.under(f"mtp.layers.{depth}.") for piece in pieces]
     head = common.describe_head(config, output, seq_length)
     return ModelDescription(embedding, tuple(layers), head, tuple(predictions))
 
@@ -76,10 +76,10 @@ def _prediction(
     layer, which is computed again but shares its weight.
     """
     hidden = config.hidden_size
-    norms = [each for name in ("enorm", "hnorm") for each in norm(name, hidden, config)]
-    project, kept = Param("eh_proj.weight", (hidden, 2 * hidden)), stream_elements(config) * activation_bytes(config)
-    streams = (Saved("embeddings and hidden states", 2 * kept), Saved("both, normed", 2 * kept))
-    ops = (*embedding.ops, gemm(project, config, seq_length, gradients=kept, saved=streams))
+    norms = [param for name in ("enorm", "hnorm") for param in norm(name, hidden, config)]
+    project, size = Param("eh_proj.weight", (hidden, 2 * hidden)), stream_elements(config) * activation_bytes(config)
+    streams = (Saved("embeddings and hidden states", 2 * size), Saved("both, normed", 2 * size))
+    ops = (*embedding.ops, gemm(project, config, seq_length, gradients=size, saved=streams))
     yield Piece("prediction", (*norms, project), ops)
     yield from (branch.under("mtp_model_layer.") for branch in branches)
     head = common.describe_head(config, output, seq_length)

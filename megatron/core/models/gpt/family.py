@@ -110,9 +110,9 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
             list(completions)
             return
     for prompt, ids in zip(prompts, texts):
-        done = next(completions) if len(ids) <= longest else Completion(finish_reason="length")
-        tokens = list(done.tokens)
-        if done.finish_reason == "length" and not several:
+        completion = next(completions) if len(ids) <= longest else Completion(finish_reason="length")
+        tokens = list(completion.tokens)
+        if completion.finish_reason == "length" and not several:
             tokens += inference.generate(
                 trained.model,
                 ids + tokens,

@@ -33,8 +33,8 @@ _FOLLOWS_FROM_CONFIG = {
 
 
 def _accept(names: Iterable[str]) -> None:
-    if strange := sorted(set(names) - _FOLLOWS_FROM_CONFIG):
-        raise TypeError(f"layer specs have no argument {', '.join(strange)}")
+    if unknown := sorted(set(names) - _FOLLOWS_FROM_CONFIG):
+        raise TypeError(f"layer specs have no argument {', '.join(unknown)}")
 
 
 def _layer_spec(

@@ -147,11 +147,11 @@ class GPTModel(LanguageModule):
         tokens = prediction.shifted_tokens(
             (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, context.layout, packed
         )
-        embeddings = [self.embedding(each.input_ids, each.position_ids, context.dropout) for each in tokens]
+        embeddings = [self.embedding(shifted.input_ids, shifted.position_ids, context.dropout) for shifted in tokens]
         later = self.mtp(hidden_states, embeddings, context)
         # one call for all depths: the gradient of a tied weight is then complete in ``main_grad`` before any look-up's
         # backward marks it as ready
-        all_labels = torch.cat([labels, *(each.labels for each in tokens)])
+        all_labels = torch.cat([labels, *(shifted.labels for shifted in tokens)])
         losses, *later_losses = self.outputs(torch.cat([hidden_states, *later], dim=1), all_labels).split(batch)
         return self.mtp.attach(losses, later_losses, tokens, loss_mask, aux_losses.scale)
 

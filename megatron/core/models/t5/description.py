@@ -104,11 +104,11 @@ def _layers(
     """
     for index, describe in enumerate(common.layer_descriptions(specs[0], config.num_layers, common.encoder_layer)):
         layer = describe(config, LayerPlace(index + 1, sizes.encoder_length, rotary, causal=False))
-        own = tuple(branch.under(f"encoder.layers.{index}.") for branch in layer)
+        branches = tuple(branch.under(f"encoder.layers.{index}.") for branch in layer)
         if index == config.num_layers - 1:
             final = norm("encoder.final_layernorm", config.hidden_size, config)
-            own = (*own[:-1], replace(own[-1], params=(*own[-1].params, *final)))
-        yield own
+            branches = (*branches[:-1], replace(branches[-1], params=(*branches[-1].params, *final)))
+        yield branches
     for index, describe in enumerate(common.layer_descriptions(specs[1], sizes.decoder_layers, _decoder_layer)):
         number, source = config.num_layers + index + 1, sizes.encoder_length
         layer = describe(config, LayerPlace(number, sizes.decoder_length, rotary, source_length=source))

@@ -98,12 +98,12 @@ def decoder_holds_spans(cfg: Settings) -> Problems:
     from megatron.data.word_masking import expected_masks  # here: --help does without numpy
 
     masked, spans = expected_masks(cfg.data.seq_length or 0, cfg.masked_data.mask_prob, LONGEST_NGRAM)
-    given, extra, need = (
+    length, extra, need = (
         cfg.group(EncoderDecoderConfig).decoder_seq_length,
         cfg.tokenizer.vocab_extra_ids,
         masked + spans + 1,
     )
-    if given is not None and given < need:
+    if length is not None and length < need:
         tokens, sentinels = counted(masked, "masked token"), counted(spans, "sentinel")
         reason = f"is less than about {tokens} of a sample, {sentinels} and a start token"
         yield problem(cfg, "decoder_seq_length", reason, f"at least {need}; or a smaller --mask-prob")

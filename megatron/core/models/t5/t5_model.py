@@ -45,7 +45,7 @@ class Streams(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> Streams:
         """Cast all tensors to ``dtype``, the dtype of pipeline messages."""
-        return Streams._make(None if each is None else each.to(dtype) for each in self)
+        return Streams._make(None if tensor is None else tensor.to(dtype) for tensor in self)
 
 
 class T5LMHead(nn.Module):
@@ -238,8 +238,8 @@ class T5Model(LanguageModule):
         this stage."""
         if table is None or not len(stack.layers):
             return context
-        whole, both = context.layout.full_length(length), stack is self.encoder
-        bias = position_bias(table, whole, max_distance=self.max_distance, bidirectional=both)
+        full, both = context.layout.full_length(length), stack is self.encoder
+        bias = position_bias(table, full, max_distance=self.max_distance, bidirectional=both)
         return replace(context, position_bias=bias)
 
 
@@ -253,5 +253,5 @@ def _documents(
     """Return the encoder's self-attention mask and the decoder's cross-attention mask as packed documents on
     ``device``; both None without padding, which only lengths on the CPU can show.
     """
-    own = PackedSeqParams.of_padding(lengths, length)
-    return own and own.on(device), own and PackedSeqParams.of_keys(lengths, target_length, length).on(device)
+    mask = PackedSeqParams.of_padding(lengths, length)
+    return mask and mask.on(device), mask and PackedSeqParams.of_keys(lengths, target_length, length).on(device)

@@ -61,8 +61,8 @@ class SideLossRule:
                 f"moe_aux_loss_coeff has {len(self.coefficients)} values for the {len(self.types)} types of "
                 "moe_router_load_balancing_type; give one for each"
             )
-        given = {name: value for name, value in zip(self.types, self.coefficients) if value and name in STATISTICS}
-        object.__setattr__(self, "coefficient_of", given)
+        nonzero = {name: value for name, value in zip(self.types, self.coefficients) if value and name in STATISTICS}
+        object.__setattr__(self, "coefficient_of", nonzero)
 
     @classmethod
     def of(cls, config: MoEConfig) -> SideLossRule:
@@ -161,10 +161,10 @@ def side_loss(
 
     ``tokens_b`` [b] is as in :class:`AuxLossWeights`; ``lengths`` are the local and the full length of a row. A
     statistic is (share of the loss without coefficient, times its tokens; share of its tokens), 2 values by name."""
-    local, whole = lengths
+    local, full = lengths
     tokens_b = tokens_b.to(sums.z_b.dtype)
-    length_b = whole if samples is None else samples[1]
-    count = tokens_b.sum() * (local / whole)
+    length_b = full if samples is None else samples[1]
+    count = tokens_b.sum() * (local / full)
     losses, statistics = [], {}
 
     def add(name: str, coefficient: float, share: Tensor) -> None:

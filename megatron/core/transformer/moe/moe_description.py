@@ -38,7 +38,7 @@ def describe_moe(config: Config, place: LayerPlace) -> Piece:
     if config.moe_shared_expert_intermediate_size:
         pieces.append(_shared_expert(config, place))
     return Piece(
-        "experts", tuple(each for piece in pieces for each in piece.params),
+        "experts", tuple(param for piece in pieces for param in piece.params),
         tuple(op for piece in pieces for op in piece.ops), settings=SETTINGS,
     )  # fmt: skip
 
@@ -79,17 +79,17 @@ def _experts(config: Config, place: LayerPlace) -> Piece:
         ranks = config.expert_model_parallel_size
         rows *= ranks * min(top, count // ranks) / top
     narrow = rows * width / split * item
-    kept = 1 / item if experts_in_fp8(config) and config.fp8_wgrad else 1  # inputs of GEMMs are saved in fp8
+    saved_share = 1 / item if experts_in_fp8(config) and config.fp8_wgrad else 1  # inputs of GEMMs are saved in fp8
     up = 2 if gated else 1
     flops = 2.0 * place.seq_length * top * width * hidden
     passes = 3 + 5 if gated else 2 + 3
     ops = (
         Op("other", "permutation", traffic=4.0 * rows * hidden * item, gradients=rows * hidden * item,
-           saved=(Saved("rows", rows * hidden * item * kept, ("moe",), ("expert_fc1",)),)),
+           saved=(Saved("rows", rows * hidden * item * saved_share, ("moe",), ("expert_fc1",)),)),
         Op("gemm", "linear_fc1", up * flops, gemm=(up * width // split, hidden), gradients=up * narrow,
            saved=(Saved("input of the activation", up * narrow, ("moe",), ("moe_act",)),)),
         Op("activation", "activation", traffic=passes * narrow, gradients=narrow,
-           saved=(Saved("output of the activation", narrow * kept, ("moe", "moe_act")),)),
+           saved=(Saved("output of the activation", narrow * saved_share, ("moe", "moe_act")),)),
         Op("gemm", "linear_fc2", flops, gemm=(hidden, width // split)),
         Op("other", "combination", traffic=4.0 * rows * hidden * item,
            saved=(Saved("experts' outputs", rows * hidden * item, ("moe",)),)),

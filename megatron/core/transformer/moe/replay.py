@@ -59,8 +59,8 @@ def record_routes(model: Sequence[nn.Module]) -> Iterator[dict[int, list[Tensor]
     def recording(router: TopKRouter, select: Select) -> Select:
         def choose(logits: Tensor, layout: TokenLayout) -> Tensor:
             experts = select(logits, layout)
-            whole = all_gather_along_first_dim(experts, layout.stream) if layout.stream.size > 1 else experts
-            routes[router.layer_number].append(layout.full(whole, 0))
+            all_experts = all_gather_along_first_dim(experts, layout.stream) if layout.stream.size > 1 else experts
+            routes[router.layer_number].append(layout.full(all_experts, 0))
             return experts
 
         return choose

@@ -237,8 +237,8 @@ class TopKRouter(nn.Module):
             return experts, weights
         capacity = routing.expert_capacity(len(experts), self.num_experts, self.k, factor)
         by_weight = weights if self.config.moe_token_drop_policy == "probs" else None
-        kept = choose(lambda: routing.within_capacity(experts, by_weight, self.num_experts, capacity))
-        return experts.where(kept, self.num_experts), weights.where(kept, 0.0)
+        is_within = choose(lambda: routing.within_capacity(experts, by_weight, self.num_experts, capacity))
+        return experts.where(is_within, self.num_experts), weights.where(is_within, 0.0)
 
     def _with_side_losses(
         self, weights: Tensor, logits: Tensor, experts: Tensor, sums: Summary, ctx: ForwardContext
@@ -282,8 +282,8 @@ class TopKRouter(nn.Module):
         if layout.padding:  # its length depends on the layout: without this, so would the expert bias
             positions = layout.stream_positions(len(logits), logits.device)
             is_token = positions < layout.full_length(len(positions) * layout.stream.size) - layout.padding
-            seen = experts.view(*logits.shape[:2], -1).where(is_token[:, None, None], self.num_experts)
-            counts_e = choice_counts(seen, self.num_experts).sum(0)
+            experts_of_tokens = experts.view(*logits.shape[:2], -1).where(is_token[:, None, None], self.num_experts)
+            counts_e = choice_counts(experts_of_tokens, self.num_experts).sum(0)
         self.statistics.add("tokens_per_expert", counts_e)
         self.statistics.add("nonfinite_router_logit", sums.nonfinite_b.sum())
         if self.rule.quantiles:

@@ -201,10 +201,10 @@ def quantile_levels(logits: Tensor, bias: Tensor, k: int, sharers: Group) -> Ten
     above_te = z - (z + bias).kthvalue(num_experts - k, dim=1, keepdim=True).values
     if sharers.size > 1:
         above_te = begin_all_gather(above_te, sharers).wait()
-    taken, rest = divmod(len(above_te) * k, num_experts)
+    num_chosen, rest = divmod(len(above_te) * k, num_experts)
     if rest:
         raise UserError(f"quantile_balancing: {num_experts} experts do not divide {len(above_te)} tokens x {k} choices")
-    return above_te.kthvalue(len(above_te) - taken, dim=0).values
+    return above_te.kthvalue(len(above_te) - num_chosen, dim=0).values
 
 
 def round_robin(position_s: Tensor, batch: int, num_experts: int, k: int) -> Tensor:
