@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron.core.config.errors import UserError, listed
 
@@ -40,6 +40,13 @@ class Text:
 
 
 Item: TypeAlias = Conversation | Text
+
+
+class Pair(NamedTuple):
+    """Two completions of one prompt."""
+
+    chosen: Item
+    rejected: Item
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ def recognize(line: Line) -> Format:
 
 def _messages(line: Line) -> Iterator[Conversation]:
     """A system message after others starts a further conversation, as in Megatron-LM."""
-    messages, tools = _checked_messages(line["messages"], "messages"), _tools(line)
+    messages, tools = checked_messages(line["messages"], "messages"), read_tools(line)
     starts = [index for index, message in enumerate(messages) if message["role"] == "system" and index]
     for start, stop in zip([0, *starts], [*starts, len(messages)]):
         yield Conversation(messages[start:stop], tools)
@@ -105,7 +112,7 @@ def _sharegpt(line: Line) -> Iterator[Conversation]:
             )
         else:
             messages.append({"role": role, "content": turn["value"]})
-    yield Conversation(_checked_messages(messages, "conversations"), _tools(line))
+    yield Conversation(checked_messages(messages, "conversations"), read_tools(line))
 
 
 def _alpaca(line: Line) -> Iterator[Conversation]:
@@ -119,7 +126,7 @@ def _alpaca(line: Line) -> Iterator[Conversation]:
     messages: list[object] = [{"role": "system", "content": line["system"]}] if line.get("system") else []
     for question, answer in pairs:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    yield Conversation(_checked_messages(messages, "history"))
+    yield Conversation(checked_messages(messages, "history"))
 
 
 def _pair(line: Line) -> Iterator[Item]:
@@ -129,8 +136,8 @@ def _pair(line: Line) -> Iterator[Item]:
         return
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise UserError("prompt and completion: must be two texts or two lists of messages")
-    messages = _checked_messages([*prompt, *completion], "prompt and completion")
-    yield Conversation(messages, _tools(line), first_answer=len(prompt))
+    messages = checked_messages([*prompt, *completion], "prompt and completion")
+    yield Conversation(messages, read_tools(line), first_answer=len(prompt))
 
 
 def _text(line: Line) -> Iterator[Text]:
@@ -168,7 +175,7 @@ def check_conversation(chat: Conversation) -> None:
         before, has_user = role, has_user or role == "user"
 
 
-def _checked_messages(messages: object, name: str) -> list[Message]:
+def checked_messages(messages: object, name: str) -> list[Message]:
     """Return copies whose tool calls have parsed arguments. Raises UserError for another form."""
     if not isinstance(messages, list):
         raise UserError(f"{name}: must be a list of messages")
@@ -209,7 +216,8 @@ def _parsed_call(call: Line, where: str) -> Message:
     return {**call, "function": function} if "function" in call else function
 
 
-def _tools(line: Line) -> list[Line] | None:
+def read_tools(line: Line) -> list[Line] | None:
+    """Return the tools of a line, a list or its JSON text; None without tools. Raises UserError for another form."""
     tools = line.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

@@ -19,12 +19,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from megatron.core.config.errors import UserError, counted
-from megatron.core.datasets.conversations.formats import Conversation, Item, check_conversation, recognize
+from megatron.core.datasets.conversations.formats import Conversation, Item, Line, check_conversation, recognize
 from megatron.core.datasets.conversations.masks import (
     Tokens,
     answer_spans,
@@ -40,6 +40,7 @@ from megatron.data.index_cache import Arrays, IndexCache, Layout, file_stamp
 logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry")
+Content = TypeVar("Content")
 NumberedLine: TypeAlias = tuple[int, bytes]
 VERSION = 1
 MAX_LINE_BYTES = 8 << 20
@@ -86,6 +87,8 @@ class Report:
             "rendered_separately": "conversations of which the chat template renders earlier answers in another way "
             "once messages follow; these answers are sequences of their own",
             "changed": "conversations of which the chat template leaves out or changes a message",
+            "equal": "preference pairs of equal completions, left out",
+            "unpaired": "preference pairs of which a completion has no token with a loss, left out",
         }
         for name, number in self.counts.items():
             sentence = sentences.get(name, f"lines with the {name}, which is not read")
@@ -109,6 +112,15 @@ class Part(NamedTuple):
     report: Report
 
 
+class Reader(NamedTuple, Generic[Content]):
+    """Kind of file: what its lines contain."""
+
+    name: str
+    read: Callable[[Line, Report, int], Iterator[Content]]
+    """Yield what a JSON object contains. The report counts what is not read, with the number of the line."""
+    sequences: Callable[[Tokenizer, Content, Report, int], list[Tokens]]
+
+
 def template_hash(tokenizer: Tokenizer) -> str:
     """Return a hash of the tokenizer's chat templates and their special tokens, "" without one."""
     chat = tokenizer.chat
@@ -116,9 +128,13 @@ def template_hash(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest() if content else ""
 
 
-def prepared(path: str, tokenizer: Tokenizer, folder: str | None) -> tuple[Arrays, Report, str]:
+def prepared(
+    path: str, tokenizer: Tokenizer, folder: str | None, reader: Reader | None = None
+) -> tuple[Arrays, Report, str]:
     """Return the arrays of :class:`Part` for the file ``path``, its report, and the key of the stored arrays. One
-    process tokenizes the file, others wait for it. Raises UserError, with file and line, for an unreadable line."""
+    process tokenizes the file, others wait for it. ``reader`` defaults to :data:`CONVERSATIONS`. Raises UserError, with
+    file and line, for an unreadable line."""
+    reader = reader or CONVERSATIONS
     try:
         stamp = file_stamp(path)
     except OSError as error:
@@ -131,15 +147,17 @@ def prepared(path: str, tokenizer: Tokenizer, folder: str | None) -> tuple[Array
         "chat_template": template_hash(tokenizer),
     }
     layout: Layout = {name: ((None,), dtype) for name, dtype in {**DTYPES, "report": "uint8"}.items()}
-    cache = IndexCache(folder or f"{path}.cache", "conversations", identity, layout)
-    arrays = dict(cache.get(partial(_build, path, tokenizer)))
+    if reader is not CONVERSATIONS:
+        identity["reader"] = reader.name
+    cache = IndexCache(folder or f"{path}.cache", reader.name, identity, layout)
+    arrays = dict(cache.get(partial(_build, path, tokenizer, reader)))
     stored = json.loads(bytes(arrays.pop("report")))
     return arrays, Report(**{**stored, "counts": Counter(stored["counts"])}), cache.key
 
 
-def _build(path: str, tokenizer: Tokenizer) -> Arrays:
+def _build(path: str, tokenizer: Tokenizer, reader: Reader) -> Arrays:
     parts, report = [], Report()
-    for part in _tokenize_file(path, tokenizer):
+    for part in _tokenize_file(path, partial(tokenize_lines, path, tokenizer, reader=reader)):
         parts.append(part)
         report.add(part.report)
         if len(report.formats) > 1:
@@ -171,15 +189,15 @@ def read_lines(path: str) -> Iterator[NumberedLine]:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a JSON lines file of conversations") from None
 
 
-def _tokenize_file(path: str, tokenizer: Tokenizer) -> Iterator[Part]:
+def _tokenize_file(path: str, tokenize: Callable[[Sequence[NumberedLine]], Part]) -> Iterator[Part]:
     tasks = _batches(read_lines(path), LINES_PER_TASK)
     if os.path.getsize(path) < PARALLEL_BYTES:
-        yield from map(partial(tokenize_lines, path, tokenizer), tasks)
+        yield from map(tokenize, tasks)
         return
     workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     context = multiprocessing.get_context("fork")
     start = last = time.monotonic()
-    with ProcessPoolExecutor(workers, context, _start_worker, (path, tokenizer)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (tokenize,)) as pool:
         try:
             for group in _batches(tasks, 4 * workers):  # bounds the lines that wait
                 yield from pool.map(_run_task, group)
@@ -198,17 +216,20 @@ def _batches(items: Iterator[Entry], size: int) -> Iterator[list[Entry]]:
 _PROCESS: dict[str, Callable[[Sequence[NumberedLine]], Part]] = {}  # the function of this process
 
 
-def _start_worker(path: str, tokenizer: Tokenizer) -> None:
+def _start_worker(tokenize: Callable[[Sequence[NumberedLine]], Part]) -> None:
     end_with_parent()
-    _PROCESS["tokenize"] = partial(tokenize_lines, path, tokenizer)
+    _PROCESS["tokenize"] = tokenize
 
 
 def _run_task(lines: Sequence[NumberedLine]) -> Part:
     return _PROCESS["tokenize"](lines)
 
 
-def tokenize_lines(path: str, tokenizer: Tokenizer, lines: Iterable[NumberedLine]) -> Part:
+def tokenize_lines(
+    path: str, tokenizer: Tokenizer, lines: Iterable[NumberedLine], reader: Reader | None = None
+) -> Part:
     """Return the sequences of numbered ``lines``. Raises UserError with ``path`` and line."""
+    reader = reader or CONVERSATIONS
     report = Report()
     sequences: list[Tokens] = []
     places: list[int] = []
@@ -218,9 +239,9 @@ def tokenize_lines(path: str, tokenizer: Tokenizer, lines: Iterable[NumberedLine
             report.count("blank", number)
             continue
         try:
-            for item in _parse(line, report, number):
+            for content in reader.read(json_object(line), report, number):
                 report.conversations += 1
-                tokens = _sequences(tokenizer, item, report, number)
+                tokens = reader.sequences(tokenizer, content, report, number)
                 sequences += tokens
                 places += [number] * len(tokens)
         except UserError as error:
@@ -232,13 +253,18 @@ def tokenize_lines(path: str, tokenizer: Tokenizer, lines: Iterable[NumberedLine
     return Part(np.concatenate([np.empty(0, np.int32), *ids]), *columns, report)
 
 
-def _parse(line: bytes, report: Report, number: int) -> Iterator[Item]:
+def json_object(line: bytes) -> Line:
+    """Return the object of a line. Raises UserError for another text."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"is no JSON: {error}; give one JSON object per line") from None
     if not isinstance(value, dict):
         raise UserError(f"is no JSON object but a {type(value).__name__}; give one object per line")
+    return value
+
+
+def _read(value: Line, report: Report, number: int) -> Iterator[Item]:
     form = recognize(value)
     report.formats.setdefault(form.name, number)
     for key in sorted(value.keys() - {*form.required, *form.optional}):
@@ -246,7 +272,7 @@ def _parse(line: bytes, report: Report, number: int) -> Iterator[Item]:
     return form.read(value)
 
 
-def _sequences(tokenizer: Tokenizer, item: Item, report: Report, number: int) -> list[Tokens]:
+def item_sequences(tokenizer: Tokenizer, item: Item, report: Report, number: int) -> list[Tokens]:
     """Return the sequences of one conversation or text; count in ``report`` the reason for none or several."""
     if not isinstance(item, Conversation):
         if not item.completion.strip():
@@ -269,3 +295,6 @@ def _sequences(tokenizer: Tokenizer, item: Item, report: Report, number: int) ->
     if changed_message(rendered[-1][0], item) is not None:
         report.count("changed", number)
     return sequences
+
+
+CONVERSATIONS = Reader("conversations", _read, item_sequences)
