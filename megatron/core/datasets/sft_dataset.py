@@ -18,7 +18,7 @@ import numpy as np
 from megatron.core.config.errors import UserError, counted
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.conversations.packing import Rows, best_fit_decreasing, pack_epochs
-from megatron.core.datasets.conversations.prepare import DTYPES, prepared
+from megatron.core.datasets.conversations.prepare import CONVERSATIONS, DTYPES, Reader, prepared
 from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, Sample
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_cache import IndexCache, Layout
@@ -39,10 +39,10 @@ class SFTDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 class ConversationFile:
-    """Tokenized conversations of a JSON lines file."""
+    """Tokenized conversations of a JSON lines file, or its preference pairs."""
 
-    def __init__(self, path: str, config: SFTDatasetConfig) -> None:
-        arrays, self.report, self.key = prepared(path, config.tokenizer, config.path_to_cache)
+    def __init__(self, path: str, config: SFTDatasetConfig, reader: Reader = CONVERSATIONS) -> None:
+        arrays, self.report, self.key = prepared(path, config.tokenizer, config.path_to_cache, reader)
         self.tokens, self.lengths, self.firsts, self.lines = (arrays[name] for name in DTYPES)
         self.starts = np.cumsum(self.lengths) - self.lengths
 
@@ -60,6 +60,7 @@ class SFTDataset(MegatronDataset):
     Raises EmptySplitError if no sequence remains."""
 
     sequence_name = "line"
+    reason_left_out: ClassVar[str] = "no answer begins before the cut"
     config: SFTDatasetConfig
 
     def __init__(self, *source: Any) -> None:
@@ -136,7 +137,7 @@ class SFTDataset(MegatronDataset):
             f"{split.name} of {self.dataset_path}: {len(lengths)} sequences in {self.rows_per_epoch} rows of "
             f"{config.sequence_length} tokens ({fill:.1%} filled), {self.count} rows in {self.num_epochs} epoch(s); "
             f"{int((beyond > 0).sum())} sequences cut at the end ({int(beyond.clip(min=0).sum())} tokens), "
-            f"{len(self.lost)} left out because no answer begins before the cut{first}"
+            f"{len(self.lost)} left out because {self.reason_left_out}{first}"
         )
         logger.log(level, "%s", text)
         if split.name == "train":
@@ -151,9 +152,13 @@ class SFTDataset(MegatronDataset):
         """Return the numbers in the file of the sequences of a row."""
         return self.sequences[self.rows.order[self.rows.bounds[row] : self.rows.bounds[row + 1]]]
 
+    def squares(self) -> np.ndarray:
+        """Return the sum of squared lengths of each item that is packed, int64."""
+        return self.positions**2
+
     @cached_property
     def _squares(self) -> np.ndarray:
-        return np.concatenate([[0], np.cumsum(self.positions[self.rows.order] ** 2)])
+        return np.concatenate([[0], np.cumsum(self.squares()[self.rows.order])])
 
     def attention_costs(self, rows: np.ndarray) -> np.ndarray:
         """Return the sum of squared lengths of the sequences of each of ``rows``, int64, without reading tokens."""
