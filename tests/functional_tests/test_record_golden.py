@@ -170,7 +170,7 @@ def test_records_have_the_fields_that_their_kinds_declare(run):
 
 def test_stored_fields_are_documented():
     page = (Path(__file__).parents[2] / "docs" / "reference" / "logging.md").read_text(encoding="utf-8")
-    for kind in kinds().values():
+    for kind in kinds.__wrapped__().values():  # without kinds that other tests declare
         names = {name for name in kind.fields if name.islower()} if kind.file else set()
         missing = [name for name in {kind.name, *names} if f"`{name}`" not in page]
         assert not missing, (kind.name, missing)
