@@ -7,6 +7,7 @@ from megatron.core.config.cli import ConfigError
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.report.memory import estimate_memory
+from tests.functional_tests.test_model_transforms import inspect
 from tests.test_utils.gpt_runs import losses, train, train_with_errors
 from tests.test_utils.layouts import FEW_STEPS, MODEL, VOCAB_SIZE, Layout, configure
 
@@ -98,37 +99,10 @@ def test_every_layout_equals_one_rank(matrix, bases, name, variant):
 # ---- frozen base, memory
 
 
-def train_and_measure(rank, world_size, one):
-    """A task of the pool: train a step; (names of trained parameters, elements of gradient buffers, of optimizer state
-    and of weights, names of frozen parameters with a gradient or a changed value)."""
-    from megatron.core.tokenizers import build_tokenizer
-    from megatron.training.exits.conditions import ExitConditions
-    from megatron.training.initialize import initialize_megatron
-    from megatron.training.run import build_components
-    from megatron.training.tasks.language_model import task_class
-    from megatron.training.trainer import Trainer
-
-    cfg = configure([*one.argv, "--mock-data", *VOCABULARY], world_size, one.precision)
-    groups = initialize_megatron(cfg)
-    parts = build_components(cfg, task_class("gpt")(cfg, build_tokenizer(cfg.tokenizer)), groups)
-    named = {name: value for chunk in parts.checkpointer.chunks for name, value in chunk.named_parameters()}
-    frozen = {name: value.detach().clone() for name, value in named.items() if not value.requires_grad}
-    with ExitConditions(cfg) as exits:
-        Trainer(cfg, parts, exits).step.run()
-    wrong = [
-        name
-        for name, before in frozen.items()
-        if named[name].grad is not None or hasattr(named[name], "main_grad") or not torch.equal(named[name], before)
-    ]
-    buffers = sum(buffer.grad_data.numel() for chunk in parts.model for buffer in chunk.grad_buffers)
-    state = sum(tensor.local.numel() for tensor in parts.optimizer.sharded_tensors().values())
-    return sorted(named.keys() - frozen), buffers, state, sum(value.numel() for value in named.values()), wrong
-
-
 @pytest.mark.parametrize("name, variant", [("TP 2 + SP, PP 2", ""), ("TP 2, shared key head", "DoRA"), ("EP 2", "")])
 def test_frozen_base_has_no_gradients_and_estimated_bytes_are_exact(gloo_pool, bases, name, variant):
     one = row(bases, name, variant)
-    results = gloo_pool.run(train_and_measure, one.world_size, one)
+    results = gloo_pool.run(inspect, one.world_size, one)
     estimate = estimate_memory(configure(one.argv, one.world_size, "fp64"), VOCAB_SIZE)
     for rank, (trained, buffers, state, size, wrong) in enumerate(results):
         memory = estimate[rank * len(estimate) // one.world_size]

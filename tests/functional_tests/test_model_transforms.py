@@ -48,7 +48,7 @@ def inspect(rank, world_size, one):
 
     cfg = configure([*one.argv, "--mock-data", *VOCABULARY], world_size, one.precision, one.family)
     groups = initialize_megatron(cfg)
-    parts = build_components(cfg, task_class(FAMILY)(cfg, build_tokenizer(cfg.tokenizer)), groups)
+    parts = build_components(cfg, task_class(one.family)(cfg, build_tokenizer(cfg.tokenizer)), groups)
     named = {name: value for chunk in parts.checkpointer.chunks for name, value in chunk.named_parameters()}
     frozen = {name: value.detach().clone() for name, value in named.items() if not value.requires_grad}
     with ExitConditions(cfg) as exits:
