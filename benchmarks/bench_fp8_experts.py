@@ -100,7 +100,7 @@ def measure(name: str) -> dict[str, Any]:
             built = Layer(experts, rows, out, into, kind)
             times = [built.run(ends) for _ in range(WARMUP + REPEATS)][WARMUP:]
             for part in times[0]:
-                row[f"{layer} {part}, {kind}, ms"] = statistics.median(each[part] for each in times)
+                row[f"{layer} {part}, {kind}, ms"] = statistics.median(seconds[part] for seconds in times)
             if kind == "fp8":
                 row[f"{layer} casts of weights, ms"] = min(built.cast_weights() for _ in range(3))
             kept[kind] = [built.y, built.dx, built.total]

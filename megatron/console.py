@@ -142,12 +142,12 @@ def pretrain(arguments: Sequence[str]) -> int:
 
         arguments = with_program(arguments)
     if not arguments or (arguments[0] not in programs() and "." not in arguments[0]):
-        asked = {"-h", "--help"} & set(arguments[:1])
-        if arguments and not asked:
+        wants_help = {"-h", "--help"} & set(arguments[:1])
+        if arguments and not wants_help:
             hint = suggestion(arguments[0], programs())
             sys.stderr.write(f"error: megatron pretrain {arguments[0]}: there is no such program; {hint}\n")
-        (sys.stdout if asked else sys.stderr).write(PRETRAIN_USAGE % ",".join(programs()))
-        return 0 if asked else EXIT_BAD_INPUT
+        (sys.stdout if wants_help else sys.stderr).write(PRETRAIN_USAGE % ",".join(programs()))
+        return 0 if wants_help else EXIT_BAD_INPUT
     name, flags = arguments[0], list(arguments[1:])
     try:
         count, flags = parse_nproc(flags)
@@ -177,15 +177,15 @@ def parse_nproc(flags: Sequence[str]) -> tuple[str | None, list[str]]:
     Raises:
         UserError: the value is not a number of processes, or a launcher has started this process already.
     """
-    count, others, words = None, [], iter(flags)
+    count, remaining, words = None, [], iter(flags)
     for word in words:
         flag, equals, value = word.partition("=")
         if flag.replace("_", "-") not in ("--nproc", "--nproc-per-node"):
-            others.append(word)
+            remaining.append(word)
             continue
         count = value if equals else next(words, "")
         if not (count.isdecimal() and 0 < int(count[:6]) < 10**5) and count not in ("auto", "cpu", "gpu"):
             raise UserError(f"{flag} {count or '(empty)'}: must be a positive integer, auto, cpu or gpu")
         if "RANK" in os.environ:
             raise UserError(f"{flag} {count}: torchrun has already started this process; remove {flag}")
-    return count, others
+    return count, remaining
