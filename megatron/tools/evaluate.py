@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,14 +60,15 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check_output(path: Path) -> None:
-    """Raise UserError if ``path`` cannot be written: an evaluation may take hours."""
-    is_new = not path.exists()
+    """Raise UserError if ``path`` cannot be written: an evaluation may take hours. Does not create it, because several
+    ranks check at the same time."""
     try:
-        path.open("a").close()
+        if path.exists():
+            path.open("a").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from error
-    if is_new:
-        path.unlink()
 
 
 def task_names(args: argparse.Namespace) -> list[str]:

@@ -4,6 +4,9 @@ import itertools
 import json
 import math
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +19,7 @@ from megatron.core.evaluation.scoring import Likelihood, score
 from megatron.core.evaluation.tasks import find_tasks
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.scheduler import Limits
-from megatron.tools.evaluate import check_scores
+from megatron.tools.evaluate import check_output, check_scores
 from tests.test_utils.hf_folders import tiny_llama
 from tests.test_utils.tiny_tokenizers import byte_level_bpe
 from tests.unit_tests.core.inference.test_engine import build
@@ -321,3 +324,13 @@ def test_standard_errors_that_are_nan_are_absent():
     assert scores == {"a": {"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": "a"}}
     with pytest.raises(UserError, match="--tasks a: acc is nan"):
         check_scores({"a": {"acc,none": math.nan}})
+
+
+def test_ranks_check_one_output_file_at_the_same_time(tmp_path, monkeypatch):
+    barrier, output = threading.Barrier(2, timeout=20), tmp_path / "scores.json"
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as ranks:
+        for name in ("exists", "open"):
+            method = getattr(Path, name)
+            patch.setattr(Path, name, lambda *args, method=method: (method(*args), barrier.wait())[0])
+        list(ranks.map(check_output, [output, output]))
+    assert not any(tmp_path.iterdir())
