@@ -26,7 +26,7 @@ PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "numpy", "megatr
 
 
 class WorkerError(AssertionError):
-    """A rank of the task raised; the message holds every failing rank's traceback."""
+    """A rank of the task raised; the message holds every failing rank's traceback and what other ranks returned."""
 
 
 def _serve(connection, backend: str) -> None:
@@ -62,6 +62,15 @@ def _serve(connection, backend: str) -> None:
         gc.collect()  # models hold their groups in cycles; each group left over keeps three threads polling
 
 
+def describe(rank: int, passed: bool, value: Any) -> str:
+    """Return the traceback of a rank that raised, or the shortened value of a rank that returned: an early return, such
+    as a tool's exit code 2, explains why another rank's collective timed out."""
+    if not passed:
+        return f"rank {rank}:\n{value}"
+    text = repr(value)
+    return f"rank {rank} returned {text if len(text) < 1000 else f'{text[:500]} ... {text[-500:]}'}"
+
+
 class RankPool:
     """Ranks that live as long as the test session; over NCCL, rank r has GPU r."""
 
@@ -95,10 +104,9 @@ class RankPool:
             for rank, (_, connection) in enumerate(workers):
                 connection.send((function, rank, world_size, store_path, args))
             replies = [self._receive(rank, connection) for rank, (_, connection) in enumerate(workers)]
-        failures = [f"rank {rank}:\n{value}" for rank, (passed, value) in enumerate(replies) if not passed]
-        if failures:
+        if not all(passed for passed, _ in replies):
             self.close()  # a rank that raised may have left its peers in a broken group
-            raise WorkerError("\n".join(failures))
+            raise WorkerError("\n".join(describe(rank, *reply) for rank, reply in enumerate(replies)))
         for _, connection in workers:
             connection.send("all have answered")
         return [value for _, value in replies]
