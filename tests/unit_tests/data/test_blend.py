@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.blend import (
@@ -78,6 +78,7 @@ def test_a_wrong_per_split_file_is_refused(tmp_path, content):
         get_blend_and_blend_per_split(flags(data_args_path=str(tmp_path / "missing")))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60))
 def test_random_files_are_parsed_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("blend") / "x"
@@ -109,6 +110,7 @@ def test_split_bounds_over_documents():
     assert split_range((0.0, 0.5), 5) == (0, 2) and split_range((0.5, 1.0), 7) == (4, 7)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=3), st.integers(0, 10**12))
 def test_splits_cover_every_document_once(parts, documents):
     fractions = parse_and_normalize_split(",".join(f"{part:.6f}" for part in parts))
