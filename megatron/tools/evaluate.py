@@ -60,8 +60,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check_output(path: Path) -> None:
-    """Raise UserError if ``path`` cannot be written: an evaluation may take hours. Does not create it, because several
-    ranks check at the same time."""
+    """Raise UserError if ``path`` cannot be written. Does not create it: ranks check it at the same time."""
     try:
         if path.exists():
             path.open("a").close()
