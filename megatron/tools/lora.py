@@ -11,14 +11,13 @@ which --base replaces if it was moved. Merged weights are W + B A alpha / r, com
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
@@ -26,6 +25,8 @@ from megatron.core.config.lora import SETTINGS
 from megatron.core.description.model import Param
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import read_json
+from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.models.adapters.lora import Factors, matrix_numbers, merged_weight
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import Target
 from megatron.export.hf.conversion import Placement, placements
@@ -128,7 +129,7 @@ def import_adapters(args: argparse.Namespace) -> None:
     if args.base is None:
         raise UserError("--base: is required to import adapters; give the folder of the base model")
     base = open_base(args.base)
-    matrices = {name: param.matrices for name, param in base.weights.items()}
+    matrices = {name: len(param.matrices) for name, param in base.weights.items() if len(param.shape) > 1}
     adapters, lora = load_peft(Path(args.load), base.plan, matrices)
     tensors: dict[str, LazyTensor] = {}
     for name, adapter in adapters.items():
@@ -160,7 +161,7 @@ def merge(args: argparse.Namespace) -> None:
         weight, param = tensors[f"model.{name}"], base.weights[name]
 
         def read(weight: LazyTensor = weight, param: Param = param, adapter: Adapter = adapter) -> Tensor:
-            return merged(weight.read(), adapter, lora.scale, matrix_rows(param))
+            return merged(weight.read(), adapter, lora.scale, param.matrices)
 
         tensors[f"model.{name}"] = replace(weight, read=read, read_rows=None)
     model = replace(base.model, tensors=tensors)
@@ -169,25 +170,12 @@ def merge(args: argparse.Namespace) -> None:
     say(f"{args.save}: complete, {base.folder} with {len(adapters)} merged layers, format {args.saver}")
 
 
-def merged(weight: Tensor, adapter: Adapter, scale: float, numbers: Tensor) -> Tensor:
-    """Return ``weight`` [*lead, in] with its adapters, computed in at least fp32 and rounded once. ``numbers`` [out]:
-    the matrix of each row."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    base, a, b = (tensor.to(dtype).flatten(0, -2) for tensor in (weight, adapter.a, adapter.b))
-    blocks = torch.nn.functional.one_hot(numbers, len(adapter.a)).to(dtype)
-    total = base.addmm((blocks.unsqueeze(-1) * b.unsqueeze(1)).flatten(1), a, alpha=scale)
-    if adapter.magnitude is not None:
-        total *= (adapter.magnitude.to(dtype).flatten() / total.norm(dim=1)).unsqueeze(-1)
-    return total.view(weight.shape).to(weight.dtype)
-
-
-def matrix_rows(param: Param) -> Tensor:
-    """Return the index of the matrix that each row of a weight belongs to, int64 [out]."""
-    lead = param.shape[:-1]
-    if param.shared:  # in each block: rows of the first matrix, then equal parts of the shared rows
-        offsets = torch.arange(lead[1]) - lead[1] + param.shared
-        return (offsets // (param.shared // (param.matrices - 1)) + 1).clamp(min=0).repeat(lead[0])
-    return torch.arange(math.prod(lead)) * param.matrices // math.prod(lead)
+def merged(weight: Tensor, adapter: Adapter, scale: float, matrices: Sequence[int]) -> Tensor:
+    """Return ``weight`` [*lead, in] with its adapters; ``matrices``: ``Param.matrices``."""
+    a, b = (tensor.flatten(0, -2) for tensor in (adapter.a, adapter.b))
+    factors = Factors(a, b, one_hot(matrix_numbers(matrices, len(b)), len(matrices)), scale)
+    magnitude = None if adapter.magnitude is None else adapter.magnitude.flatten()
+    return merged_weight(weight.flatten(0, -2), factors, magnitude, SINGLE_PROCESS.tp).view(weight.shape)
 
 
 ACTIONS = {"export": export_adapters, "import": import_adapters, "merge": merge}

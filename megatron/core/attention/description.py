@@ -45,7 +45,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
         0,
         bias=config.add_bias_linear or config.add_qkv_bias,
         shared=2 * channels,
-        matrices=3,
+        row_parts=(heads // groups * channels, channels, channels),
     )
     proj = linear("linear_proj", (hidden,), heads * channels, 1, bias=config.add_bias_linear)
     inputs = (query + key_value) * item
@@ -75,7 +75,7 @@ def describe_cross_attention(config: Config, place: LayerPlace) -> Piece:
     query, key_value = heads // tp * channels, 2 * max(groups // tp, 1) * channels
     bias, longer = config.add_bias_linear, place.source_length / place.seq_length
     to_query = linear("linear_q", (heads * channels,), hidden, 0, bias=bias)
-    to_pairs = linear("linear_kv", (groups, 2 * channels), hidden, 0, bias=bias)
+    to_pairs = linear("linear_kv", (groups, 2 * channels), hidden, 0, bias=bias, row_parts=(channels, channels))
     proj = linear("linear_proj", (hidden,), heads * channels, 1, bias=bias)
     queries, pairs = query * item, longer * key_value * item
     ops = (

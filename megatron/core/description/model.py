@@ -63,8 +63,14 @@ class Param:
     """Fraction of elements active per token (experts: top-k / num_experts)."""
     frozen: bool = False
     """Whether it is not trained: no gradient, no optimizer state."""
-    matrices: int = 1
-    """Number of matrices that a dense weight stacks along its rows: query, key and value; gate and up."""
+    row_parts: tuple[int, ...] = ()
+    """Rows of each matrix in a block of rows (queries, key and value of a group); (): leading logical dims index
+    matrices, if there are any."""
+
+    @property
+    def matrices(self) -> tuple[int, ...]:
+        """Rows of each matrix that the weight stacks, in one block of rows; blocks repeat (``ParameterSpec``)."""
+        return self.row_parts or (self.shape[-2],) * math.prod(self.shape[:-2])
 
     @property
     def is_expert(self) -> bool:

@@ -32,10 +32,17 @@ def stream_elements(config: Config) -> float:
 
 
 def linear(
-    name: str, out: tuple[int, ...], into: int, dim: int, *, bias: bool, shared: int = 0, matrices: int = 1
+    name: str,
+    out: tuple[int, ...],
+    into: int,
+    dim: int,
+    *,
+    bias: bool,
+    shared: int = 0,
+    row_parts: tuple[int, ...] = (),
 ) -> list[Param]:
     """Return a weight ``(*out, into)`` that tensor parallelism splits along ``dim``, and its bias if ``bias``."""
-    params = [Param(f"{name}.weight", (*out, into), {"tp": dim}, shared=shared, matrices=matrices)]
+    params = [Param(f"{name}.weight", (*out, into), {"tp": dim}, shared=shared, row_parts=row_parts)]
     if bias:  # with a split input dim, the bias is replicated
         params.append(Param(f"{name}.bias", out, {"tp": dim} if dim < len(out) else {}, shared=shared, ndim=1))
     return params

@@ -156,6 +156,13 @@ class ParameterSpec:
     any."""
 
     @property
+    def matrices(self) -> tuple[int, ...]:
+        """Rows of each matrix that the weight stacks, in one block of rows; blocks repeat."""
+        if self.row_parts is not None:
+            return self.row_parts.matrices
+        return (self.shape[-2],) * math.prod(self.shape[:-2])
+
+    @property
     def owns_matrices(self) -> bool:
         """Whether its update rule needs full matrices, so that optimizer shards must not cut the parameter."""
         return self.update_rule is not None and self.update_rule.owns == "matrices"

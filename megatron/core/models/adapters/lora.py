@@ -14,7 +14,7 @@ X. A row-parallel layer adds its partial sums of the adapter before the layer's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups
 from megatron.core.sharding import placement
 from megatron.core.sharding.placement import ParameterSpec, Shard, SubTensor, declare, global_name, parameter
 from megatron.core.sharding.rectangles import Rectangle
@@ -49,14 +49,18 @@ class LowRankAdapter(nn.Module):
     """Adapters of the matrices in one ``weight`` of ``linear``, with parameters ``lora_a``, ``lora_b`` and, for DoRA,
     ``lora_magnitude``, declared from the weight's own declaration."""
 
+    blocks: Tensor
+    """[o, n]: 1 at the matrix of each row."""
+
     def __init__(self, linear: GemmLayer, weight: nn.Parameter, settings: LoraSettings, groups: ProcessGroups) -> None:
         super().__init__()
-        self.scale, self.group, spec = settings.scale, groups.tp, weight.spec  # type: ignore[attr-defined]
+        self.scale, spec = settings.scale, weight.spec  # type: ignore[attr-defined]
         lead, width = spec.shape[:-1], spec.shape[-1]
-        self.splits_rows = splits_input = spec.mesh.get("tp") == Shard(len(lead))
+        splits_input = spec.mesh.get("tp") == Shard(len(lead))
+        self.row_group = groups.tp if splits_input else SINGLE_PROCESS.tp
         # without a reduction of dX over the group, which A shares, dA is a sum over this rank's rows or positions
         is_partial = linear.traits.gather_input or spec.part is not None or "tp" in spec.grad
-        numbers = matrix_numbers(spec)
+        numbers = matrix_numbers(spec.matrices, math.prod(lead)).view(lead)
         in_part = numbers if spec.part is None else _rows(spec.part.rectangle).of(numbers)
         first, count = int(in_part.min()), int(in_part.max() - in_part.min()) + 1
         shape, part = (int(numbers.max()) + 1, settings.rank, width), (count, settings.rank, width)
@@ -86,51 +90,71 @@ class LowRankAdapter(nn.Module):
             low = operators.gather_from_sequence(low, traits.group)
         elif traits.reduce_input_gradient:
             low = operators.copy_to_region(low, traits.group)
-        added = F.linear(low, self.block_matrix())
+        added = F.linear(low, block_matrix(self.lora_b, self.blocks))
         if self.lora_magnitude is None:
             return product(x, weight, bias, traits, store) + added
         ratio = self.lora_magnitude / self.row_norms(weight).to(added.dtype)
         output = (product(x, weight, None, traits, store) + added) * ratio
         return output if bias is None else output + bias
 
-    def block_matrix(self) -> Tensor:
-        """Return B as a block matrix [o, n r]."""
-        blocks: Tensor = self.blocks  # type: ignore[assignment]
-        return self.lora_b if blocks.shape[1] == 1 else (blocks.unsqueeze(-1) * self.lora_b.unsqueeze(1)).flatten(1)
+    @property
+    def factors(self) -> Factors:
+        return Factors(self.lora_a, self.lora_b, self.blocks, self.scale)
 
     @torch.no_grad()
     def row_norms(self, weight: Tensor) -> Tensor:
-        """Return the norms of the full rows of ``W + c B A`` [o] in at least fp32. All-reduced over ``tp`` if ranks
-        split the rows."""
-        squares = self._adapted(weight).square_().sum(-1)
-        if self.splits_rows and self.group.size > 1:
-            dist.all_reduce(squares, group=self.group.handle)
-        return squares.sqrt_()
+        """Return the norms of the full rows of ``W + c B A`` [o] in at least fp32. Collective if ranks split rows."""
+        return _norms(self.factors.added_to(weight), self.row_group)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the weight with the adapters [o, i], computed in at least fp32 and rounded once. Collective for DoRA
-        if ranks split rows."""
-        total = self._adapted(weight)
-        if self.lora_magnitude is not None:
-            total *= (self.lora_magnitude.to(total.dtype) / self.row_norms(weight)).unsqueeze(-1)
-        return total.to(weight.dtype)
+        """Return the weight with the adapters [o, i]. Collective for DoRA if ranks split rows."""
+        return merged_weight(weight, self.factors, self.lora_magnitude, self.row_group)
 
-    def _adapted(self, weight: Tensor) -> Tensor:
+
+def block_matrix(b: Tensor, blocks: Tensor) -> Tensor:
+    """Return B [o, r] as a block matrix [o, n r]; ``blocks`` [o, n] is 1 at the matrix of each row, else 0."""
+    return b if blocks.shape[1] == 1 else (blocks.unsqueeze(-1) * b.unsqueeze(1)).flatten(1)
+
+
+class Factors(NamedTuple):
+    """Factors of a low-rank matrix ``c B A`` [o, i]."""
+
+    a: Tensor
+    """[n r, i]."""
+    b: Tensor
+    """[o, r]."""
+    blocks: Tensor
+    """[o, n]: 1 at the matrix of each row, else 0."""
+    scale: float
+
+    def added_to(self, weight: Tensor) -> Tensor:
         """Return ``W + c B A`` in a new tensor of at least fp32."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        base, b, a = (tensor.to(dtype) for tensor in (weight, self.block_matrix(), self.lora_a))
+        base, b, a = (tensor.to(dtype) for tensor in (weight, block_matrix(self.b, self.blocks), self.a))
         return torch.addmm(base, b, a, alpha=self.scale)
 
 
-def matrix_numbers(spec: ParameterSpec) -> Tensor:
-    """Return the index of the matrix that each row of a weight belongs to, int64 of the shape of its row dims."""
-    lead = spec.shape[:-1]
-    rows = torch.arange(math.prod(lead))
-    if spec.row_parts is not None:
-        ends = torch.tensor(spec.row_parts.matrices).cumsum(0)
-        return torch.bucketize(rows % ends[-1], ends, right=True).view(lead)
-    return (rows // lead[-1]).view(lead)
+def merged_weight(weight: Tensor, factors: Factors, magnitude: Tensor | None, group: Group) -> Tensor:
+    """Return the weight [o, i] with its adapters, computed in at least fp32 and rounded once. ``magnitude`` [o]: DoRA;
+    the ranks of ``group`` split the rows."""
+    total = factors.added_to(weight)
+    if magnitude is not None:
+        total *= (magnitude.to(total.dtype) / _norms(total, group)).unsqueeze(-1)
+    return total.to(weight.dtype)
+
+
+def _norms(rows: Tensor, group: Group) -> Tensor:
+    squares = rows.square().sum(-1)
+    if group.size > 1:
+        dist.all_reduce(squares, group=group.handle)
+    return squares.sqrt_()
+
+
+def matrix_numbers(matrices: Sequence[int], rows: int) -> Tensor:
+    """Return the index of the matrix of each of ``rows`` rows, int64 [rows]; ``matrices``: rows of each in a block."""
+    ends = torch.tensor(matrices).cumsum(0)
+    return torch.bucketize(torch.arange(rows) % ends[-1], ends, right=True)
 
 
 def _row_shape(spec: ParameterSpec, leaf: str, *columns: int) -> tuple[int, ...] | SubTensor:
@@ -184,9 +208,9 @@ def set_magnitudes(model: nn.Module) -> None:
             # FSDP cuts both tensors at the same rows
             tensors = getattr(linear, leaf), adapter.lora_magnitude
             weight, norms = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
-            if adapter.splits_rows and adapter.group.size > 1:  # full rows: sums of partial sums round differently
-                weight = operators.all_gather_along_last_dim(weight, adapter.group)
-            norms.copy_(weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(-1).sqrt_())
+            if adapter.row_group.size > 1:  # full rows: sums of partial sums round differently
+                weight = operators.all_gather_along_last_dim(weight, adapter.row_group)
+            norms.copy_(_norms(weight.to(torch.promote_types(weight.dtype, torch.float32)), SINGLE_PROCESS.tp))
 
 
 @torch.no_grad()

@@ -101,7 +101,7 @@ class LoraTransform(ModelTransform):
         columns = {axis: 2 for axis, dim in weight.mesh.items() if dim == last}
         name, shared = f"{module}.adapter", weight.shared
         params = [
-            Param(f"{name}.lora_a", (weight.matrices, self.rank, weight.shape[-1]), columns),
+            Param(f"{name}.lora_a", (len(weight.matrices), self.rank, weight.shape[-1]), columns),
             Param(f"{name}.lora_b", (*lead, self.rank), rows, shared=shared),
         ]
         if self.lora.lora_use_dora:
@@ -110,7 +110,7 @@ class LoraTransform(ModelTransform):
 
     def _operation(self, gemm: Op, weight: Param) -> Op:
         """Return the operation of the adapters next to ``gemm``; it saves X A^T. The GEMM's input is saved already."""
-        low = weight.matrices * self.rank
+        low = len(weight.matrices) * self.rank
         elements = low * weight.shape[-1] + self.rank * math.prod(weight.shape[:-1])
         saved = Saved("low-rank product", low * activation_bytes(self.model))
         return Op("other", "adapter", gemm.flops * elements / math.prod(weight.shape), saved=(saved,))
