@@ -6,7 +6,7 @@ the gathered gradient of every parameter, the gradient norm and all weights afte
 full batch in one micro-batch, to 1e-10 in float64 and 1e-5 in float32; initial weights and copies of a weight
 agree to the bit.
 
-Rows that never find what the others miss (``EXTENDED``) run in ``tests/torture/layouts.py`` only.
+The suite runs a subset that covers all pairs of axes (``layout_suite.py``); ``tests/torture/layouts.py`` runs all rows.
 
 The matrix is worth its time: every planted bug turns it red, and the first parameter that differs is named.
 """
@@ -19,7 +19,7 @@ import pytest
 from megatron.core.distributed.replicas import tensor_hash
 from tests.test_utils.declared_table import DECLARED_ROWS, missing_axes
 from tests.test_utils.gloo_pool import WorkerError
-from tests.test_utils.layout_suite import EXTENDED, EXTENDED_THROUGH_COPY_ENGINES
+from tests.test_utils.layout_suite import IN_THE_SUITE, IN_THE_SUITE_THROUGH_COPY_ENGINES, missing_pairs
 from tests.test_utils.layout_table import MODELS, TABLE, THROUGH_COPY_ENGINES, row
 from tests.test_utils.layouts import FEW_STEPS, VOCAB_SIZE, Layout, compare_with_reference, configure, running
 
@@ -81,22 +81,22 @@ GOES_ON = ("expert-bias", "global_aux_loss", "--bf16", "--fp16")
 
 
 def in_the_suite(name):
-    """A row with three steps (every buffer is used again, also one of two that alternate), or all ten for models with
+    """A row with three steps (every buffer is used again, also one of two that alternate), or five for models with
     persistent state; two steps show a gradient that is not summed or counted. ``tests/torture/layouts.py`` takes ten
     of every row."""
     one = row(name)
     if name in DECLARED_ROWS:
         return dataclasses.replace(one, steps=2)
-    return one if any(part in one.model for part in GOES_ON) else dataclasses.replace(one, steps=FEW_STEPS)
+    return dataclasses.replace(one, steps=5 if any(part in one.model for part in GOES_ON) else FEW_STEPS)
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in EXTENDED])
+@pytest.mark.parametrize("name", [name for name in TABLE if name in IN_THE_SUITE])
 def test_layout_equals_one_rank(matrix, name):
     verdict = matrix.verdict(in_the_suite(name))
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
 
 
-@pytest.mark.parametrize("name", [name for name in THROUGH_COPY_ENGINES if name not in EXTENDED_THROUGH_COPY_ENGINES])
+@pytest.mark.parametrize("name", sorted(IN_THE_SUITE_THROUGH_COPY_ENGINES))
 def test_layout_equals_one_rank_through_copy_engines(matrix, name):
     verdict = matrix.verdict(in_the_suite(name), "through_copy_engines")
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
@@ -104,19 +104,29 @@ def test_layout_equals_one_rank_through_copy_engines(matrix, name):
 
 def test_the_table_is_large_enough():
     assert len({(name, *rest) for name, *rest in TABLE.values()}) == len(TABLE) >= 240
-    assert set(TABLE) > EXTENDED and len(TABLE) - len(EXTENDED) >= 105
-    assert set(THROUGH_COPY_ENGINES) > EXTENDED_THROUGH_COPY_ENGINES
+    assert set(TABLE) > IN_THE_SUITE and len(IN_THE_SUITE) >= 200
+    assert set(THROUGH_COPY_ENGINES) > IN_THE_SUITE_THROUGH_COPY_ENGINES
+
+
+def test_rows_of_the_suite_cover_every_pair_of_axes():
+    assert missing_pairs(map(row, TABLE), map(row, IN_THE_SUITE)) == []
+
+
+def test_a_pair_of_axes_without_a_row_is_reported():
+    rows = [row(name) for name in IN_THE_SUITE if "--hybrid-context-parallel" not in row(name).layout]
+    missing = missing_pairs([row("dynamic-mla")], rows)
+    assert ("--multi-latent", "--hybrid-context-parallel") in missing and ("--hybrid-context-parallel", "dp") in missing
+    assert not {("--multi-latent-attention",), ("dp", "micro-batches")} & set(missing)
 
 
 def test_every_declared_parameter_and_loss_meets_every_axis():
     """A parameter of any model is in a row with TP 2 and 4, with and without sequence parallelism, context and data
     parallelism, several micro-batches, ZeRO-1 and FSDP2; of experts also EP and ETP above and below TP."""
-    in_suite = [row(name) for name in TABLE if name not in EXTENDED]
-    assert missing_axes(map(row, TABLE), in_suite, VOCAB_SIZE) == {}
+    assert missing_axes(map(row, TABLE), map(row, IN_THE_SUITE), VOCAB_SIZE) == {}
 
 
 def test_a_parameter_without_a_row_is_reported():
-    rows = [row(name) for name in TABLE if name not in EXTENDED and name != "full-tp4"]
+    rows = map(row, IN_THE_SUITE - {"full-tp4"})
     missing = missing_axes([row("mtp-cp2")], rows, VOCAB_SIZE)
     assert missing["gpt: mtp.layers.*.eh_proj.weight (split over nothing)"] == ["tp4"]
     assert "gpt: decoder.final_layernorm.weight (split over nothing)" not in missing

@@ -7,6 +7,7 @@ dense and expert tensor-parallel size of 1, 2 and 4. :func:`missing_axes` lists 
 cover for a parameter of the models: a new parameter must be in a row of every axis.
 """
 
+import functools
 import re
 from collections.abc import Iterable
 
@@ -93,6 +94,12 @@ EXPERT_AXES = frozenset({"tp2 sp", "tp4 sp", "cp", "dp", "micro-batches", "zero"
 LOSS_AXES = frozenset({"tp2 sp", "cp", "dp", "micro-batches"})
 
 
+@functools.cache
+def resolve(row: Layout):
+    """Return the resolved settings of a row."""
+    return configure(row.argv, row.world_size, row.precision, row.family)
+
+
 def axes_of(cfg, world_size: int) -> set[str]:
     """The axes that split a model of resolved settings, its sequences or its batch."""
     model = cfg.model
@@ -129,7 +136,7 @@ def missing_axes(models: Iterable[Layout], rows: Iterable[Layout], vocab_size: i
     met: dict[str, set[str]] = {}
     needed: dict[str, frozenset[str]] = {}
     for row in models:
-        cfg = configure(row.argv, row.world_size, row.precision, row.family)
+        cfg = resolve(row)
         for part in parts_of(row, cfg, vocab_size):
             if part.startswith("loss"):
                 needed[part] = LOSS_AXES
@@ -137,7 +144,7 @@ def missing_axes(models: Iterable[Layout], rows: Iterable[Layout], vocab_size: i
             elif needed.get(part) != DENSE_AXES:
                 needed[part] = EXPERT_AXES if cfg.model.num_moe_experts else DENSE_AXES
     for row in rows:
-        cfg = configure(row.argv, row.world_size, row.precision, row.family)
+        cfg = resolve(row)
         for part in parts_of(row, cfg, vocab_size):
             met.setdefault(part, set()).update(axes_of(cfg, row.world_size))
     return {

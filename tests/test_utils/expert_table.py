@@ -194,10 +194,3 @@ PER_MICRO_BATCH = {
 EXPERT_ROWS = {
     **SPLIT_EXPERTS, **TENSOR_AND_CONTEXT, **PIPELINE, **OPTIMIZER, **RECOMPUTE, **PER_MICRO_BATCH,
 }  # fmt: skip
-IN_THE_SUITE = {
-    "experts-one-by-one", "ep2-alltoall", "ep2-etp2-dp8", "ep2-overlapped-shared", "ep2-global", "ep2-halves",
-    "tp2-sp-etp1-ep4", "cp2-tp2-sp-ep2", "pp2-vpp-ep2", "ep2-zero-instances", "ep2-fsdp", "ep2-recompute-moe",
-    "pp2-zero-bubble-recompute-moe", "cp2-batch", "tp2-sp-sinkhorn", "pp2-ep2-capacity", "ep2-etp2-padded",
-    "tp2-sp-quantiles", "tp2-sp-roomy", "tp2-sp-ep2-etp2-static",
-}
-"""Rows that the suite runs; the others run in ``tests/torture/layouts.py``."""

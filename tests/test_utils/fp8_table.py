@@ -95,9 +95,3 @@ FP8_ROWS = {
     "bert-fp8-tp2-sp-dp2": ("bert-fp8", f"{TP2} {SP} {ZERO}", 4),
     "t5-fp8-pp2-tp2-sp": ("t5-fp8", f"{PP2} {TP2} {SP}", 4),
 }  # fmt: skip
-FP8_IN_THE_SUITE = set(FP8_ROWS) - {
-    "fp8-tensorwise-tp2", "fp8-blockwise-tp2", "fp8-delayed-pp2", "fp8-tensorwise-pp2", "fp8-blockwise-pp2",
-    "fp8-tensorwise-pp2-tp2-sp-cp2", "fp8-blockwise-pp2-tp2-sp-cp2", "fp8-tensorwise-dp2", "fp8-blockwise-dp2",
-    "fp8-blockwise-zero2", "fp8-ends-fsdp2", "fp8-experts-pp2-ep2", "fp8-tensorwise-recompute-tp2-sp",
-}  # fmt: skip
-"""Rows of the suite: every recipe with TP, SP, CP, DP, ZeRO-1 or FSDP2, PP, recomputation and overlap."""

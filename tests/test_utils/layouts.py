@@ -54,10 +54,9 @@ class Layout:
     @property
     def reference(self):
         """Row of the same model on one rank, with the full batch in one micro-batch if the model names no size. It runs
-        FEW_STEPS or STEPS; shorter rows use its first steps."""
+        at least FEW_STEPS; shorter rows use its first steps."""
         layout = "" if "--micro-batch-size" in self.model else "--micro-batch-size 8"
-        steps = FEW_STEPS if self.steps <= FEW_STEPS else STEPS
-        return dataclasses.replace(self, layout=layout, world_size=1, steps=steps)
+        return dataclasses.replace(self, layout=layout, world_size=1, steps=max(self.steps, FEW_STEPS))
 
 
 def narrow_fp8_experts():

@@ -87,9 +87,3 @@ BERT_ROWS = {
     ),
     "bert-packed-pp2": ("bert-sgd", f"{PP2} {PACKED} {FULL}", 2),
 }  # fmt: skip
-IN_THE_SUITE = {
-    "bert-accumulation", "bert-zero2-tp2-sp", "bert-fsdp2", "bert-tp2-sp-modern", "bert-cp2", "bert-cp2-tp2-sp",
-    "bert-pp2-tp2-sp", "bert-pp2-zero-bubble", "bert-packed-dp2-zero", "bert-packed-cp2-tp2-sp",
-    "bert-packed-cp4-modern", "bert-packed-pp2-tp2-sp",
-}
-"""Rows that the suite runs; the others run in ``tests/torture/layouts.py``."""

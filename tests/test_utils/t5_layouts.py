@@ -91,8 +91,3 @@ T5_ROWS = {
     "t5-cp2-pp2-relative": ("t5-relative", f"{PP2} {CP}", 4),
     "t5-cp2-tp2-sp-relative": ("t5-relative-sgd", f"{CP2} {TP} {SP}", 4),
 }  # fmt: skip
-T5_IN_THE_SUITE = {
-    "t5-accumulation", "t5-fsdp2-tp2-sp", "t5-zero2-tp2-sp", "t5-pp2-vpp-relative", "t5-pp2-zero-bubble",
-    "t5-pp2-tp2-sp", "t5-cp2-tp2-sp", "t5-cp2-pp2-relative",
-}
-"""Rows that the suite runs; the others run in ``tests/torture/layouts.py``."""

@@ -86,9 +86,3 @@ VARLEN_ROWS = {
     "dynamic-clip-pp2": ("varlen-clip", f"{DYNAMIC} 16 {PP2}", 4),
     "dynamic-fp32": ("varlen-llama", f"{DYNAMIC} 8", 4, "fp32"),
 }
-VARLEN_IN_THE_SUITE = {
-    "varlen-dp4-zero", "varlen-cp2-pp2", "dynamic-4", "dynamic-6", "dynamic-cp4-allgather", "dynamic-a2a",
-    "dynamic-pp2-vpp", "dynamic-pp2-tp2-sp", "dynamic-fsdp2", "dynamic-mla", "dynamic-mtp", "dynamic-ep2-tp2-sp",
-    "dynamic-expert-bias", "dynamic-clip", "dynamic-dropout", "dynamic-dropout-a2a", "dynamic-aux-ep2-tp2-sp",
-    "dynamic-at-least-2",
-}  # fmt: skip
