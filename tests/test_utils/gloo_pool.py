@@ -19,9 +19,12 @@ from typing import Any
 
 TASK_TIMEOUT_SECONDS = 120.0
 START_METHOD = "forkserver"  # or "fork", in processes that never use a GPU (tests/mutate.py)
-TASKS_PER_WORKER = 100  # FSDP2 leaks a group with three threads; fresh workers are cheap
+TASKS_PER_WORKER, THREADS_PER_WORKER = 500, 40
+"""Limits after which workers are renewed: FSDP2 leaks a group with three threads per task; 120 threads double the time of
+a task. A fresh worker costs 0.3 CPU seconds until its caches are full."""
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "numpy", "megatron.training.run",
-             "megatron.training.verify.layout_trace", "megatron.training.tasks.gpt"]  # fmt: skip
+             "megatron.training.verify.layout_trace", "megatron.training.tasks.gpt",
+             "tests.test_utils.code_digests"]  # fmt: skip
 """Imports of nearly every task (1.5 seconds): done once in the server instead of in every worker."""
 
 
@@ -42,6 +45,7 @@ def _serve(connection, backend: str) -> None:
         if task is None:
             return
         function, rank, world_size, store_path, args = task
+        threads = len(os.listdir("/proc/self/task"))  # left by earlier tasks
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in environment.items()})
         try:
@@ -50,9 +54,9 @@ def _serve(connection, backend: str) -> None:
             store = dist.FileStore(store_path, world_size)
             limit = timedelta(seconds=60)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-            connection.send((True, function(rank, world_size, *args)))
+            connection.send((True, function(rank, world_size, *args), threads))
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            connection.send((False, traceback.format_exc(), threads))
         connection.recv()  # all have answered: a group that one rank leaves may fail on those that still join it
         from megatron.core import parallel_state
 
@@ -82,7 +86,7 @@ class RankPool:
             for name in PRELOADED:
                 importlib.import_module(name)
         self._workers: list[tuple[Any, Any]] = []
-        self._num_tasks = 0
+        self._num_tasks = self._num_threads = 0
 
     def _grow(self, size: int) -> None:
         while len(self._workers) < size:
@@ -94,7 +98,8 @@ class RankPool:
 
     def run(self, function: Callable, world_size: int, *args: Any) -> list[Any]:
         """``[function(rank, world_size, *args) for every rank]``, run together; raises :class:`WorkerError`."""
-        if self._num_tasks >= TASKS_PER_WORKER or not all(process.is_alive() for process, _ in self._workers):
+        is_worn = self._num_tasks >= TASKS_PER_WORKER or self._num_threads > THREADS_PER_WORKER
+        if is_worn or not all(process.is_alive() for process, _ in self._workers):
             self.close()
         self._num_tasks += 1
         self._grow(world_size)
@@ -104,20 +109,22 @@ class RankPool:
             for rank, (_, connection) in enumerate(workers):
                 connection.send((function, rank, world_size, store_path, args))
             replies = [self._receive(rank, connection) for rank, (_, connection) in enumerate(workers)]
-        if not all(passed for passed, _ in replies):
+        if not all(passed for passed, _, _ in replies):
             self.close()  # a rank that raised may have left its peers in a broken group
-            raise WorkerError("\n".join(describe(rank, *reply) for rank, reply in enumerate(replies)))
+            raise WorkerError("\n".join(describe(rank, *reply[:2]) for rank, reply in enumerate(replies)))
+        self._num_threads = max(threads for _, _, threads in replies)
         for _, connection in workers:
             connection.send("all have answered")
-        return [value for _, value in replies]
+        return [value for _, value, _ in replies]
 
-    def _receive(self, rank: int, connection: Any) -> tuple[bool, Any]:
+    def _receive(self, rank: int, connection: Any) -> tuple[bool, Any, int]:
+        """Return whether the rank returned, its value or traceback, and its number of threads before the task."""
         if not connection.poll(TASK_TIMEOUT_SECONDS):
-            return False, f"no answer within {TASK_TIMEOUT_SECONDS} s"
+            return False, f"no answer within {TASK_TIMEOUT_SECONDS} s", 0
         try:
             return connection.recv()
         except EOFError:
-            return False, "the process died"
+            return False, "the process died", 0
 
     def close(self) -> None:
         """Ends every worker."""
@@ -126,4 +133,4 @@ class RankPool:
             connection.close()
             process.join(5)
         self._workers.clear()
-        self._num_tasks = 0
+        self._num_tasks = self._num_threads = 0

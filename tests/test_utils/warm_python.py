@@ -161,9 +161,10 @@ class WarmPython:
             file.write(f'#!/bin/sh\nexec {real} -ISE {here} shadow {shlex.quote(address)} "$@"\n')
         os.chmod(self.python, 0o755)
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        preloaded = [name for name in PRELOADED if environment is None or not name.startswith("tests.")]
         environment = environment or {**os.environ, "PYTHONPATH": root}
         self.server = subprocess.Popen(
-            [interpreter, os.path.abspath(__file__), "server", address, self.python, *PRELOADED],
+            [interpreter, os.path.abspath(__file__), "server", address, self.python, *preloaded],
             env={**environment, "OMP_NUM_THREADS": "1"}, cwd=folder, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         while not os.path.exists(address):
