@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 
@@ -351,7 +352,8 @@ def test_expected_maximum_of_ranks(ranks, expected):
     assert expected_maximum(ranks) == pytest.approx(expected, abs=0.02)
 
 
-def test_trial_runs_a_tiny_model_on_gloo():
+def test_trial_runs_a_tiny_model_on_gloo(warm_python, monkeypatch):
+    monkeypatch.setattr(sys, "executable", warm_python)
     flags = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
         " --vocab-size 64 --global-batch-size 4 --micro-batch-size 1 --distributed-backend gloo"
