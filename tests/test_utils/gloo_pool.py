@@ -20,8 +20,8 @@ from typing import Any
 TASK_TIMEOUT_SECONDS = 120.0
 START_METHOD = "forkserver"  # or "fork", in processes that never use a GPU (tests/mutate.py)
 TASKS_PER_WORKER, THREADS_PER_WORKER = 500, 40
-"""Limits after which workers are renewed: FSDP2 leaks a group with three threads per task; 120 threads double the time of
-a task. A fresh worker costs 0.3 CPU seconds until its caches are full."""
+"""Limits after which workers are renewed: FSDP2 leaks a group with three threads per task; 120 threads double the
+time of a task. A fresh worker costs 0.3 CPU seconds until its caches are full."""
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "numpy", "megatron.training.run",
              "megatron.training.verify.layout_trace", "megatron.training.tasks.gpt",
              "tests.test_utils.code_digests"]  # fmt: skip
