@@ -11,8 +11,9 @@ which --base replaces if it was moved. Merged weights are W + B A alpha / r, com
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,9 @@ from megatron.core.description.model import Param
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.models.adapters.experts import merged_experts
 from megatron.core.models.adapters.lora import Factors, matrix_numbers, merged_weight
+from megatron.core.models.adapters.transform import num_adapters
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import Target
 from megatron.export.hf.conversion import Placement, placements
@@ -129,7 +132,7 @@ def import_adapters(args: argparse.Namespace) -> None:
     if args.base is None:
         raise UserError("--base: is required to import adapters; give the folder of the base model")
     base = open_base(args.base)
-    matrices = {name: len(param.matrices) for name, param in base.weights.items() if len(param.shape) > 1}
+    matrices = {name: num_adapters(param) for name, param in base.weights.items() if len(param.shape) > 1}
     adapters, lora = load_peft(Path(args.load), base.plan, matrices)
     tensors: dict[str, LazyTensor] = {}
     for name, adapter in adapters.items():
@@ -159,19 +162,28 @@ def merge(args: argparse.Namespace) -> None:
     tensors = dict(base.model.tensors)
     for name, adapter in adapters.items():
         weight, param = tensors[f"model.{name}"], base.weights[name]
-
-        def read(weight: LazyTensor = weight, param: Param = param, adapter: Adapter = adapter) -> Tensor:
-            return merged(weight.read(), adapter, lora.scale, param.matrices)
-
-        tensors[f"model.{name}"] = replace(weight, read=read, read_rows=None)
+        values: Callable[..., Tensor] = partial(merged_rows, weight, adapter, lora.scale)
+        if not param.is_expert:
+            values = partial(merged, weight, adapter, lora.scale, param.matrices)
+        rows = values if param.is_expert else None
+        tensors[f"model.{name}"] = replace(weight, read=values, read_rows=rows)
     model = replace(base.model, tensors=tensors)
     with Target(args.save) as target:
         write(model, args.saver, target, formats.total_bytes(tensors), MAX_BYTES, allow_non_finite=False)
     say(f"{args.save}: complete, {base.folder} with {len(adapters)} merged layers, format {args.saver}")
 
 
-def merged(weight: Tensor, adapter: Adapter, scale: float, matrices: Sequence[int]) -> Tensor:
-    """Return ``weight`` [*lead, in] with its adapters; ``matrices``: ``Param.matrices``."""
+def merged_rows(stored: LazyTensor, adapter: Adapter, scale: float, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return the weight of experts ``start`` to ``stop`` with their adapters."""
+    experts = slice(start, len(adapter.a) if stop is None else stop)
+    weight = stored.rows(experts.start, experts.stop)
+    base, a, b = (tensor.flatten(1, -2) for tensor in (weight, adapter.a[experts], adapter.b[experts]))
+    return merged_experts(base, a, b, scale).view(weight.shape)
+
+
+def merged(stored: LazyTensor, adapter: Adapter, scale: float, matrices: Sequence[int]) -> Tensor:
+    """Return a weight [*lead, in] with its adapters; ``matrices``: ``Param.matrices``."""
+    weight = stored.read()
     a, b = (tensor.flatten(0, -2) for tensor in (adapter.a, adapter.b))
     factors = Factors(a, b, one_hot(matrix_numbers(matrices, len(b)), len(matrices)), scale)
     magnitude = None if adapter.magnitude is None else adapter.magnitude.flatten()

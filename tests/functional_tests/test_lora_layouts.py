@@ -52,9 +52,25 @@ ROWS = {
     "full recomputation": ("llama", RECOMPUTE, 1),
     "TP 2 + SP, PP 2": ("llama", f"{TP2} {SP} {PP2} --micro-batch-size 2", 4),
 }
-VARIANTS = {"": "--lora-alpha 8", "rsLoRA": "--lora-use-rslora", "DoRA": "--lora-use-dora"}
+EXPERT_LAYERS = "--lora-target-modules linear_qkv experts.linear_fc1 experts.linear_fc2"
+VARIANTS = {"": "--lora-alpha 8", "experts": EXPERT_LAYERS, "rsLoRA": "--lora-use-rslora", "DoRA": "--lora-use-dora"}
 DORA_ROWS = ("TP 2 + SP", "TP 2, biases", "TP 2, shared key head", "PP 2", "DP 2, ZeRO-1", "FSDP2", "MLA, TP 2 + SP")
-CASES = [(name, "") for name in ROWS] + [(name, "DoRA") for name in DORA_ROWS] + [("TP 2 + SP", "rsLoRA")]
+EXPERT_ROWS = {
+    "EP 2": ("experts", "--expert-model-parallel-size 2 --micro-batch-size 4", 2),
+    "ETP 2": ("experts", f"--expert-tensor-parallel-size 2 {TP2} {SP} --micro-batch-size 4", 2),
+    "EP 2 x ETP 2, TP 2": (
+        "experts",
+        f"--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 {TP2} {SP} --micro-batch-size 2",
+        4,
+    ),
+    "zero bubble": ("experts", f"{PP2} --pipeline-schedule zero-bubble --micro-batch-size 1", 2),
+    "EP 2, ZeRO-1": ("experts", f"{ZERO} --expert-model-parallel-size 2 --micro-batch-size 2", 2),
+    "FSDP2": ("experts", "--use-torch-fsdp2 --micro-batch-size 4", 2),
+    "recomputed MoE": ("experts", "--recompute-granularity selective --recompute-modules moe --micro-batch-size 8", 1),
+}
+ROWS.update({f"experts, {name}": row for name, row in EXPERT_ROWS.items()})
+CASES = [(name, "experts" if name.startswith("experts,") else "") for name in ROWS]
+CASES += [(name, "DoRA") for name in DORA_ROWS] + [("TP 2 + SP", "rsLoRA")]
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +239,10 @@ def test_checkpoints_that_do_not_fit_are_rejected(gloo_pool, bases, tmp_path):
         ("{base} --lora-target-modules linear_q", "linear_q matches no linear layer .* choose from linear_qkv"),
         ("{base} --qk-clip", "--lora-rank 4: is not supported with --qk-clip; remove one of them"),
         ("{base} --batch-invariant-mode", "is not supported with --batch-invariant-mode"),
+        (
+            f"{{base}} {EXPERTS} {EXPERT_LAYERS} --lora-use-dora",
+            r"--lora-use-dora: is not supported for experts, such as decoder.layers.0.mlp.experts.linear_fc1; remove",
+        ),
         ("{base} --lora-rank 0", "--lora-rank 0"),
     ],
 )  # fmt: skip

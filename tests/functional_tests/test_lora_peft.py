@@ -30,6 +30,10 @@ MODELS = {
     ),
     "phi3": lambda: transformers.Phi3Config(**SIZES, **HEADS, **NARROW, pad_token_id=0),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, **HEADS, **NARROW, num_local_experts=4),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, **HEADS, **NARROW, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES, **NARROW, **LATENT),
 }  # fmt: skip
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -43,8 +47,17 @@ CASES = {
     "qwen3, rsLoRA": ("qwen3", DENSE, {"use_rslora": True}),
     "gpt2": ("gpt2", ["c_fc"], {"fan_in_fan_out": True}),
     "mixtral, attention": ("mixtral", ATTENTION, {}),
+    "mixtral, attention and experts": (
+        "mixtral", ATTENTION, {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+    "qwen3_moe, experts only": (
+        "qwen3_moe", [], {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+    "qwen3_moe, one layer's down projections": (
+        "qwen3_moe", ["q_proj"], {"target_parameters": ["model.layers.1.mlp.experts.down_proj"], "use_rslora": True},
+    ),
     "deepseek, latent attention": ("deepseek_v3", LATENT_MODULES, {}),
-}
+}  # fmt: skip
 EAGER = {"experts_implementation": "eager"}  # grouped GEMMs take no fp64
 FLAGS = [
     "--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "100", "--eval-iters", "0",
@@ -179,8 +192,10 @@ def test_ten_steps_logits_and_merged_logits_equal_peft(gloo_pool, tmp_path, case
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = adapters_in(tmp_path / "exported"), adapters_in(tmp_path / "theirs")
     assert ours.keys() == theirs.keys() and ours
+    # transformers computes the router's softmax in fp32; AdamW amplifies that in experts with few tokens
+    tolerance = 3e-5 if any("experts" in name for name in ours) else 5e-6
     for name in ours:
-        assert_close(ours[name], theirs[name].double(), 5e-6)
+        assert_close(ours[name], theirs[name].double(), tolerance)
     logits = logits_of(model)
     assert_close(
         logits_of(peft.PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "exported")), logits, 1e-6

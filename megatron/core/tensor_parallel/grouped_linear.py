@@ -172,6 +172,7 @@ class GroupedLinear(GemmLayer):
         self.adds_bias = self.bias is not None and (groups.etp.is_first or not splits_input)
         self.traits = linear.LinearTraits(groups.etp, fuse_weight_gradient=config.gradient_accumulation_fusion)
         self.add_rows = choose_add_rows(config.params_dtype)
+        self.product = grouped_linear
 
     def use_gemms(self, gemms: object) -> None:
         assert isinstance(gemms, GroupedProducts)
@@ -181,20 +182,33 @@ class GroupedLinear(GemmLayer):
         """Return [r, o] for rows ``x`` [r, i]; ``ends`` int32 [g] holds the end row of each expert. ``bias_scale`` [r]
         multiplies the bias of each row; None: 1. No collective: with ``splits_input`` the results are partial sums over
         ``etp``, else dX is; the caller reduces both. Backward defers dW if ``weight_gradient_store`` is set."""
-        traits, store, products = self.traits, self.weight_gradient_store, self.products
-        for_backward = torch.is_grad_enabled() and self.weight.requires_grad
-        weight: Any = linear.FusedGradParam(self.weight)
-        ready = None
-        if not linear.is_deferred(x, self.weight, traits, store):
-            store = None
-            weight, ready = linear.autograd_proxy(self.weight, x, traits)
-        y = _GroupedLinear.apply(x, weight, ends, traits, products, store, ready, for_backward)
+        traits = self.traits
+        y = self.product(x, self.weight, ends, traits, self.products, self.weight_gradient_store)
         if not self.adds_bias:
             return y
         assert self.bias is not None
         scale = x.new_ones(len(x)) if bias_scale is None else bias_scale
         bias, bias_ready = linear.autograd_proxy(self.bias, x, traits)
         return _GroupedBias.apply(y, bias, scale, ends, traits, self.add_rows, bias_ready)
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    traits: linear.LinearTraits,
+    products: GroupedProducts,
+    store: linear.WeightGradientStore | None,
+) -> Tensor:
+    """Return ``x`` [r, i] times ``weight`` [g * o, i] of each row's group transposed, [r, o], without collectives.
+    Backward adds dW to ``main_grad`` or defers it to ``store``, as ``linear.parallel_linear``."""
+    for_backward = torch.is_grad_enabled() and weight.requires_grad
+    proxy: Any = linear.FusedGradParam(weight)
+    ready = None
+    if not linear.is_deferred(x, weight, traits, store):
+        store = None
+        proxy, ready = linear.autograd_proxy(weight, x, traits)
+    return _GroupedLinear.apply(x, proxy, ends, traits, products, store, ready, for_backward)
 
 
 def _by_group(x: Tensor, ends: Tensor) -> Tensor:
@@ -210,7 +224,8 @@ class _GroupedLinear(torch.autograd.Function):
         """[r, i] -> [r, o]. Saves the operand of X for dW, the weight and ``ends``."""
         ctx.adds_weight, weight = isinstance(weight, linear.FusedGradParam), linear.unwrap(weight)
         packed = products.pack_input(x, ends, for_backward=for_backward)
-        ctx.save_for_backward(weight, ends, *tensors_of(packed.second))
+        # a frozen weight's input is read by no backward pass
+        ctx.save_for_backward(weight, ends, *(tensors_of(packed.second) if for_backward else ()))
         # keep the parameter: recomputation returns saved tensors as copies without main_grad
         ctx.weight, ctx.traits, ctx.products, ctx.store = weight, traits, products, store
         return products.output(packed.first, _by_group(weight, ends), ends)
@@ -221,7 +236,7 @@ class _GroupedLinear(torch.autograd.Function):
         """dW is None if it is added to ``main_grad`` or deferred to ``store``. The last result is a placeholder for the
         token ``ready``. No reduction of dX."""
         weight, ends, *saved = ctx.saved_tensors
-        x = operand_of(saved)
+        x: Any = operand_of(saved) if saved else None
         parameter, traits, products, store = ctx.weight, ctx.traits, ctx.products, ctx.store
         grad, grad_x, grad_weight = grad.contiguous(), None, None
         needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or ctx.adds_weight

@@ -9,11 +9,18 @@ PEFT has one adapter per Hugging Face module. A local weight that stacks n matri
   1 matrix, several modules             B is cut by rows, every module gets A; cannot be imported
 
 A module without an adapter has A = B = 0, which training keeps.
+
+Routed experts are 3-D parameters in transformers 5, with PEFT's ``target_parameters``: one adapter per expert.
+
+  ….mlp.experts[.base_layer].lora_A.weight [E r, in]    ….lora_B.weight [out, r E]
+
+``base_layer`` is in the keys of the first parameter (``gate_up_proj``) if both have adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +37,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 LEAVES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 UNSUPPORTED = (
-    "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "trainable_token_indices", "lora_bias",
-    "use_qalora", "use_bdlora", "layer_replication", "megatron_config",
+    "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices", "lora_bias", "use_qalora",
+    "use_bdlora", "layer_replication", "megatron_config",
 )  # fmt: skip
 """Keys that change the meaning of the tensors."""
 
@@ -40,7 +47,7 @@ class Adapter(NamedTuple):
     """Adapters of one local weight [*lead, in] that stacks n matrices."""
 
     a: Tensor
-    """[n, r, in]."""
+    """[n, r, in]; of experts: n is their number."""
     b: Tensor
     """[*lead, r]."""
     magnitude: Tensor | None = None
@@ -54,6 +61,8 @@ class LoraSettings(NamedTuple):
     alpha: float
     use_rslora: bool = False
     use_dora: bool = False
+    parameters: tuple[str, ...] = ()
+    """Names of experts' parameters with adapters; suffixes select several."""
 
     @property
     def scale(self) -> float:
@@ -75,11 +84,20 @@ def to_peft(
     """Convert ``adapters`` by local weight name to (PEFT tensors by key, ``adapter_config.json``). ``base``: the folder
     or name of the base model. UserError for a weight that the plan lacks, such as experts' weights."""
     placements = {placement.name: placement for placement in plan}
-    if missing := sorted(adapters.keys() - placements.keys()):
-        raise UserError(f"the Hugging Face model has no counterpart of {listed(missing)}")
+    stacked = {name: parameter for name in placements if (parameter := expert_parameter(placements[name]))}
+    supported = stacked.keys() | {name for name in placements if ".experts." not in name}
+    if missing := sorted(adapters.keys() - supported):
+        raise UserError(f"PEFT's files cannot contain adapters of {listed(missing)}")
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
+    nested = {stacked[name].rpartition(".")[0] for name in stacked.keys() & adapters if name.endswith("fc2.weight")}
     for name, adapter in adapters.items():
+        if name in stacked:
+            count, rank, _ = adapter.a.shape
+            low, high = _expert_keys(stacked[name], nested)
+            tensors[low] = adapter.a.flatten(0, 1).contiguous()
+            tensors[high] = adapter.b.view(count, -1, rank).permute(1, 2, 0).flatten(1).contiguous()
+            continue
         for part, (a, b, magnitude) in _parts(placements[name], adapter):
             if not (a.any() or b.any()) and magnitude is None:
                 continue  # a module without an adapter
@@ -88,7 +106,28 @@ def to_peft(
                 if value is not None:
                     tensors[f"{PREFIX}{_module(part)}.{LEAVES[leaf]}"] = value.contiguous()
     modules = {_module(part) for placement in placements.values() for part in placement.parts}
-    return tensors, _config(lora, base, ranks, modules)
+    config = _config(lora, base, ranks, modules)
+    if parameters := [parameter for name, parameter in stacked.items() if name in adapters]:
+        config["target_parameters"] = short_names(parameters, stacked.values())
+    return tensors, config
+
+
+def expert_parameter(placement: Placement) -> str | None:
+    """Return the full name of the 3-D parameter [E, out, in] that holds a weight of experts in transformers 5; None for
+    other weights and for files that stack experts themselves, whose layouts differ."""
+    part = placement.parts[0]
+    if part.expert is None or not placement.name.endswith(".weight"):
+        return None
+    module = part.name.partition(f".experts.{part.expert}.")[0].replace(".block_sparse_moe", ".mlp")
+    gated = "gate_up_proj" if len(part.layout.names) > 1 else "up_proj"
+    return f"{module}.experts.{'down_proj' if placement.name.endswith('linear_fc2.weight') else gated}"
+
+
+def _expert_keys(parameter: str, nested: Collection[str]) -> tuple[str, str]:
+    """Return the keys of A and B of an experts' parameter; ``nested``: modules in which the last one has adapters."""
+    module, _, name = parameter.rpartition(".")
+    inner = ".base_layer" if name != "down_proj" and module in nested else ""
+    return f"{PREFIX}{module}{inner}.{LEAVES['a']}", f"{PREFIX}{module}{inner}.{LEAVES['b']}"
 
 
 def _parts(placement: Placement, adapter: Adapter) -> Iterable[tuple[HFTensor, tuple[Tensor, Tensor, Tensor | None]]]:
@@ -118,10 +157,16 @@ def _config(lora: LoraSettings, base: str, ranks: Mapping[str, int], modules: se
 
 
 def short_names(chosen: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Return last parts of the ``chosen`` modules' names if they select no others of ``modules``, else full names."""
+    """Return last parts of the ``chosen`` modules' names if they select no others of ``modules``, else full names.
+    The last two parts for experts, ``experts.linear_fc1``, whose last part selects dense layers only."""
+
+    def last_part(module: str) -> str:
+        parent, _, last = module.rpartition(".")
+        return f"experts.{last}" if parent.endswith(".experts") else last
+
     chosen = set(chosen)
-    unchosen = {module.rpartition(".")[2] for module in set(modules) - chosen}
-    return sorted({module if (last := module.rpartition(".")[2]) in unchosen else last for module in chosen})
+    unchosen = {last_part(module) for module in set(modules) - chosen}
+    return sorted({module if (last := last_part(module)) in unchosen else last for module in chosen})
 
 
 def load_peft(
@@ -137,9 +182,15 @@ def load_peft(
     tensors = read_safetensors(folder / WEIGHTS)
     adapters: dict[str, Adapter] = {}
     used: set[str] = set()
+    inner = f".base_layer.{LEAVES['a']}"
+    nested = {key.removesuffix(inner).removeprefix(PREFIX) for key in tensors if key.endswith(inner)}
     for placement in plan:
         num_matrices = matrices.get(placement.name, 1)
-        if (adapter := _merged(placement, num_matrices, tensors, lora, used)) is not None:
+        if (parameter := expert_parameter(placement)) is not None:
+            keys = _expert_keys(parameter, nested)
+            if any(f".{parameter}".endswith(f".{target}") for target in lora.parameters):
+                adapters[placement.name] = _expert_adapter(placement, keys, tensors, lora, used)
+        elif (adapter := _merged(placement, num_matrices, tensors, lora, used)) is not None:
             adapters[placement.name] = adapter
     if foreign := sorted(tensors.keys() - used):
         raise UserError(f"{folder / WEIGHTS}: the model has no linear layer for {listed(foreign, most=4)}")
@@ -153,6 +204,9 @@ def _read_config(path: Path) -> LoraSettings:
     if config.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type is {config.get('peft_type')!r:.80}; only LORA can be imported")
     used = [name for name in UNSUPPORTED if config.get(name)]
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list):
+        raise UserError(f"{path}: target_parameters is {parameters!r:.80}, expected a list of names")
     used += ["bias"] * (config.get("bias", "none") != "none")
     if used:
         values = listed(f"{name} {config[name]!r:.80}" for name in used)
@@ -160,7 +214,8 @@ def _read_config(path: Path) -> LoraSettings:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
         raise UserError(f"{path}: r is {rank!r:.80} and lora_alpha {alpha!r:.80}; both must be positive numbers")
-    return LoraSettings(rank, float(alpha), bool(config.get("use_rslora")), bool(config.get("use_dora")))
+    variants = bool(config.get("use_rslora")), bool(config.get("use_dora"))
+    return LoraSettings(rank, float(alpha), *variants, tuple(map(str, parameters)))
 
 
 def _merged(
@@ -186,15 +241,32 @@ def _merged(
         out = sum(len(rows) for rows in _rows(part, b, lora.rank))
         shapes = ((lora.rank, a.shape[-1]), (out, lora.rank), (out,))[: 3 if lora.use_dora else 2]
         for key, shape in zip(part_keys, shapes):
-            if key not in tensors or tuple(tensors[key].shape) != shape:
-                stored = list(tensors[key].shape) if key in tensors else "missing"
-                raise UserError(f"{WEIGHTS}: {key} is {stored}, expected {list(shape)}")
+            _check_shape(tensors, key, shape)
         used.update(part_keys[: len(shapes)])
         a[index if len(parts) > 1 else slice(None)] = tensors[part_keys[0]].read()
         _fill(part, b, tensors[part_keys[1]].read())
         if magnitude is not None:
             _fill(part, magnitude.unsqueeze(-1), tensors[part_keys[2]].read().unsqueeze(-1))
     return Adapter(a, b, magnitude)
+
+
+def _expert_adapter(
+    placement: Placement, keys: tuple[str, str], tensors: Mapping[str, LazyTensor], lora: LoraSettings, used: set[str]
+) -> Adapter:
+    """Return the adapter of one weight [E, *rows, in] of experts. Adds its ``keys``, of A and B, to ``used``."""
+    count, *rows, width = placement.shape
+    for key, shape in zip(keys, ((count * lora.rank, width), (math.prod(rows), lora.rank * count))):
+        _check_shape(tensors, key, shape)
+    used.update(keys)
+    a, b = (tensors[key].read() for key in keys)
+    b = b.view(-1, lora.rank, count).permute(2, 0, 1)
+    return Adapter(a.view(count, lora.rank, width), b.reshape(count, *rows, lora.rank))
+
+
+def _check_shape(tensors: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...]) -> None:
+    if key not in tensors or tuple(tensors[key].shape) != shape:
+        stored = list(tensors[key].shape) if key in tensors else "missing"
+        raise UserError(f"{WEIGHTS}: {key} is {stored}, expected {list(shape)}")
 
 
 def _fill(part: HFTensor, local: Tensor, tensor: Tensor) -> None:

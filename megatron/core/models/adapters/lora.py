@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups
+from megatron.core.models.adapters.experts import ExpertAdapter
 from megatron.core.sharding import placement
 from megatron.core.sharding.placement import ParameterSpec, Shard, SubTensor, declare, global_name, parameter
 from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.gemms import GemmLayer, Product
+from megatron.core.tensor_parallel.grouped_linear import GroupedLinear
 from megatron.core.tensor_parallel.linear import LinearTraits
 
 NAMES = {"weight": ("adapter", "product"), "shared_weight": ("shared_adapter", "shared_product")}
@@ -182,7 +184,11 @@ def add_adapters(
         for leaf, (submodule, product) in NAMES.items():
             if (weight := getattr(linear, leaf, None)) is None:
                 continue
-            adapter = LowRankAdapter(linear, weight, settings, groups)
+            adapter = (
+                ExpertAdapter(linear, settings.rank, settings.scale, groups)
+                if isinstance(linear, GroupedLinear)
+                else LowRankAdapter(linear, weight, settings, groups)
+            )
             linear.wrap(submodule, adapter, product)
             for key, value in adapter.named_parameters():
                 if submodule != NAMES["weight"][0]:
@@ -191,12 +197,12 @@ def add_adapters(
                 placement.fill_parameter(value, value.spec, full_name, settings.seed, groups)  # type: ignore[attr-defined]
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[GemmLayer, str, LowRankAdapter]]:
+def adapted_layers(model: nn.Module) -> Iterator[tuple[GemmLayer, str, LowRankAdapter | ExpertAdapter]]:
     """Yield (layer, name of its weight, adapter of that weight)."""
     for linear in list(model.modules()):
         for leaf, (submodule, _) in NAMES.items():
             adapter = getattr(linear, submodule, None)
-            if isinstance(linear, GemmLayer) and isinstance(adapter, LowRankAdapter):
+            if isinstance(linear, GemmLayer) and isinstance(adapter, LowRankAdapter | ExpertAdapter):
                 yield linear, leaf, adapter
 
 
@@ -204,7 +210,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[GemmLayer, str, LowRankAd
 def set_magnitudes(model: nn.Module) -> None:
     """Set the trained norms of DoRA to the norms of the base weights, because B is zero. Collective over ``tp``."""
     for linear, leaf, adapter in adapted_layers(model):
-        if adapter.lora_magnitude is not None:
+        if isinstance(adapter, LowRankAdapter) and adapter.lora_magnitude is not None:
             # FSDP cuts both tensors at the same rows
             tensors = getattr(linear, leaf), adapter.lora_magnitude
             weight, norms = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)

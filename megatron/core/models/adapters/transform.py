@@ -23,23 +23,30 @@ if TYPE_CHECKING:
 
 def is_target(module: str, targets: Sequence[str] | None) -> bool:
     """Return whether the linear layer with the full name ``module`` gets an adapter. ``targets``: last parts of names,
-    or patterns of full names; None: all linear layers of attention and feed-forward networks."""
-    last = module.rpartition(".")[2]
+    or patterns of full names; None: all linear layers of attention and feed-forward networks. Routed experts need a
+    target that names them, such as ``experts.linear_fc1``."""
+    parent, _, last = module.rpartition(".")
+    of_experts = parent.endswith(".experts")
     if targets is None:
-        return last.startswith("linear_")
-    return any(last == target or fnmatchcase(module, target) for target in targets)
+        return last.startswith("linear_") and not of_experts
+    chosen = [target for target in targets if "experts" in target] if of_experts else targets
+    return any(f".{module}".endswith(f".{target}") or fnmatchcase(module, target) for target in chosen)
 
 
 def linear_weights(model: ModelDescription) -> list[Param]:
-    """Return the weights of linear layers that adapters support: dense ones of attention and feed-forward networks."""
+    """Return the weights of linear layers that adapters support: of attention, feed-forward networks and experts."""
     return [param for param in model.params() if _module(param)]
+
+
+def num_adapters(weight: Param) -> int:
+    """Return the number of adapters of a weight: one per matrix that it stacks, or per expert."""
+    return weight.shape[0] if weight.is_expert else len(weight.matrices)
 
 
 def _module(param: Param) -> str:
     """Return the full name of the layer of a weight that can have adapters, else an empty string."""
     module, _, leaf = param.name.rpartition(".")
-    is_linear = module.rpartition(".")[2].startswith("linear_")
-    return module if leaf == "weight" and is_linear and not param.is_expert else ""
+    return module if leaf == "weight" and module.rpartition(".")[2].startswith("linear_") else ""
 
 
 class LoraTransform(ModelTransform):
@@ -82,16 +89,17 @@ class LoraTransform(ModelTransform):
 
     def _changed(self, piece: Piece) -> Piece:
         params = [*frozen(piece).params]
-        weights: dict[str, Param] = {}
+        weights: dict[str, list[Param]] = {}  # routed and shared experts have layers of the same last names
         for param in piece.params:
-            if (module := _module(param)) and self.matches(module):
-                weights[module.rpartition(".")[2]] = param
-                params += self._adapter(module, param)
+            if module := _module(param):
+                weights.setdefault(module.rpartition(".")[2], []).append(param)
+                params += self._adapter(module, param) if self.matches(module) else []
         ops: list[Op] = []
         for op in piece.ops:
             ops.append(replace(op, backward=1.0) if op.kind == "gemm" else op)
-            if op.kind == "gemm" and op.name in weights:
-                ops.append(self._operation(op, weights[op.name]))
+            if op.kind == "gemm" and weights.get(op.name):
+                weight = weights[op.name].pop(0)
+                ops += [self._operation(op, weight)] if self.matches(_module(weight)) else []
         return replace(piece, params=tuple(params), ops=tuple(ops))
 
     def _adapter(self, module: str, weight: Param) -> list[Param]:
@@ -99,10 +107,12 @@ class LoraTransform(ModelTransform):
         lead, last = weight.shape[:-1], len(weight.shape) - 1
         rows = {axis: dim for axis, dim in weight.mesh.items() if dim != last}
         columns = {axis: 2 for axis, dim in weight.mesh.items() if dim == last}
-        name, shared = f"{module}.adapter", weight.shared
+        if weight.is_expert:
+            columns["ep"] = 0
+        name, shared, active = f"{module}.adapter", weight.shared, weight.active
         params = [
-            Param(f"{name}.lora_a", (len(weight.matrices), self.rank, weight.shape[-1]), columns),
-            Param(f"{name}.lora_b", (*lead, self.rank), rows, shared=shared),
+            Param(f"{name}.lora_a", (num_adapters(weight), self.rank, weight.shape[-1]), columns, active=active),
+            Param(f"{name}.lora_b", (*lead, self.rank), rows, shared=shared, active=active),
         ]
         if self.lora.lora_use_dora:
             params.append(Param(f"{name}.lora_magnitude", lead, rows, shared=shared, ndim=1))
@@ -110,9 +120,9 @@ class LoraTransform(ModelTransform):
 
     def _operation(self, gemm: Op, weight: Param) -> Op:
         """Return the operation of the adapters next to ``gemm``; it saves X A^T. The GEMM's input is saved already."""
-        low = len(weight.matrices) * self.rank
+        low = num_adapters(weight) * self.rank
         elements = low * weight.shape[-1] + self.rank * math.prod(weight.shape[:-1])
-        saved = Saved("low-rank product", low * activation_bytes(self.model))
+        saved = Saved("low-rank product", low * weight.active * activation_bytes(self.model))
         return Op("other", "adapter", gemm.flops * elements / math.prod(weight.shape), saved=(saved,))
 
 
