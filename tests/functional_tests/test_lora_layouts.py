@@ -53,7 +53,10 @@ ROWS = {
     "TP 2 + SP, PP 2": ("llama", f"{TP2} {SP} {PP2} --micro-batch-size 2", 4),
 }
 EXPERT_LAYERS = "--lora-target-modules linear_qkv experts.linear_fc1 experts.linear_fc2"
-VARIANTS = {"": "--lora-alpha 8", "experts": EXPERT_LAYERS, "rsLoRA": "--lora-use-rslora", "DoRA": "--lora-use-dora"}
+VARIANTS = {
+    "": "--lora-alpha 8", "dropout": "--lora-alpha 8 --lora-dropout 0.2", "experts": EXPERT_LAYERS,
+    "rsLoRA": "--lora-use-rslora", "DoRA": "--lora-use-dora",
+}  # fmt: skip
 DORA_ROWS = ("TP 2 + SP", "TP 2, biases", "TP 2, shared key head", "PP 2", "DP 2, ZeRO-1", "FSDP2", "MLA, TP 2 + SP")
 EXPERT_ROWS = {
     "EP 2": ("experts", "--expert-model-parallel-size 2 --micro-batch-size 4", 2),
@@ -70,6 +73,14 @@ EXPERT_ROWS = {
 }
 ROWS.update({f"experts, {name}": row for name, row in EXPERT_ROWS.items()})
 CASES = [(name, "experts" if name.startswith("experts,") else "") for name in ROWS]
+ROWS["recomputed MLP, PP 2"] = (
+    "llama", f"{PP2} --recompute-granularity selective --recompute-modules mlp --micro-batch-size 2", 2,
+)
+DROPOUT_ROWS = (
+    "TP 2 + SP", "TP 2 + SP, shared key head", "MLA, TP 2 + SP", "CP 2", "EP 2", "DP 2, ZeRO-1", "FSDP2",
+    "full recomputation", "recomputed MLP, PP 2",
+)  # fmt: skip
+CASES += [(name, "dropout") for name in DROPOUT_ROWS]
 CASES += [(name, "DoRA") for name in DORA_ROWS] + [("TP 2 + SP", "rsLoRA")]
 
 
@@ -243,6 +254,8 @@ def test_checkpoints_that_do_not_fit_are_rejected(gloo_pool, bases, tmp_path):
             f"{{base}} {EXPERTS} {EXPERT_LAYERS} --lora-use-dora",
             r"--lora-use-dora: is not supported for experts, such as decoder.layers.0.mlp.experts.linear_fc1; remove",
         ),
+        ("--lora-dropout 0.1", "--lora-dropout 0.1: has no effect without --lora-rank"),
+        (f"{{base}} {EXPERTS} {EXPERT_LAYERS} --lora-dropout 0.1", "--lora-dropout 0.1: is not supported for experts"),
         ("{base} --lora-rank 0", "--lora-rank 0"),
     ],
 )  # fmt: skip
@@ -250,6 +263,14 @@ def test_flags_that_contradict_are_rejected(tmp_path, flags, message):
     flags = flags.replace("{base}", f"--lora-rank 4 --pretrained-checkpoint {tmp_path}")
     with pytest.raises(ConfigError, match=message):
         configure([*MODEL, "--micro-batch-size", "1", *LLAMA.split(), *flags.split()], 1, "fp32")
+
+
+def test_dropout_of_adapters_is_rejected_with_two_batch_overlap(tmp_path):
+    overlap = f"{LLAMA} {TP2} {SP} --tp-comm-overlap --pretrained-checkpoint {tmp_path} --lora-rank 4"
+    argv = [*MODEL, "--micro-batch-size", "2", *overlap.split()]
+    assert configure(argv, 2, "fp32").model.tp_comm_overlap
+    with pytest.raises(ConfigError, match="--tp-comm-overlap: is not supported with --lora-dropout"):
+        configure([*argv, "--lora-dropout", "0.1"], 2, "fp32")
 
 
 def test_targets_are_names_or_patterns(tmp_path):

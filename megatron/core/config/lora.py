@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config.optional import OptionalGroup
-from megatron.core.config.ranges import PositiveFloat, PositiveInt
+from megatron.core.config.ranges import PositiveFloat, PositiveInt, Probability
 
 
 @dataclass(kw_only=True)
@@ -31,6 +31,9 @@ class LoraConfig(OptionalGroup):
 
     lora_use_dora: bool = False
     """Train the norm of each row of the adapted weights (DoRA)."""
+
+    lora_dropout: Probability = 0.0
+    """Dropout probability of the adapters' inputs in training."""
 
 
 SETTINGS = ("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora", "lora_use_dora")

@@ -47,11 +47,12 @@ class ScaleByMask(torch.autograd.Function):
 
 class Dropout(nn.Module):
     """Inverted dropout: zero with probability ``rate``, else divided by 1 - rate; the identity in eval mode. Adds the
-    result to a ``residual`` if given. ``fused`` does both in one kernel, with the same mask."""
+    result to a ``residual`` if given. ``fused`` does both in one kernel, with the same mask. ``first_feature``: global
+    index of the first feature of inputs, for the unfused form."""
 
-    def __init__(self, rate: float, *site: str | int, fused: bool = False) -> None:
+    def __init__(self, rate: float, *site: str | int, fused: bool = False, first_feature: int = 0) -> None:
         super().__init__()
-        self.rate, self.site = rate, site
+        self.rate, self.site, self.first_feature = rate, site, first_feature
         self._drop = ByDevice(self._drop_in_kernel, self._drop_plain) if fused else self._drop_plain
 
     def _scaled(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class Dropout(nn.Module):
 
     def _drop_plain(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
         """Builds the bool mask in steps of bounded memory and saves it for backward."""
-        features = range(x.shape[-1])
+        features = range(self.first_feature, self.first_feature + x.shape[-1])
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         step = max(1, COUNTERS_PER_PASS * 8 // max(1, x[0].numel()))
         samples = at.sample_b.view(-1, x.shape[1], 1)

@@ -200,6 +200,7 @@ CHECKPOINTS = [
         base=BASE),
     row("--lora-alpha 8", changes("weights"), keeps("initial"), base=ADAPTERS),
     row("--lora-target-modules linear_proj", gives(shape(f"{QKV}.lora_a"), None), base=ADAPTERS),
+    row("--lora-dropout 0.5", changes("weights"), keeps("initial"), base=ADAPTERS),
     row("--lora-use-rslora", changes("weights"), keeps("initial"), base=ADAPTERS),
     row("--lora-use-dora", gives(shape(f"{QKV}.lora_magnitude"), (4, 24)), base=ADAPTERS),
     row("--load-hf {hf}", accepts, gives(modules("TransformerLayer"), 2), says("loaded 22688 parameters"),

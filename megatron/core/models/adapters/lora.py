@@ -24,14 +24,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups
+from megatron.core.models.adapters.dropout import CurrentTokens, InputDropout
 from megatron.core.models.adapters.experts import ExpertAdapter
 from megatron.core.sharding import placement
 from megatron.core.sharding.placement import ParameterSpec, Shard, SubTensor, declare, global_name, parameter
 from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.tensor_parallel import operators
-from megatron.core.tensor_parallel.gemms import GemmLayer, Product
+from megatron.core.tensor_parallel.gemms import GemmLayer, Gemms, Product
 from megatron.core.tensor_parallel.grouped_linear import GroupedLinear
-from megatron.core.tensor_parallel.linear import LinearTraits
+from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear
+from megatron.core.tensor_parallel.low_rank import AddProjectedUp, ProjectDown
 
 NAMES = {"weight": ("adapter", "product"), "shared_weight": ("shared_adapter", "shared_product")}
 """Weight of a layer -> (submodule of its adapter, product that the adapter wraps)."""
@@ -45,6 +47,8 @@ class LoraSettings(NamedTuple):
     """Factor of X A^T B^T."""
     trains_norms: bool
     seed: int
+    dropout: float = 0.0
+    """Rate of the dropout of the adapters' inputs."""
 
 
 class LowRankAdapter(nn.Module):
@@ -80,6 +84,8 @@ class LowRankAdapter(nn.Module):
                 rows = _row_shape(spec, "lora_magnitude")
                 self.lora_magnitude = parameter(rows, init=placement.AsBuilt(), ndim=1, **common)
         local = _rows(placement.stored_rectangle(spec, groups)).of(numbers).flatten().to(weight.device) - first
+        self.dropout: InputDropout | None = None
+        self.first_feature = placement.stored_rectangle(self.lora_a.spec, groups).offsets[-1]  # type: ignore[attr-defined]
         self.register_buffer("blocks", F.one_hot(local, count).to(weight.dtype), persistent=False)
 
     def forward(
@@ -87,16 +93,22 @@ class LowRankAdapter(nn.Module):
     ) -> Tensor:
         """Return the ``product`` plus the adapters' output [..., o]. Communicates X A^T as ``traits`` say of X: by an
         all-gather along the sequence, or an all-reduce of its gradient."""
-        low = F.linear(x, self.lora_a) * self.scale  # here, because the output is wider
+        if self.dropout is not None:
+            low = F.linear(self.dropout.dropped(x), self.lora_a)
+        elif product is parallel_linear and type(traits.gemms) is Gemms and x.requires_grad:
+            x, low = ProjectDown.apply(x, self.lora_a)
+        else:
+            low = F.linear(x, self.lora_a)
+        low = low * self.scale  # here, because the output is wider
         if traits.gather_input:
             low = operators.gather_from_sequence(low, traits.group)
         elif traits.reduce_input_gradient:
             low = operators.copy_to_region(low, traits.group)
-        added = F.linear(low, block_matrix(self.lora_b, self.blocks))
+        b = block_matrix(self.lora_b, self.blocks)
         if self.lora_magnitude is None:
-            return product(x, weight, bias, traits, store) + added
-        ratio = self.lora_magnitude / self.row_norms(weight).to(added.dtype)
-        output = (product(x, weight, None, traits, store) + added) * ratio
+            return AddProjectedUp.apply(product(x, weight, bias, traits, store), low, b)
+        ratio = self.lora_magnitude / self.row_norms(weight).to(low.dtype)
+        output = AddProjectedUp.apply(product(x, weight, None, traits, store), low, b) * ratio
         return output if bias is None else output + bias
 
     @property
@@ -178,6 +190,7 @@ def add_adapters(
     """Freeze ``model`` and add adapters to every linear layer whose name ``matches``. Initial values are functions of
     the seed and global names: A uniform on +-1 / sqrt(i), as in PEFT, and B zeros."""
     model.requires_grad_(False)
+    tokens = CurrentTokens(model) if settings.dropout else None
     for name, linear in list(model.named_modules()):
         if not (isinstance(linear, GemmLayer) and hasattr(linear, "product") and matches(name)):
             continue
@@ -189,6 +202,9 @@ def add_adapters(
                 if isinstance(linear, GroupedLinear)
                 else LowRankAdapter(linear, weight, settings, groups)
             )
+            if tokens is not None and isinstance(adapter, LowRankAdapter):
+                place = name, adapter.first_feature, tokens, groups.tp
+                adapter.dropout = InputDropout(settings.dropout, *place)
             linear.wrap(submodule, adapter, product)
             for key, value in adapter.named_parameters():
                 if submodule != NAMES["weight"][0]:

@@ -41,17 +41,25 @@ def adapters_keep_the_base(cfg: Settings) -> Problems:
         yield problem(cfg, "lora_rank", f"is not supported with {flag}", "remove one of them")
 
 
+def adapter_dropout_needs_full_micro_batches(cfg: Settings) -> Problems:
+    """Reject adapter dropout with two-batch overlap, in which layers compute halves of micro-batches by turns."""
+    for field in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm"):
+        if cfg.group(LoraConfig).lora_dropout and getattr(cfg.model, field):
+            yield problem(cfg, field, "is not supported with --lora-dropout", "remove one of them")
+
+
 def adapter_targets_exist(cfg: Settings) -> Problems:
-    """Reject targets without a linear layer that adapters support, and DoRA of experts."""
+    """Reject targets without a linear layer that adapters support, and DoRA and dropout of experts."""
     lora = cfg.group(LoraConfig)
     if lora.lora_rank is None or lora.lora_target_modules is None:
         return
     model = cfg.family.describe(cfg, 0)
     names = [param.name.removesuffix(".weight") for param in linear_weights(model)]
     experts = [name for name in names if ".experts." in name and is_target(name, lora.lora_target_modules)]
-    if experts and lora.lora_use_dora:
-        reason = f"is not supported for experts, such as {experts[0]}"
-        yield problem(cfg, "lora_use_dora", reason, "remove it or the experts from --lora-target-modules")
+    for field in used_fields(LoraConfig, lora) if experts else ():
+        if field in ("lora_use_dora", "lora_dropout"):
+            reason = f"is not supported for experts, such as {experts[0]}"
+            yield problem(cfg, field, reason, "remove it or the experts from --lora-target-modules")
     for target in () if model.unknown else lora.lora_target_modules:
         if not any(is_target(name, [target]) for name in names):
             layers = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))

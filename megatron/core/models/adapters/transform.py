@@ -66,7 +66,8 @@ class LoraTransform(ModelTransform):
         """Freeze the chunk and add adapters, whose initial values do not depend on the layout."""
         from megatron.core.models.adapters.lora import LoraSettings, add_adapters
 
-        settings = LoraSettings(self.rank, self.scale, self.lora.lora_use_dora, self.model.seed)
+        lora = self.lora
+        settings = LoraSettings(self.rank, self.scale, lora.lora_use_dora, self.model.seed, lora.lora_dropout)
         add_adapters(model, self.matches, settings, groups)
 
     def stores(self, name: str) -> bool:
@@ -122,8 +123,13 @@ class LoraTransform(ModelTransform):
         """Return the operation of the adapters next to ``gemm``; it saves X A^T. The GEMM's input is saved already."""
         low = num_adapters(weight) * self.rank
         elements = low * weight.shape[-1] + self.rank * math.prod(weight.shape[:-1])
-        saved = Saved("low-rank product", low * weight.active * activation_bytes(self.model))
-        return Op("other", "adapter", gemm.flops * elements / math.prod(weight.shape), saved=(saved,))
+        item, model = activation_bytes(self.model), self.model
+        saved = [Saved("low-rank product", low * weight.active * item)]
+        if self.lora.lora_dropout and gemm.gemm is not None:
+            splits_input = len(weight.shape) - 1 in weight.mesh.values()
+            ranks = model.tensor_model_parallel_size if model.sequence_parallel and not splits_input else 1
+            saved.append(Saved("input after dropout, mask", gemm.gemm[1] / ranks * (item + 1)))
+        return Op("other", "adapter", gemm.flops * elements / math.prod(weight.shape), saved=tuple(saved))
 
 
 def lora_transform(cfg: Settings) -> LoraTransform | None:
