@@ -14,7 +14,7 @@ SETTINGS = (
     "add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_layernorm_across_heads", "qk_l2_norm", "softmax_scale",
     "attn_logit_softcapping", "position_embedding_type", "rotary_base", "rotary_base_local", "rotary_percent",
     "rotary_interleaved", "no_rope_freq", "use_rope_scaling", "rope_scaling_factor", "rope_parameters",
-    "window_size", "window_attn_skip_freq", "apply_query_key_layer_scaling", "softmax_type",
+    "attention_output_gate", "window_size", "window_attn_skip_freq", "apply_query_key_layer_scaling", "softmax_type",
 )  # fmt: skip
 """Configuration fields that determine the layer's weights and the meaning of their values."""
 
@@ -40,7 +40,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     key_value = 2 * max(groups // tp, 1) * channels
     qkv = linear(
         "linear_qkv",
-        (groups, (heads // groups + 2) * channels),
+        (groups, ((1 + config.attention_output_gate) * heads // groups + 2) * channels),
         hidden,
         0,
         bias=config.add_bias_linear or config.add_qkv_bias,
@@ -48,13 +48,17 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
         row_parts=(heads // groups * channels, channels, channels),
     )
     proj = linear("linear_proj", (hidden,), heads * channels, 1, bias=config.add_bias_linear)
-    inputs = (query + key_value) * item
+    gates = query * config.attention_output_gate
+    inputs = (query + key_value + gates) * item
     saved_qkv = Saved("query, key and value", inputs, offload=("core_attn",))
     ops = [
         gemm(qkv[0], config, place.seq_length, gradients=inputs, saved=(saved_qkv,)),
         attention_core(config, place, query, key_value // 2, query),
         gemm(proj[0], config, place.seq_length, saved=mixed_values(config, query)),
     ]
+    if gates:  # queries, keys and values are copied; the product saves gates, their sigmoid and the mixed values
+        copies = Saved("gates", (3 * query + key_value) * item)
+        ops.insert(2, Op("activation", "gate", traffic=10.0 * item * query, saved=(copies,)))
     if place.rotary and has_rotation(config.no_rope_freq, place.layer_number):
         ops.insert(1, Op("rotary", "rotary", traffic=4.0 * item * (query + key_value / 2)))
     head_norms: list[Param] = []

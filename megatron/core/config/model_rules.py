@@ -67,6 +67,10 @@ def fp8_sizes(cfg: ModelSettings) -> Problems:
     widths = {"hidden_size": cfg.hidden_size, "ffn_hidden_size": cfg.ffn_hidden_size}
     if not cfg.multi_latent_attention and cfg.kv_channels is not None:
         widths["kv_channels"] = cfg.kv_channels * cfg.num_attention_heads
+    if cfg.experimental_attention_variant is not None:
+        heads, values, channels = cfg.linear_num_key_heads, cfg.linear_num_value_heads, cfg.linear_value_head_dim
+        widths["linear_value_head_dim"] = values * channels
+        widths["linear_key_head_dim"] = 2 * (heads * cfg.linear_key_head_dim + values * (channels + 1))
     for field, width in widths.items():
         per_rank = width if field == "hidden_size" or width is None else width // tp
         if per_rank and per_rank % unit:
@@ -220,6 +224,25 @@ def batch_invariant_mode(cfg: ModelSettings) -> Problems:
     if cfg.num_moe_experts is not None and expert_tensor_ranks(cfg) > 1:
         reason = "splits experts, whose sums --batch-invariant-mode does not order"
         yield problem(cfg, "expert_tensor_parallel_size", reason, "--expert-tensor-parallel-size 1")
+
+
+def linear_attention(cfg: ModelSettings) -> Problems:
+    """Sizes of linear attention: value heads per key head, heads per rank, layers of the pattern."""
+    pattern, heads, values = cfg.linear_attention_freq, cfg.linear_num_key_heads, cfg.linear_num_value_heads
+    if cfg.experimental_attention_variant is None:
+        return
+    if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
+        yield problem(cfg, "linear_attention_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
+    if values % heads:
+        reason = f"is not a multiple of --linear-num-key-heads {heads}"
+        yield problem(cfg, "linear_num_value_heads", reason, nearest_multiples(values, heads))
+    tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
+    if heads % tp:
+        fix = nearest_multiples(heads, tp)
+        yield problem(cfg, "linear_num_key_heads", f"is not a multiple of --tensor-model-parallel-size {tp}", fix)
+    elif "a2a" in cfg.cp_comm_type and heads // tp % cp:
+        reason = f"gives {heads // tp} heads per rank, which --cp-comm-type a2a does not split over {cp} ranks"
+        yield problem(cfg, "linear_num_key_heads", reason, "--cp-comm-type p2p, or a multiple")
 
 
 def window_settings(cfg: ModelSettings) -> Problems:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.fp8 import Fp8Config
+from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import ParallelismConfig, PrecisionConfig
@@ -23,6 +24,7 @@ class ModelSettings(
     ScaledOutputConfig,
     AttentionConfig,
     LatentAttentionConfig,
+    LinearAttentionConfig,
     MoEConfig,
     MTPConfig,
     InitializationConfig,

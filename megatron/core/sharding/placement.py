@@ -20,7 +20,7 @@ head (``Nested``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -35,8 +35,8 @@ from megatron.core.random import philox
 from megatron.core.sharding.rectangles import Rectangle
 
 __all__ = [
-    "AsBuilt", "Init", "Nested", "Normal", "Ones", "OwnsState", "ParameterSpec", "Partial", "Replicate", "RowParts",
-    "Shard", "SubTensor", "Uniform", "XavierUniform", "Zeros", "adopt_declarations", "counts_on_this_rank",
+    "AsBuilt", "Drawn", "Init", "Nested", "Normal", "Ones", "OwnsState", "ParameterSpec", "Partial", "Replicate",
+    "RowParts", "Shard", "SubTensor", "Uniform", "XavierUniform", "Zeros", "adopt_declarations", "counts_on_this_rank",
     "data_parallel_groups", "declare", "declare_row_parts", "global_name", "initialize_parameters", "local_rectangle",
     "parameter", "require_declarations", "spec_or_replicated",
 ]  # fmt: skip
@@ -80,11 +80,20 @@ class Uniform:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """Initialize with ``function`` of values from a uniform distribution on [low, high)."""
+
+    low: float
+    high: float
+    function: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class AsBuilt:
     """Keep the values that the module's constructor set; they do not depend on seed and global name."""
 
 
-Init = Zeros | Ones | Normal | XavierUniform | Uniform | AsBuilt
+Init = Zeros | Ones | Normal | XavierUniform | Uniform | Drawn | AsBuilt
 
 
 @dataclass(frozen=True)
@@ -410,6 +419,8 @@ def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, gro
     philox.fill_runs_(values, philox.key(seed, "init", name), starts.to(param.device), distribution)
     if isinstance(spec.init, Normal):
         values.mul_(spec.init.std)
+    elif isinstance(spec.init, Drawn):
+        values = spec.init.function(values.mul_(spec.init.high - spec.init.low).add_(spec.init.low))
     else:
         bound = _bound(spec, spec.init)
         values.mul_(2 * bound).sub_(bound)

@@ -3,7 +3,7 @@
 One projection computes queries, keys and values, interleaved per query group: its rows are, group by group, the group's
 p query heads, its key head and its value head. Splitting by groups therefore keeps a group's heads on one rank. With
 fewer groups than tensor-parallel ranks, the ranks of a group split its query heads and replicate its key and value
-head.
+head. With ``attention_output_gate`` each query head is followed by its gate.
 
 Legend: s sequence, b batch, h hidden, g groups (local), p query heads per group, d head dim.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from megatron import serve_other_names
@@ -74,10 +75,12 @@ class SelfAttention(Segmented):
         super().__init__()
         heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         heads_per_group = heads // kv_groups
-        qkv = StackedSize((kv_groups, (heads_per_group + 2) * channels), 0, shared=2 * channels)
+        per_head = 1 + config.attention_output_gate
+        query = per_head * heads_per_group
+        qkv = StackedSize((kv_groups, (query + 2) * channels), 0, shared=2 * channels)
         shared = qkv.is_shared_over(groups.tp.size)  # then this rank has some query heads of one group
         self.heads_per_group = heads // groups.tp.size if shared else heads_per_group
-        self.channels = channels
+        self.channels, self._per_head = channels, per_head
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
@@ -88,7 +91,7 @@ class SelfAttention(Segmented):
             groups=groups,
         )
         declare_row_parts(
-            self.linear_qkv, (heads_per_group * channels, channels, channels), (channels,) * (heads_per_group + 2)
+            self.linear_qkv, (query * channels, channels, channels), (channels,) * (query + 2)
         )
         self._has_rotation = has_rotation(config.no_rope_freq, layer_number)
         self._is_local = layer_window(config.window_size, config.window_attn_skip_freq, layer_number) is not None
@@ -134,15 +137,27 @@ class SelfAttention(Segmented):
         gathering = enter(self.linear_qkv, hidden_states, ctx)
         yield
         projected, _ = self.at.qkv_linear(self.linear_qkv, gathering)  # waits for the all-gather
-        grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
+        grouped = projected.unflatten(-1, (-1, self._per_head * self.heads_per_group + 2, self.channels))
+        gate, grouped = self._gate(grouped)
         tables = (ctx.rotary_pos_emb_local if self._is_local else None) or ctx.rotary_pos_emb
         query, key, value = self.split(grouped, tables if self._has_rotation else None)
         mixed = self.at.core_attn(self.core_attention, query, key, value, ctx)
-        del projected, grouped, query, key, value  # a suspended generator would keep their memory
+        if gate is not None:
+            mixed = mixed * gate.flatten(2).sigmoid()
+        del projected, grouped, query, key, value, gate  # a suspended generator would keep their memory
         yield
         summing = self.at.attn_proj(leave, self.linear_proj, mixed, ctx)
         yield
         return finish(self.linear_proj, summing, ctx)
+
+    def _gate(self, grouped: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Split [s, b, g, 2 p + 2, d] into gates [s, b, g * p, d] and the rest [s, b, g, p + 2, d]; no gates without
+        ``attention_output_gate``."""
+        if self._per_head == 1:
+            return None, grouped
+        query, rest = grouped.split((2 * self.heads_per_group, 2), dim=3)
+        query, gate = query.unflatten(3, (-1, 2)).unbind(4)
+        return gate.flatten(2, 3), torch.cat((query, rest), dim=3)
 
 
 def _head_norm(

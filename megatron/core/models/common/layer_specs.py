@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.config.layer_kinds import STANDARD
 from megatron.core.enums import AttnMaskType
 from megatron.core.models.backends import Backend
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
@@ -13,13 +14,14 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 
-def _latent_attention(backend: Backend, qk_norm: Callable[..., object] | None) -> ModuleSpec:
-    """Return the spec of multi-latent attention: the backend's linears for up and output projections, replicated
-    linears for the down projections, the library's core attention."""
+def _latent_attention(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
+    """Return the spec of multi-latent attention, always causal: the backend's linears for up and output projections,
+    replicated linears for the down projections, the library's core attention."""
     column = backend.column_parallel_linear
     slots = MLASelfAttentionSubmodules(
         linear_q_proj=column,
@@ -51,29 +53,39 @@ def _self_attention(backend: Backend, qk_norm: Callable[..., object] | None, mas
     return ModuleSpec(SelfAttention, {"attn_mask_type": mask}, slots)
 
 
+def _gated_delta_net(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
+    slots = GatedDeltaNetSubmodules(in_proj=backend.column_parallel_linear, out_proj=backend.row_parallel_linear)
+    return ModuleSpec(GatedDeltaNet, submodules=slots)
+
+
+MIXERS: dict[str, Callable[[Backend, Callable[..., object] | None, AttnMaskType], ModuleSpec]] = {
+    "attention": _self_attention,
+    "latent_attention": _latent_attention,
+    "gated_delta_net": _gated_delta_net,
+}
+"""Spec of each mixer of tokens (``config/layer_kinds.py``)."""
+
+
 def layer_spec(
     backend: Backend,
+    kinds: Sequence[str] = STANDARD,
     *,
-    multi_latent_attention: bool = False,
-    experts: bool = False,
     mask: AttnMaskType = AttnMaskType.causal,
     qk_norm: Callable[..., object] | None = None,
 ) -> ModuleSpec:
-    """Return the spec of one layer, with a dense MLP or MoE (``experts``). ``mask`` selects causal or bidirectional
-    attention. Latent attention (MLA) is always causal and ignores ``mask``. ``qk_norm`` overrides the norms that the
-    configuration gives queries and keys. The MLP's slots are also the shared expert's."""
-    attention = _self_attention(backend, qk_norm, mask)
-    if multi_latent_attention:
-        attention = _latent_attention(backend, qk_norm)
+    """Return the spec of one layer of a mixer and a feed-forward network, by their ``kinds``. ``mask`` selects causal or
+    bidirectional attention; other mixers are causal. ``qk_norm`` overrides the norms that the configuration gives
+    queries and keys. The MLP's slots are also the shared expert's."""
+    mixer, feed_forward = kinds
     linears = MLPSubmodules(linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear)
     mlp = ModuleSpec(MLP, submodules=linears)
-    if experts:
+    if feed_forward == "experts":
         mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(shared_experts=linears))
     return ModuleSpec(
         backend.layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=backend.norm,
-            self_attention=attention,
+            self_attention=MIXERS[mixer](backend, qk_norm, mask),
             pre_mlp_layernorm=backend.norm,
             mlp=mlp,
         ),

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 from megatron.core.attention.description import describe_attention
 from megatron.core.attention.latent_description import describe_latent_attention
+from megatron.core.config.layer_kinds import layer_kinds
 from megatron.core.config.problems import Settings
 from megatron.core.description.model import Config, LayerPlace, ModelDescription, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, norm, stream_elements
 from megatron.core.models.common import description as common
 from megatron.core.models.gpt.custom_layers import spec_layers
-from megatron.core.transformer.moe.moe_description import describe_feed_forward
+from megatron.core.transformer.mlp_description import describe_mlp
+from megatron.core.transformer.moe.moe_description import describe_moe
+from megatron.core.transformer.ssm.description import describe_gated_delta_net
 
 
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
@@ -64,9 +67,20 @@ def describe_gpt(
     return ModelDescription(embedding, tuple(layers), head, tuple(predictions))
 
 
+DESCRIBE = {
+    "attention": describe_attention,
+    "latent_attention": describe_latent_attention,
+    "gated_delta_net": describe_gated_delta_net,
+    "mlp": describe_mlp,
+    "experts": describe_moe,
+}
+"""Description of each kind of branch (``config/layer_kinds.py``)."""
+
+
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
-    describe = describe_latent_attention if config.multi_latent_attention else describe_attention
-    return common.attention_and_feed_forward(config, describe(config, place), describe_feed_forward(config, place))
+    number = min(place.layer_number, config.num_layers)  # multi-token prediction layers are like the last layer
+    mixer, feed_forward = (DESCRIBE[kind](config, place) for kind in layer_kinds(config, number))
+    return common.attention_and_feed_forward(config, mixer, feed_forward)
 
 
 def _prediction(

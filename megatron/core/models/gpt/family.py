@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.lora import SETTINGS as LORA_SETTINGS
 from megatron.core.config.lora import LoraConfig
 from megatron.core.config.mla import LatentAttentionConfig
@@ -147,6 +148,7 @@ FAMILY = ModelFamily(
         UpcyclingConfig,
         MTPConfig,
         LatentAttentionConfig,
+        LinearAttentionConfig,
         MultiplierConfig,
         RopeScalingConfig,
         CustomLayersConfig,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from megatron import serve_other_names
-from megatron.core.config.moe import has_experts
+from megatron.core.config.layer_kinds import layer_kinds
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.backends import get_backend
 from megatron.core.models.common.layer_specs import layer_spec
@@ -51,7 +51,8 @@ def _layer_spec(
     _accept(accepted)
     modules = get_backend(backend)
     norm = L2Norm if qk_l2_norm and not multi_latent_attention else modules.norm if qk_layernorm else None
-    return layer_spec(modules, multi_latent_attention=multi_latent_attention, experts=bool(num_experts), qk_norm=norm)
+    kinds = "latent_attention" if multi_latent_attention else "attention", "experts" if num_experts else "mlp"
+    return layer_spec(modules, kinds, qk_norm=norm)
 
 
 get_gpt_layer_local_spec = partial(_layer_spec, "local")
@@ -74,10 +75,7 @@ def get_gpt_decoder_layer_specs(
     """
     _accept({*accepted} - {"qk_l2_norm"})
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
-    return [
-        layer_spec(backend, multi_latent_attention=config.multi_latent_attention, experts=has_experts(config, number))
-        for number in range(1, config.num_layers + 1)
-    ]
+    return [layer_spec(backend, layer_kinds(config, number)) for number in range(1, config.num_layers + 1)]
 
 
 def get_gpt_decoder_block_spec(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.config.fp8 import experts_in_fp8
-from megatron.core.config.moe import expert_tensor_ranks, has_experts
+from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, stream_elements
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
@@ -21,13 +21,6 @@ SETTINGS = (
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
 )  # fmt: skip
 """Settings that the weights of MoE layers depend on."""
-
-
-def describe_feed_forward(config: Config, place: LayerPlace) -> Piece:
-    """Describe the MoE of layers that have experts, else the dense feed-forward network."""
-    number = min(place.layer_number, config.num_layers)  # multi-token prediction layers are like the last layer
-    describe = describe_moe if has_experts(config, number) else describe_mlp
-    return describe(config, place)
 
 
 def describe_moe(config: Config, place: LayerPlace) -> Piece:

@@ -1,0 +1,89 @@
+"""Causal convolution of a few tokens per channel, which starts anew at every document.
+
+Legend: s sequence, b batch, c channels, w taps, n chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import Shard, Uniform, parameter
+from megatron.core.transformer.ssm.scans import chunks_of
+
+
+def causal_convolution(
+    x: Tensor, follows: Tensor | None, tail: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (``sum_i weight[:, i] x_(t - w + 1 + i)`` + bias [s, b, c], the last w - 1 inputs [b, w - 1, c]).
+
+    Args:
+        x: [s, b, c].
+        follows: whether a token follows another one of its document, bool [s, b]: earlier documents count as zeros.
+            None: all tokens follow ``tail``.
+        tail: the w - 1 inputs before ``x``, [b, w - 1, c], zeros where they do not belong to the last one's document.
+        weight: [c, w].
+        bias: [c].
+    """
+    taps = weight.shape[1]
+    inputs = torch.cat((tail.transpose(0, 1).to(x.dtype), x))
+    links = None
+    if follows is not None:  # the tail's own are in its zeros
+        links = torch.cat((follows.new_ones(taps - 1, follows.shape[1]), follows)).unsqueeze(-1)
+    output, reaches = x * weight[:, -1], None
+    for distance in range(1, taps):
+        before = inputs[taps - 1 - distance : len(inputs) - distance]
+        if links is not None:
+            link = links[taps - distance : len(links) - distance + 1]
+            reaches = link if reaches is None else reaches & link
+            before = before * reaches
+        output = output + before * weight[:, -1 - distance]
+    if bias is not None:
+        output = output + bias
+    return output, _tail(inputs, links, taps).transpose(0, 1)
+
+
+def _tail(inputs: Tensor, links: Tensor | None, taps: int) -> Tensor:
+    """Return the last ``taps`` - 1 inputs, zeros where they belong to another document than the last one."""
+    last = inputs[len(inputs) - taps + 1 :]
+    if links is None:
+        return last
+    following = links[len(links) - taps + 2 :].flip(0).long().cumprod(0).flip(0)
+    return last * torch.cat((following, following.new_ones(1, *following.shape[1:])))
+
+
+def convolve(
+    layout: TokenLayout, layer: int, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Return the causal convolution of ``x`` [s, b, c] with ``weight`` [c, w] and ``bias`` [c], of documents by
+    ``mask`` (``scans.follows``). The last inputs are the state "conv" of ``layer``."""
+    zeros = x.new_zeros((x.shape[1], weight.shape[1] - 1, x.shape[2]))
+    if layout.group.size == 1:
+        return layout.scan(layer, "conv", zeros, lambda x, tail: causal_convolution(x, mask, tail, weight, bias), x)
+    chunks = list(zip(*chunks_of(layout, x, mask)))
+    tails = torch.stack([causal_convolution(part, links, zeros, weight)[1] for part, links in chunks])
+    everyone = layout.full(tails, 0)
+    before = layout.local(torch.cat((zeros.unsqueeze(0), everyone[:-1])), 0)
+    return torch.cat([causal_convolution(*chunk, tail, weight, bias)[0] for chunk, tail in zip(chunks, before)])
+
+
+class ShortConvolution(nn.Module):
+    """Causal convolution per channel over the tokens of a layout, ``config.linear_conv_kernel_dim`` taps. ``channels``
+    is (blocks, channels of a block): tensor-parallel ranks split the blocks. The weight is stored as [c, 1, w]."""
+
+    def __init__(
+        self, channels: tuple[int, int], config: TransformerConfig, groups: ProcessGroups, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        taps = config.linear_conv_kernel_dim
+        common = {"mesh": {"tp": Shard(0)}, "groups": groups, "dtype": config.params_dtype}
+        init = Uniform(taps**-0.5)  # as torch.nn.Conv1d
+        self.weight = parameter((*channels, 1, taps), init=init, ndim=3, **common)
+        self.bias = parameter(channels, init=init, ndim=1, **common) if bias else None
+
+    def forward(self, layout: TokenLayout, layer: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Return [s, b, c] of ``x`` [s, b, c] (:func:`convolve`)."""
+        return convolve(layout, layer, x, mask, self.weight.squeeze(1), self.bias)

@@ -1,0 +1,57 @@
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464) in chunks, in plain torch. Per head, a state S [k, v]:
+
+    S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) S_(t-1)^T k_t))^T,   o_t = S_t^T q_t
+
+Within a chunk, the corrections u_t = beta_t (v_t - exp(g_t) S_(t-1)^T k_t) of its tokens solve a triangular system
+(section 3.3 of the paper).
+
+Legend: s sequence, b batch, h value heads, a key heads, n chunks, c tokens of a chunk, k channels of a key, v of a value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.ssm.chunks import CHUNK, decays, from_chunks, in_chunks
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    follows: Tensor | None,
+    state: Tensor,
+    size: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Return (outputs [s, b, h, v], state [b, h, k, v] after the last token), in the dtype of ``state``.
+
+    Args:
+        query: [s, b, a, k], scaled. h / a consecutive value heads have the same query and key head.
+        key: [s, b, a, k].
+        value: [s, b, h, v].
+        log_decay: g, at most 0, [s, b, h].
+        beta: [s, b, h].
+        follows: whether a token follows another one of its document, bool [s, b] (``chunks.decays``).
+        state: before the first token, [b, h, k, v]; its dtype, fp32 or fp64, is that of the computation.
+        size: tokens of a chunk; results differ by rounding only.
+    """
+    length, shared = len(value), value.shape[2] // key.shape[2]
+    query, key = (in_chunks(x.to(state.dtype).repeat_interleave(shared, 2), size) for x in (query, key))
+    value, beta = in_chunks(value.to(state.dtype), size), in_chunks(beta.to(state.dtype), size).unsqueeze(-1)
+    decay = decays(log_decay.to(state.dtype), follows, size)
+    # (1 + lower) u = beta v - beta k exp(g) S: one triangular system, whose right side is linear in the state
+    lower = (beta * (key @ key.mT) * decay.within).tril(-1)
+    sides = torch.cat((beta * value, beta * decay.start.unsqueeze(-1) * key), dim=-1)
+    solved = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
+    new, old = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
+    scores = query @ key.mT * decay.within
+    query, key = query * decay.start.unsqueeze(-1), key * decay.end.unsqueeze(-1)
+    outputs = []
+    for chunk in range(len(value)):
+        corrections = new[chunk] - old[chunk] @ state
+        outputs.append(query[chunk] @ state + scores[chunk] @ corrections)
+        state = decay.total[chunk, ..., None, None] * state + key[chunk].mT @ corrections
+    return from_chunks(torch.stack(outputs), length), state

@@ -1,0 +1,128 @@
+"""Gated delta net (Yang et al. 2024, arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
+
+    q, k, v, z, b, a = projections of x;  q, k, v through a causal convolution and SiLU;  q, k of length 1
+    o = delta rule of q / sqrt(k), k, v, g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
+    y = W_out (RMSNorm(o) * silu(z))
+
+One projection computes all six, interleaved per key head: its rows are, key head by key head, one query, one key, the r
+value heads of the key head, their r gates z, r numbers b and r numbers a. Splitting by key heads therefore keeps on one
+rank what belongs together.
+
+Legend: s sequence, b batch, a key heads (local), r value heads per key head, h = a r value heads, k channels of a key, v
+of a value, c channels of a key head's query, key and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.attention.cached_layout import CACHED
+from megatron.core.attention.context_parallel.forms import layer_comm_type
+from megatron.core.attention.sequence_states import CacheSpec
+from megatron.core.attention.token_layout import ANY_ORDER, TokenLayout
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import Drawn, Ones, Shard, declare_row_parts, parameter
+from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.initial_values import output_weight_init, weight_init
+from megatron.core.transformer.sites import Sited
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.ssm.convolution import ShortConvolution
+from megatron.core.transformer.ssm.delta_rule import delta_rule
+from megatron.core.transformer.ssm.description import describe_gated_delta_net
+from megatron.core.transformer.ssm.gated_norm import GatedNorm
+from megatron.core.transformer.ssm.scans import follows, scan_heads
+
+Slot = ModuleSpec | Callable[..., object]
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """Slots of :class:`GatedDeltaNet`."""
+
+    in_proj: Slot
+    out_proj: Slot
+
+
+class GatedDeltaNet(Sited, nn.Module):
+    """Linear attention by the gated delta rule, [s, b, hidden] -> [s, b, hidden] (s / tp positions under sequence
+    parallelism)."""
+
+    mixes_tokens, layouts = True, ANY_ORDER | CACHED
+    cache_spec = CacheSpec(per_sequence=("conv", "state"))
+    calls = ("delta_rule", "gdn_norm_out")
+
+    describe = staticmethod(describe_gated_delta_net)
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int = 1,
+        *,
+        groups: ProcessGroups,
+    ) -> None:
+        """Build ``in_proj``, ``conv1d``, ``dt_bias``, ``A_log``, ``norm`` and ``out_proj``. Raises UserError if the
+        tensor-parallel size does not divide the key heads."""
+        super().__init__()
+        self.open_sites()
+        self.layer_number = layer_number
+        heads, values = config.linear_num_key_heads, config.linear_num_value_heads
+        self.key, self.value, self.per_key = config.linear_key_head_dim, config.linear_value_head_dim, values // heads
+        shared, channels = self.per_key * self.value, 2 * self.key + self.per_key * self.value
+        self.rows = (channels, shared, self.per_key, self.per_key)
+        options = {"config": config, "bias": False, "groups": groups}
+        self.in_proj = build_module(
+            submodules.in_proj, config.hidden_size, StackedSize((heads, sum(self.rows)), 0),
+            init_method=weight_init(config), **options,
+        )  # fmt: skip
+        parts = (self.key, self.key, shared, shared, self.per_key, self.per_key)
+        declare_row_parts(self.in_proj, parts, parts)
+        self.conv1d = ShortConvolution((heads, channels), config, groups)
+        common = {"mesh": {"tp": Shard(0)}, "groups": groups, "dtype": config.params_dtype}
+        self.dt_bias = parameter((values,), init=Ones(), **common)
+        self.A_log = parameter((values,), init=Drawn(1.0, 16.0, torch.log), **common)
+        self.norm = GatedNorm(self.value, config, groups)
+        self.out_proj = build_module(
+            submodules.out_proj, values * self.value, config.hidden_size, init_method=output_weight_init(config),
+            **options,
+        )  # fmt: skip
+        self.by_heads = layer_comm_type(config.cp_comm_type, layer_number) == "a2a"
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the output [s, b, hidden]; reads only the layout of ``ctx``."""
+        projected = self.in_proj(x)[0].unflatten(-1, (-1, sum(self.rows)))
+        mixed, gate, beta, decay = projected.split(self.rows, dim=-1)
+        mixed = self.at.delta_rule(self._mix, mixed, beta.flatten(2), decay.flatten(2), ctx.layout)
+        normed = self.at.gdn_norm_out(self.norm, mixed, gate.reshape(mixed.shape))
+        return self.out_proj(normed.flatten(2))[0]
+
+    def _mix(self, mixed: Tensor, beta: Tensor, decay: Tensor, layout: TokenLayout) -> Tensor:
+        """Return the outputs [s, b, h, v] of the delta rule from queries, keys and values [s, b, a, c] before their
+        convolution, and the projections b and a [s, b, h]."""
+        length, batch, heads = mixed.shape[:3]
+        mask = follows(layout, length, batch, mixed.device)
+        convolved = F.silu(self.conv1d(layout, self.layer_number, mixed.flatten(2), mask))
+        query, key, value = convolved.unflatten(-1, (heads, -1)).split(
+            (self.key, self.key, self.per_key * self.value), dim=-1
+        )
+        value = value.reshape(length, batch, -1, self.value)
+        wide = torch.promote_types(value.dtype, torch.float32)
+        query, key = (_unit(x.to(wide)) for x in (query, key))
+        log_decay = -self.A_log.to(wide).exp() * F.softplus(decay.to(wide) + self.dt_bias.to(wide))
+        output = scan_heads(
+            layout, self.layer_number, delta_rule, mask, query * self.key**-0.5, key, value, log_decay,
+            beta.to(wide).sigmoid(), by_heads=self.by_heads,
+        )  # fmt: skip
+        return output.to(mixed.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return ``x`` divided by its length, with the constant of the published models."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

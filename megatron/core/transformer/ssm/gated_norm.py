@@ -1,0 +1,31 @@
+"""RMSNorm of an output and multiplication by SiLU of a gate, in either order.
+
+Legend: s sequence, b batch, h heads, v channels of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import Ones, parameter
+
+
+class GatedNorm(nn.Module):
+    """``RMSNorm(x) * weight * silu(gate)`` per head, in at least fp32. All heads have one weight [v], whose gradient is
+    a partial sum over tensor-parallel ranks."""
+
+    def __init__(self, width: int, config: TransformerConfig, groups: ProcessGroups) -> None:
+        super().__init__()
+        partial = ("tp",) if groups.tp.size > 1 else ()
+        self.eps = config.norm_epsilon
+        self.weight = parameter((width,), init=Ones(), partial=partial, groups=groups, dtype=config.params_dtype)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return [s, b, h, v] of ``x`` and ``gate`` [s, b, h, v], in the dtype of ``x``."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(wide.dtype)
+        return (normed * F.silu(gate.to(wide.dtype))).to(x.dtype)
