@@ -12,9 +12,14 @@ TOLERANCE = 1e-5
 """Relative to the largest entry of a tensor: two orders of float32 operations."""
 
 
+CANCELLING = ("A_log", "dt_bias")
+"""Parameters whose gradients sum terms of both signs, in fp32 in ``transformers`` too: ten times the tolerance."""
+
+
 def assert_close(name: str, found: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE * (10 if name.endswith(CANCELLING) else 1)
     error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
-    assert math.isfinite(error) and error <= TOLERANCE, f"{name} is off by {error:.1e} of its largest entry"
+    assert math.isfinite(error) and error <= tolerance, f"{name} is off by {error:.1e} of its largest entry"
 
 
 def random_text() -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from megatron.export.hf import conversion
 from megatron.export.hf.families import deepseek as deepseek_tables
 from megatron.export.hf.families import (
     falcon,
+    gated_delta,
     glm,
     gpt,
     llama,
@@ -54,6 +55,7 @@ QWEN2_MIXTURE: Weights = {**mixtures.QWEN2_MOE.weights, **EXPERTS_IN_MEMORY}
 DEEPSEEK: Weights = {**mixtures.DEEPSEEK_V3.weights, **EXPERTS_IN_MEMORY}
 DEEPSEEK_V2: Weights = {**deepseek_tables.DEEPSEEK_V2.weights, **EXPERTS_IN_MEMORY}
 GLM4_MIXTURE: Weights = {**glm.GLM4_MOE.weights, **EXPERTS_IN_MEMORY}
+QWEN3_NEXT: Weights = {**gated_delta.QWEN3_NEXT.weights, **EXPERTS_IN_MEMORY}
 NEOX: Weights = {**gpt.GPT_NEOX.weights, "output_layer": "lm_head"}  # as in memory
 GPT2, FUSED, GPT_OSS = (each.weights for each in (gpt.GPT2, llama.PHI3, mixtures.GPT_OSS))
 GEMMA = OLMO = llama.POST_NORMS
@@ -126,6 +128,7 @@ def to_ours(tensors: Mapping[str, torch.Tensor], model: Family, more: str = "") 
 def _flat(name: str, value: torch.Tensor) -> torch.Tensor:
     """``value`` without the dimensions that groups of heads, and gates, have here."""
     first, kept = int(".experts." in name), 2 if name.endswith("weight") and "norm" not in name else 1
+    kept += "conv1d" in name
     return value.flatten(first, max(value.ndim - kept, first))
 
 
@@ -136,6 +139,17 @@ UNTIED = "--untie-embeddings-and-output-weights"
 GROUPS = "--group-query-attention --num-query-groups"
 LAYERNORM = f"{ROPE} --norm-epsilon 1e-3 --ffn-hidden-size 48"
 GATED = {"intermediate_size": 48, "rms_norm_eps": 1e-3, "tie_word_embeddings": False, "num_key_value_heads": HEADS}
+
+DELTA = {
+    "num_key_value_heads": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+DELTA_FLAGS = (
+    f"{GROUPS} 2 --kv-channels 16 --qk-layernorm --apply-layernorm-1p --rotary-percent 0.25 --attention-output-gate "
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 6"
+)
 
 
 def rope(base=10000.0, kind="default", **more):
@@ -341,6 +355,14 @@ MODELS = {
         "SmolLM3", LLAMA, {**GATED, **rope(), "num_key_value_heads": 2, "no_rope_layers": [1, 0]},
         f"{SWIGLU} {UNTIED} {GROUPS} 2 --no-rope-freq [0,1]",
     ),
+    "qwen3-next": Family(
+        "Qwen3Next", QWEN3_NEXT,
+        {**GATED, **DELTA, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 4,
+         "num_experts_per_tok": 2},
+        f"{SWIGLU} {UNTIED} {DELTA_FLAGS} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 "
+        "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate",
+    ),
+    "qwen3.5": Family("Qwen3_5", gated_delta.QWEN3_5.weights, {**GATED, **DELTA}, f"{SWIGLU} {UNTIED} {DELTA_FLAGS}"),
     "stablelm": Family(
         "StableLm", LLAMA,
         {**LN, "layer_norm_eps": 1e-3, "use_qkv_bias": True, "hidden_dropout": 0.0,

@@ -16,6 +16,7 @@ from typing import Any
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.cli import group_flags
 from megatron.core.config.errors import UserError
+from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
@@ -34,6 +35,7 @@ GROUPS = (
     ScaledOutputConfig,
     AttentionConfig,
     LatentAttentionConfig,
+    LinearAttentionConfig,
     MoEConfig,
     MTPConfig,
 )

@@ -19,6 +19,7 @@ from torch import nn
 from megatron.core.config import cli
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.errors import UserError, counted, listed
+from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import PrecisionConfig
 from megatron.core.config.moe import MoEConfig
@@ -53,6 +54,7 @@ GROUPS = (
     MultiplierConfig,
     AttentionConfig,
     LatentAttentionConfig,
+    LinearAttentionConfig,
     MoEConfig,
     MTPConfig,
     PrecisionConfig,

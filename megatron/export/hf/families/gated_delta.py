@@ -1,0 +1,143 @@
+"""Models whose layers are gated delta nets but for every fourth, which is gated softmax attention: Qwen3-Next, Qwen3.5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from megatron.core.config.linear_attention import has_linear_attention
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.export.hf.attention_settings import FULL, Rope, groups
+from megatron.export.hf.families import llama
+from megatron.export.hf.families.mixtures import EXPERT_LAYERS, shared_expert
+from megatron.export.hf.family import Family
+from megatron.export.hf.layouts import TensorLayout, Weights
+from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LINEAR = "linear_attention"
+_LOCAL, _HF = "decoder.layers.*.self_attention", "model.layers.*.linear_attn"
+
+
+def _load_kinds(config: Table) -> dict[str, object]:
+    """n if all layers but every n-th are linear, else a list with 1 for linear layers."""
+    count, interval = config["num_hidden_layers"], get(config, ("full_attention_interval",), 4)
+    usual = [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
+    kinds = get(config, ("layer_types",), usual)
+    if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {LINEAR, FULL}:
+        raise refuse("layer_types", kinds, f"but must name {LINEAR} or {FULL} for each of {count} layers")
+    pattern = [int(kind == LINEAR) for kind in kinds]
+    every = pattern.index(0) + 1 if 0 in pattern else count + 1
+    is_regular = pattern == [int(number % every != 0) for number in range(1, count + 1)]
+    return {"linear_attention_freq": every if is_regular else pattern}
+
+
+def _save_kinds(settings: Table) -> dict[str, object]:
+    config = SimpleNamespace(**settings)
+    layers = range(1, settings["num_layers"] + 1)
+    return {"layer_types": [LINEAR if has_linear_attention(config, number) else FULL for number in layers]}  # type: ignore[arg-type]
+
+
+LAYER_KINDS = Computed(
+    ("layer_types", "full_attention_interval"), ("linear_attention_freq",), _load_kinds, _save_kinds
+)
+
+
+class TextRope(Rope):
+    """Positions of text in a model of images: their three axes, and so their sections, are equal."""
+
+    def load(self, config: Table) -> dict[str, object]:
+        table = get(config, ("rope_parameters", "rope_scaling"), {})
+        if not isinstance(table, dict):
+            return super().load(config)
+        plain = {name: value for name, value in table.items() if name not in ("mrope_section", "mrope_interleaved")}
+        return super().load({**config, "rope_parameters": plain, "rope_scaling": None})
+
+
+class DeltaNet(TensorLayout):
+    """Input projection of a gated delta net: local [a, rows, h], per key head its query, key, values, gates, b and a.
+    ``parts``: number of these in each HF tensor, all heads of one before those of the next; 0: one tensor per key head
+    with all of them (interleaved)."""
+
+    def __init__(self, names: Sequence[str], parts: Sequence[Sequence[int]], *, interleaved: bool = False) -> None:
+        super().__init__(*names)
+        self.parts, self.interleaved = parts, interleaved
+
+    def views(self, local: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
+        per_key = config.linear_num_value_heads // config.linear_num_key_heads
+        key, values = config.linear_key_head_dim, per_key * config.linear_value_head_dim
+        sizes = (key, key, values, values, per_key, per_key)[: 6 if 5 in self.parts[-1] else 3]
+        split = local.split(sizes, dim=1)
+        if self.interleaved:
+            starts = [sum(sizes[: indices[0]]) for indices in self.parts]
+            ends = [sum(sizes[: indices[-1] + 1]) for indices in self.parts]
+            return [[local[:, start:end]] for start, end in zip(starts, ends)]
+        return [[split[index] for index in indices] for indices in self.parts]
+
+    def shape(self, views: Sequence[Tensor], ndim: int) -> tuple[int, ...]:
+        """A convolution keeps its dim of 1."""
+        return super().shape(views, 3 if views[0].ndim == 4 else ndim)
+
+
+def _mixer(names: Sequence[str], parts: Sequence[Sequence[int]], *, interleaved: bool = False) -> Weights:
+    return {
+        f"{_LOCAL}.in_proj": DeltaNet([f"{_HF}.{name}" for name in names], parts, interleaved=interleaved),
+        f"{_LOCAL}.conv1d": DeltaNet([f"{_HF}.conv1d"], [(0, 1, 2)]),
+        **{f"{_LOCAL}.{name}": f"{_HF}.{name}" for name in ("dt_bias", "A_log", "norm", "out_proj")},
+    }
+
+
+COMMON: tuple[Rule, ...] = (
+    *llama.SIZES, *llama.rms_norm(), *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES, LAYER_KINDS,
+    Fixed({"experimental_attention_variant": "gated_delta_net", "attention_output_gate": True, "qk_layernorm": True,
+          "apply_layernorm_1p": True}),
+    *(Same(name, name, default=default) for name, default in (
+        ("linear_conv_kernel_dim", 4), ("linear_key_head_dim", 128), ("linear_value_head_dim", 128),
+        ("linear_num_key_heads", 16), ("linear_num_value_heads", 32))),
+    Same("kv_channels", "head_dim", default=256), FixedKeys({"attention_bias": False}),
+    FixedKeys({"attn_output_gate": True}, written=False), Ignored(("mamba_ssm_dtype",)),
+)  # fmt: skip
+"""Settings that these families share."""
+MIXTURE: tuple[Rule, ...] = (
+    Choice("norm_topk_prob", {value: {"moe_router_pre_softmax": not value} for value in (False, True)}, default=True),
+    Same("moe_ffn_hidden_size", "moe_intermediate_size"), Fixed({"moe_shared_expert_gate": True}),
+    Same("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=512),
+    Ignored(("router_aux_loss_coef", "output_router_logits")),
+)  # fmt: skip
+EXPERTS: Weights = {
+    **llama.EXPERTS,
+    **shared_expert("model.layers.*.mlp.shared_expert"),
+    "decoder.layers.*.mlp.shared_experts.gate_weight": "model.layers.*.mlp.shared_expert_gate.weight",
+}
+SEPARATE = _mixer(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), [(0, 1, 2), (3,), (4,), (5,)])
+
+QWEN3_NEXT = Family(
+    "qwen3_next", "Qwen3NextForCausalLM", models="Qwen3-Next-80B-A3B",
+    limits=("multi-token prediction is left out",),
+    config=(
+        *COMMON, llama.FFN, groups(2), Rope(share=0.25), *MIXTURE, EXPERT_LAYERS,
+        Same("num_moe_experts", "num_experts", default=512),
+        Same("moe_router_topk", "num_experts_per_tok", default=10),
+    ),
+    weights={
+        **llama.WEIGHTS, **EXPERTS,
+        **_mixer(("in_proj_qkvz", "in_proj_ba"), [(0, 1, 2, 3), (4, 5)], interleaved=True),
+    },
+    unused=(r"mtp\..*",),
+)  # fmt: skip
+"""Projections interleaved per key head; mixtures of experts with a gated shared expert."""
+
+QWEN3_5 = Family(
+    "qwen3_5_text", "Qwen3_5ForCausalLM", models="Qwen3.5, 3.6 and 3.8, text",
+    limits=("multi-token prediction is left out", "images"),
+    config=(
+        *COMMON, llama.FFN, groups(4), TextRope(share=0.25),
+        Ignored(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")),
+    ),
+    weights={**llama.WEIGHTS, **SEPARATE},
+    unused=(r"mtp\..*",),
+)  # fmt: skip
+"""Separate projections."""
