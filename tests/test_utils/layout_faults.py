@@ -267,6 +267,25 @@ def states_begin_at_zero_on_every_rank(rank):
     ))  # fmt: skip
 
 
+def documents_unknown_to_linear_attention(rank):
+    """Linear attention does not know where documents begin, except on the first rank."""
+    where = module("megatron.core.transformer.ssm.gated_delta_net")
+    correct = where.follows
+    return mock.patch.object(where, "follows", lambda *arguments: None if rank else correct(*arguments))
+
+
+def gradients_of_states_lost_on_all_but_the_last_rank(rank):
+    """Backward of the states that context-parallel ranks exchange returns zeros on all ranks but the last."""
+    where = module("megatron.core.attention.token_layout").TokenLayout
+    correct = where.sum_local
+
+    def lost(self, x, dim):
+        result = correct(self, x, dim)
+        return result if self.group.is_last else result * 0
+
+    return mock.patch.object(where, "sum_local", lost)
+
+
 def context_parallel_rank_forgets_the_others(rank):
     """Under context parallelism the loss is averaged over this rank's tokens only."""
     where = module("megatron.core.pipeline_parallel.loss_weights").LossWeights

@@ -90,9 +90,7 @@ class SelfAttention(Segmented):
             bias=config.add_bias_linear or config.add_qkv_bias,
             groups=groups,
         )
-        declare_row_parts(
-            self.linear_qkv, (query * channels, channels, channels), (channels,) * (query + 2)
-        )
+        declare_row_parts(self.linear_qkv, (query * channels, channels, channels), (channels,) * (query + 2))
         self._has_rotation = has_rotation(config.no_rope_freq, layer_number)
         self._is_local = layer_window(config.window_size, config.window_attn_skip_freq, layer_number) is not None
         self.q_layernorm = _head_norm(submodules.q_layernorm, submodules.norm, config, groups, heads)

@@ -104,6 +104,17 @@ def latent(part):
 
 
 ATTENTION = "--attention-backend"
+DELTA = (
+    "--experimental-attention-variant gdn --linear-num-key-heads 2 --linear-num-value-heads 4"
+    " --linear-key-head-dim 6 --linear-value-head-dim 5"
+)
+
+
+def delta(part, layer=0):
+    """The shape of a weight of a layer's gated delta net: per key head two heads of 6, two values and gates of 5."""
+    return shape(f"{LAYERS}{layer}.self_attention.{part}")
+
+
 ROWS = [
     row("--position-embedding-type rope", gives(shape(POSITIONS), None), rotary()),
     row("--rotary-base 100", rotary(base=100), changes("losses"), base=ROPE),
@@ -150,6 +161,16 @@ ROWS = [
     row("--attn-logit-softcapping 1e-12", changes("losses"), keeps("initial"), gives(modules("UnfusedAttention"), 2),
         base="--softmax-scale 3"),
     row("--qk-l2-norm", gives(modules("L2Norm"), 4), keeps("initial"), changes("losses")),
+    row("--experimental-attention-variant gdn", gives(delta("in_proj.weight"), (2, 36, 32)),
+        gives(latent("linear_qkv"), None), base=DELTA.partition("gdn ")[2]),
+    row("--linear-attention-freq 2", gives(delta("in_proj.weight", 1), None),
+        gives(delta("conv1d.weight"), (2, 22, 1, 4)), base=DELTA),
+    row("--linear-conv-kernel-dim 3", gives(delta("conv1d.weight"), (2, 22, 1, 3)), base=DELTA),
+    row("--linear-key-head-dim 7", gives(delta("in_proj.weight"), (2, 38, 32)), base=DELTA),
+    row("--linear-value-head-dim 3", gives(delta("norm.weight"), (3,)), base=DELTA),
+    row("--linear-num-key-heads 4", gives(delta("in_proj.weight"), (4, 24, 32)), base=DELTA),
+    row("--linear-num-value-heads 6", gives(delta("A_log"), (6,)), base=DELTA),
+    row("--attention-output-gate", gives(latent("linear_qkv"), (4, 32, 32)), changes("losses")),
     row("--window-size 4,0", changes("losses"), keeps("initial")),
     row("--window-attn-skip-freq 2", changes("losses"), gives(lambda run: "window 4,0) in layer 1" in run.log, True),
         base="--window-size 4,0"),

@@ -73,7 +73,7 @@ def layer_spec(
     mask: AttnMaskType = AttnMaskType.causal,
     qk_norm: Callable[..., object] | None = None,
 ) -> ModuleSpec:
-    """Return the spec of one layer of a mixer and a feed-forward network, by their ``kinds``. ``mask`` selects causal or
+    """Return the spec of one layer of a mixer and a feed-forward network, by ``kinds``. ``mask`` selects causal or
     bidirectional attention; other mixers are causal. ``qk_norm`` overrides the norms that the configuration gives
     queries and keys. The MLP's slots are also the shared expert's."""
     mixer, feed_forward = kinds

@@ -20,7 +20,7 @@ CHUNK = 64
 
 
 class Decays(NamedTuple):
-    """What remains of a token's contribution, per head; 0 across the beginning of a document."""
+    """Remaining part of a token's contribution, per head; 0 across the beginning of a document."""
 
     within: Tensor
     """[n, b, h, c, c]: of token j at token i >= j of the same chunk, 1 on the diagonal; 0 for j > i."""
@@ -33,7 +33,7 @@ class Decays(NamedTuple):
 
 
 def in_chunks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
-    """Return ``x`` [s, b, h, ...] as [n, b, h, c, ...], filled up with ``value`` to full chunks."""
+    """Return ``x`` [s, b, h, ...] as [n, b, h, c, ...], padded with ``value`` to full chunks."""
     missing = -len(x) % size
     if missing:
         x = F.pad(x, [*[0, 0] * (x.ndim - 1), 0, missing], value=value)
@@ -57,7 +57,7 @@ def decays(log_decay: Tensor, follows: Tensor | None, size: int) -> Decays:
     lower = torch.ones(size, size, dtype=torch.bool, device=sums.device).tril()
     connected, start, end = lower, None, None
     if follows is not None:
-        # number of documents that have begun in the chunk; tokens that fill it up continue the last one
+        # number of documents that have begun in the chunk; padding continues the last one
         begun = (~in_chunks(follows.unsqueeze(-1), size, value=True)).cumsum(-1)
         connected = lower & (begun.unsqueeze(-1) == begun.unsqueeze(-2))
         start, end = begun == 0, begun == begun[..., -1:]

@@ -1,4 +1,4 @@
-"""Causal convolution of a few tokens per channel, which starts anew at every document.
+"""Causal convolution of a few tokens per channel, reset at every document.
 
 Legend: s sequence, b batch, c channels, w taps, n chunks.
 """
@@ -12,7 +12,7 @@ from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Shard, Uniform, parameter
-from megatron.core.transformer.ssm.scans import chunks_of
+from megatron.core.transformer.ssm.scans import rank_chunks
 
 
 def causal_convolution(
@@ -63,11 +63,13 @@ def convolve(
     zeros = x.new_zeros((x.shape[1], weight.shape[1] - 1, x.shape[2]))
     if layout.group.size == 1:
         return layout.scan(layer, "conv", zeros, lambda x, tail: causal_convolution(x, mask, tail, weight, bias), x)
-    chunks = list(zip(*chunks_of(layout, x, mask)))
+    chunks = list(zip(*rank_chunks(layout, x, mask)))
     tails = torch.stack([causal_convolution(part, links, zeros, weight)[1] for part, links in chunks])
     everyone = layout.full(tails, 0)
     before = layout.local(torch.cat((zeros.unsqueeze(0), everyone[:-1])), 0)
-    return torch.cat([causal_convolution(*chunk, tail, weight, bias)[0] for chunk, tail in zip(chunks, before)])
+    return torch.cat(
+        [causal_convolution(part, links, tail, weight, bias)[0] for (part, links), tail in zip(chunks, before)]
+    )
 
 
 class ShortConvolution(nn.Module):

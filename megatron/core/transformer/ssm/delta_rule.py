@@ -5,7 +5,8 @@
 Within a chunk, the corrections u_t = beta_t (v_t - exp(g_t) S_(t-1)^T k_t) of its tokens solve a triangular system
 (section 3.3 of the paper).
 
-Legend: s sequence, b batch, h value heads, a key heads, n chunks, c tokens of a chunk, k channels of a key, v of a value.
+Legend: s sequence, b batch, h value heads, a key heads, n chunks, c tokens of a chunk, k channels of a key, v of
+a value.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def delta_rule(
         log_decay: g, at most 0, [s, b, h].
         beta: [s, b, h].
         follows: whether a token follows another one of its document, bool [s, b] (``chunks.decays``).
-        state: before the first token, [b, h, k, v]; its dtype, fp32 or fp64, is that of the computation.
+        state: before the first token, [b, h, k, v]; the computation has its dtype, fp32 or fp64.
         size: tokens of a chunk; results differ by rounding only.
     """
     length, shared = len(value), value.shape[2] // key.shape[2]

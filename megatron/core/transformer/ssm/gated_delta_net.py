@@ -8,8 +8,8 @@ One projection computes all six, interleaved per key head: its rows are, key hea
 value heads of the key head, their r gates z, r numbers b and r numbers a. Splitting by key heads therefore keeps on one
 rank what belongs together.
 
-Legend: s sequence, b batch, a key heads (local), r value heads per key head, h = a r value heads, k channels of a key, v
-of a value, c channels of a key head's query, key and values.
+Legend: s sequence, b batch, a key heads (local), r value heads per key head, h = a r value heads, k channels of a key,
+v of a value, c channels of a key head's query, key and values.
 """
 
 from __future__ import annotations
@@ -79,9 +79,12 @@ class GatedDeltaNet(Sited, nn.Module):
         self.rows = (channels, shared, self.per_key, self.per_key)
         options = {"config": config, "bias": False, "groups": groups}
         self.in_proj = build_module(
-            submodules.in_proj, config.hidden_size, StackedSize((heads, sum(self.rows)), 0),
-            init_method=weight_init(config), **options,
-        )  # fmt: skip
+            submodules.in_proj,
+            config.hidden_size,
+            StackedSize((heads, sum(self.rows)), 0),
+            init_method=weight_init(config),
+            **options,
+        )
         parts = (self.key, self.key, shared, shared, self.per_key, self.per_key)
         declare_row_parts(self.in_proj, parts, parts)
         self.conv1d = ShortConvolution((heads, channels), config, groups)
@@ -90,9 +93,12 @@ class GatedDeltaNet(Sited, nn.Module):
         self.A_log = parameter((values,), init=Drawn(1.0, 16.0, torch.log), **common)
         self.norm = GatedNorm(self.value, config, groups)
         self.out_proj = build_module(
-            submodules.out_proj, values * self.value, config.hidden_size, init_method=output_weight_init(config),
+            submodules.out_proj,
+            values * self.value,
+            config.hidden_size,
+            init_method=output_weight_init(config),
             **options,
-        )  # fmt: skip
+        )
         self.by_heads = layer_comm_type(config.cp_comm_type, layer_number) == "a2a"
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -117,9 +123,17 @@ class GatedDeltaNet(Sited, nn.Module):
         query, key = (_unit(x.to(wide)) for x in (query, key))
         log_decay = -self.A_log.to(wide).exp() * F.softplus(decay.to(wide) + self.dt_bias.to(wide))
         output = scan_heads(
-            layout, self.layer_number, delta_rule, mask, query * self.key**-0.5, key, value, log_decay,
-            beta.to(wide).sigmoid(), by_heads=self.by_heads,
-        )  # fmt: skip
+            layout,
+            self.layer_number,
+            delta_rule,
+            mask,
+            query * self.key**-0.5,
+            key,
+            value,
+            log_decay,
+            beta.to(wide).sigmoid(),
+            by_heads=self.by_heads,
+        )
         return output.to(mixed.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Recurrences over the tokens of a layout: full sequences on one rank, parts of them under context parallelism, or new
+"""Recurrences over the tokens of a layout: full sequences on one rank, chunks under context parallelism, or new
 tokens of cached sequences.
 
 A context-parallel rank holds chunks of consecutive tokens. A chunk maps the state before it to ``transition @ state +
@@ -49,20 +49,22 @@ def scan_heads(
     return _scan_by_states(layout, rule, mask, zeros, *inputs)
 
 
-def chunks_of(layout: TokenLayout, *tensors: Tensor | None) -> list[list[Tensor | None]]:
+def rank_chunks(layout: TokenLayout, *tensors: Tensor | None) -> list[list[Tensor | None]]:
     """Return this rank's chunks of each of ``tensors`` [s, ...]; None for None."""
     count = layout.num_chunks
     return [[None] * count if x is None else list(x.chunk(count)) for x in tensors]
 
 
-def _scan_by_states(layout: TokenLayout, rule: Recurrence, mask: Tensor | None, zeros: Tensor, *inputs: Tensor) -> Tensor:
+def _scan_by_states(
+    layout: TokenLayout, rule: Recurrence, mask: Tensor | None, zeros: Tensor, *inputs: Tensor
+) -> Tensor:
     """All outputs are linear in the state before a chunk: with the columns of an identity matrix as further columns of
     the state, and zeros as their values, ``rule`` returns what remains of the state at every token."""
     channels, width = zeros.shape[-2:]
     identity = torch.eye(channels, dtype=zeros.dtype, device=zeros.device).expand(*zeros.shape[:2], -1, -1)
     start = torch.cat((zeros, identity), dim=-1)
     results = []
-    for query, key, value, *others, links in zip(*chunks_of(layout, *inputs, mask)):
+    for query, key, value, *others, links in zip(*rank_chunks(layout, *inputs, mask)):
         padded = torch.cat((value, value.new_zeros((*value.shape[:-1], channels))), dim=-1)
         results.append(rule(query, key, padded, *others, links, start))
     pairs = layout.full(torch.stack([state for _, state in results]), 0)
@@ -77,7 +79,9 @@ def _scan_by_states(layout: TokenLayout, rule: Recurrence, mask: Tensor | None, 
     return torch.cat(outputs)
 
 
-def _scan_by_heads(layout: TokenLayout, rule: Recurrence, mask: Tensor | None, zeros: Tensor, *inputs: Tensor) -> Tensor:
+def _scan_by_heads(
+    layout: TokenLayout, rule: Recurrence, mask: Tensor | None, zeros: Tensor, *inputs: Tensor
+) -> Tensor:
     flat = [x if x.ndim == 4 else x.unsqueeze(-1) for x in inputs]
     same = torch.promote_types(zeros.dtype, flat[0].dtype)
     parts = layout.heads(*(x.to(same) for x in flat))
@@ -85,5 +89,3 @@ def _scan_by_heads(layout: TokenLayout, rule: Recurrence, mask: Tensor | None, z
     share = zeros.shape[1] // layout.group.size
     links = None if mask is None else layout.full(mask.to(torch.uint8), 0).bool()
     return layout.tokens(rule(*mine, links, zeros[:, :share])[0].contiguous())
-
-

@@ -1,4 +1,4 @@
-"""Models whose layers are gated delta nets but for every fourth, which is gated softmax attention: Qwen3-Next, Qwen3.5."""
+"""Qwen3-Next, Qwen3.5: gated delta nets, and gated softmax attention in every fourth layer."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def _save_kinds(settings: Table) -> dict[str, object]:
     return {"layer_types": [LINEAR if has_linear_attention(config, number) else FULL for number in layers]}  # type: ignore[arg-type]
 
 
-LAYER_KINDS = Computed(
-    ("layer_types", "full_attention_interval"), ("linear_attention_freq",), _load_kinds, _save_kinds
-)
+LAYER_KINDS = Computed(("layer_types", "full_attention_interval"), ("linear_attention_freq",), _load_kinds, _save_kinds)
 
 
 class TextRope(Rope):
@@ -59,8 +57,8 @@ class TextRope(Rope):
 
 class DeltaNet(TensorLayout):
     """Input projection of a gated delta net: local [a, rows, h], per key head its query, key, values, gates, b and a.
-    ``parts``: number of these in each HF tensor, all heads of one before those of the next; 0: one tensor per key head
-    with all of them (interleaved)."""
+    ``parts``: number of these in each HF tensor, all heads of one before all heads of the next.
+    ``interleaved``: they stay together per key head."""
 
     def __init__(self, names: Sequence[str], parts: Sequence[Sequence[int]], *, interleaved: bool = False) -> None:
         super().__init__(*names)

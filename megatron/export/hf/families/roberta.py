@@ -1,5 +1,5 @@
 """RoBERTa (``roberta``) and XLM-RoBERTa (``xlm-roberta``): BERT without pairs of texts, whose first position is the
-row of the position table after that of the padding id."""
+row of the position table after the row of the padding id."""
 
 from __future__ import annotations
 

@@ -1,0 +1,75 @@
+"""Gated delta nets: every layout equals one rank, planted errors are found, runs resume and change layout."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.test_utils.gpt_runs import losses, train_with_errors
+from tests.test_utils.layout_table import CP2, CP4, FSDP, GATHER, LLAMA, PP2, SP, TP2, VPP, ZB
+from tests.test_utils.layouts import Layout
+
+HEADS = "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 4"
+VARIANT = f"--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --attention-output-gate {HEADS}"
+DELTA = f"{LLAMA} --num-layers 4 {VARIANT}"
+PACKED = f"{DELTA} --reset-position-ids --reset-attention-mask"
+EXPERTS = (
+    f"{PACKED} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+    " --moe-router-load-balancing-type none"
+)
+RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn delta_rule gdn_norm_out layernorm"
+LAYOUTS = {
+    "tp2": Layout(DELTA, TP2, 2),
+    "tp4-sp-packed": Layout(PACKED, f"{TP2} {SP} --tensor-model-parallel-size 4", 4),
+    "tp2-sp-overlap": Layout(DELTA, f"{TP2} {SP} --micro-batch-size 2 --tp-comm-overlap", 2),
+    "pp2-vpp-zero-bubble": Layout(PACKED, f"{PP2} {VPP} {ZB}", 2),
+    "zero2-gather": Layout(PACKED, f"--micro-batch-size 2 {GATHER}", 2),
+    "fsdp2": Layout(DELTA, f"--micro-batch-size 2 {FSDP}", 2),
+    "cp2": Layout(DELTA, CP2, 2),
+    "cp2-heads-packed": Layout(PACKED, f"{CP2} --cp-comm-type a2a", 2),
+    "cp4-packed": Layout(PACKED, CP4, 4),
+    "cp2-tp2-sp-packed": Layout(PACKED, f"{CP2} {TP2} {SP}", 4),
+    "ep2-tp2-sp": Layout(EXPERTS, f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2),
+    "recompute": Layout(PACKED, f"--micro-batch-size 4 {RECOMPUTED}", 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_rank(matrix, name):
+    verdict = matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=3))
+    assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
+
+
+@pytest.mark.parametrize(
+    "name, fault",
+    [
+        ("tp4-sp-packed", "norm_gradients_not_summed"),
+        ("cp4-packed", "documents_unknown_to_linear_attention"),
+        ("cp2", "states_begin_at_zero_on_every_rank"),
+        ("cp2", "gradients_of_states_lost_on_all_but_the_last_rank"),
+    ],
+)
+def test_planted_error_is_found(matrix, name, fault):
+    assert not matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=1), fault).equal
+
+
+def train(pool, world_size, dataset, save, *flags):
+    argv = [*DELTA.split(), "--split", "80,10,10", "--save-interval", "4", "--data-path", str(dataset)]
+    return pool.run(train_with_errors, world_size, [*argv, "--save", str(save), *map(str, flags)], True)
+
+
+def test_a_run_resumes_bit_for_bit_and_continues_in_another_layout(gloo_pool, dataset, tmp_path):
+    whole, parts, other = (tmp_path / name for name in ("whole", "parts", "other"))
+    sizes = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
+    layout = [*sizes, "--sequence-parallel", "--use-distributed-optimizer", "--ckpt-step", 4]
+    runs = [
+        train(gloo_pool, 1, dataset, whole),
+        train(gloo_pool, 1, dataset, parts, "--exit-interval", 4),
+        train(gloo_pool, 1, dataset, parts, "--load", parts),
+        train(gloo_pool, 4, dataset, other, "--load", whole, *layout),
+    ]
+    assert [code for ranks in runs for code, _ in ranks] == [0] * 7, runs
+    assert (parts / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    np.testing.assert_allclose(losses(other), losses(whole)[4:], rtol=1e-11)
+    ((code, text),) = train(gloo_pool, 1, dataset, tmp_path / "changed", "--load", whole, "--linear-conv-kernel-dim", 3)
+    assert code and "linear_conv_kernel_dim is 3, the checkpoint has 4" in text
