@@ -30,6 +30,7 @@ LAYOUTS = {
     "cp4-packed": Layout(PACKED, CP4, 4),
     "cp2-tp2-sp-packed": Layout(PACKED, f"{CP2} {TP2} {SP}", 4),
     "ep2-tp2-sp": Layout(EXPERTS, f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2),
+    "muon-tp2-zero": Layout(f"{DELTA} --optimizer muon", f"{TP2} --use-distributed-optimizer", 4),
     "recompute": Layout(PACKED, f"--micro-batch-size 4 {RECOMPUTED}", 1),
 }
 

@@ -45,7 +45,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
         0,
         bias=config.add_bias_linear or config.add_qkv_bias,
         shared=2 * channels,
-        row_parts=(heads // groups * channels, channels, channels),
+        row_parts=((1 + config.attention_output_gate) * heads // groups * channels, channels, channels),
     )
     proj = linear("linear_proj", (hidden,), heads * channels, 1, bias=config.add_bias_linear)
     gates = query * config.attention_output_gate

@@ -20,13 +20,13 @@ def describe_gated_delta_net(config: Config, place: LayerPlace) -> Piece:
     key, value, item = config.linear_key_head_dim, config.linear_value_head_dim, activation_bytes(config)
     per_key = values // heads
     mixed = 2 * key + per_key * value
-    rows = mixed + per_key * (value + 2)
-    into = linear("in_proj", (heads, rows), config.hidden_size, 0, bias=False, matrices=6)
+    parts = (key, key, per_key * value, per_key * value, per_key, per_key)
+    into = linear("in_proj", (heads, sum(parts)), config.hidden_size, 0, bias=False, row_parts=parts)
     out = linear("out_proj", (config.hidden_size,), values * value, 1, bias=False)
     vectors = tuple(Param(name, (values,), {"tp": 0}, ndim=1) for name in ("dt_bias", "A_log"))
     conv = Param("conv1d.weight", (heads, mixed, 1, config.linear_conv_kernel_dim), {"tp": 0}, ndim=3)
     norm = Param("norm.weight", (value,), ndim=1)
-    width, output = heads * rows // tp * item, values * value // tp
+    width, output = heads * sum(parts) // tp * item, values * value // tp
     rule = Op(
         "other", "delta rule", 6.0 * place.seq_length * values * key * value,
         traffic=16.0 * item * heads * mixed // tp, gradients=float(width),
