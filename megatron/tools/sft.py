@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.core.config.commands import HelpFormatter, as_typed
@@ -30,12 +30,12 @@ DEFAULTS = {
 """Flags of pretrain_gpt.py that this tool sets."""
 
 
-def parse_command_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of this tool and all others, with --nproc."""
-    text = as_typed(__doc__ or "")
+def parse_command_line(argv: Sequence[str], about: str) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags of this tool and all others, with --nproc. ``about``: text of --help."""
+    text = as_typed(about)
     parser = argparse.ArgumentParser(description=text, formatter_class=HelpFormatter, allow_abbrev=False)
-    parser.add_argument("--data", required=True, metavar="FILE", help="JSON lines file of conversations")
-    parser.add_argument("--valid-data", metavar="FILE", help="conversations for validation, all of them")
+    parser.add_argument("--data", required=True, metavar="FILE", help="JSON lines file to train on")
+    parser.add_argument("--valid-data", metavar="FILE", help="JSON lines file for validation, all of it")
     parser.add_argument("--load-hf", required=True, metavar="FOLDER", help="model to start from, with its tokenizer")
     parser.add_argument("--inspect", type=int, metavar="N", help="print N rows with their loss masks, and stop")
     options, rest = parser.parse_known_args(argv)
@@ -46,9 +46,12 @@ def parse_command_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[st
     return options, rest
 
 
-def run_flags(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """Return the flags of pretrain_gpt.py: ``rest``, after defaults for flags that it does not have."""
-    defaults = dict(DEFAULTS)
+def run_flags(
+    options: argparse.Namespace, rest: Sequence[str], kind: str = "--sft", values: Mapping[str, str] = DEFAULTS
+) -> list[str]:
+    """Return the flags of pretrain_gpt.py: ``kind`` and ``rest``, after default ``values`` of flags that it does not
+    have."""
+    defaults = dict(values)
     config = Path(options.load_hf, "config.json")
     if config.is_file():
         length = read_json(config).get("max_position_embeddings")
@@ -65,7 +68,7 @@ def run_flags(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     validation = ["--eval-iters", "0"]
     if options.valid_data:
         validation = ["--valid-data-path", options.valid_data, "--full-validation"]
-    return ["--sft", "--load-hf", options.load_hf, "--train-data-path", options.data, *validation, *flags, *rest]
+    return [kind, "--load-hf", options.load_hf, "--train-data-path", options.data, *validation, *flags, *rest]
 
 
 def print_rows(flags: Sequence[str], count: int) -> None:
@@ -89,13 +92,18 @@ def print_rows(flags: Sequence[str], count: int) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Train, or print samples; return the exit code. Raises UserError: wrong flags, data or model."""
-    options, rest = parse_command_line(argv)
+    return fine_tune(argv, __doc__ or "", "--sft", DEFAULTS)
+
+
+def fine_tune(argv: Sequence[str], about: str, kind: str, defaults: Mapping[str, str]) -> int:
+    """Run :func:`main` for another ``kind`` of training (a flag of pretrain_gpt.py) with its ``defaults``."""
+    options, rest = parse_command_line(argv, about)
     from megatron.console import parse_nproc, pretrain
 
     processes, rest = parse_nproc(rest)
     if options.inspect:
-        print_rows(run_flags(options, [*rest, "--train-iters", "1"]), options.inspect)
+        print_rows(run_flags(options, [*rest, "--train-iters", "1"], kind, defaults), options.inspect)
         return 0
-    flags = run_flags(options, rest)
+    flags = run_flags(options, rest, kind, defaults)
     print(as_typed(" ".join(["python pretrain_gpt.py", *flags])), flush=True)
     return pretrain([next(iter(programs())), *(["--nproc", processes] if processes else []), *flags])

@@ -310,7 +310,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
         if (base := load_base(model, cfg, groups)) is not None:
             checkpointer.name_base(base)
             optimizer.reload_model_params()
-        parts.companions = build_companions(task, groups)
+        parts.companions = build_companions(task, model, groups)
         return _load(parts, cfg)
     except BaseException:
         checkpointer.unlock()

@@ -111,3 +111,16 @@ def write_lines(path, lines):
     """Write JSON lines; return the path as text."""
     path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
     return str(path)
+
+
+def preferences(count, seed=0):
+    """Return lines of preference pairs: the right sum, and a wrong answer."""
+    draw, lines = random.Random(seed), []
+    for _ in range(count):
+        a, b = draw.randint(0, 20), draw.randint(0, 20)
+        wrong = draw.choice(["I do not know.", f"{a + b + 1}", f"It is {a} and {b}, so it is {a * b + 1}."])
+        prompt = [user(f"What is {a} plus {b}?")]
+        lines.append({
+            "prompt": prompt, "chosen": [assistant(f"{a} plus {b} is {a + b}.")], "rejected": [assistant(wrong)]
+        })  # fmt: skip
+    return lines

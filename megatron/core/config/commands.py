@@ -10,6 +10,7 @@ import sys
 
 SUBCOMMANDS = {
     "sft": "sft",
+    "dpo": "dpo",
     "preprocess_data": "preprocess",
     "train_tokenizer": "train-tokenizer",
     "check_dataset": "check-data",

@@ -7,6 +7,7 @@ training loop know no transform.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron.core.description.model import ModelDescription
@@ -39,6 +40,10 @@ class ModelTransform:
 
     def merge(self, model: nn.Module) -> None:
         """Fold the change into the weights, so that a complete chunk has plain layers, for inference. Collective."""
+
+    def disabled(self, model: nn.Module) -> AbstractContextManager:
+        """Context in which a chunk computes as before :meth:`apply`. Required of transforms that read a base."""
+        return nullcontext()
 
     def base_loaded(self, model: nn.Module, groups: ProcessGroups) -> None:
         """Complete a chunk whose base weights were just loaded, such as values that depend on them. Collective."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class PairedStage(nn.Module):
         # a plain dict registers no submodules: train() would otherwise switch on the dropout of frozen models
         self.frozen = dict(frozen)
         self._message_sizes = [len(shapes) for shapes in self._shapes((1, 1), 1)]
+        self._inputs: list[Message | None] = [None] * len(self._message_sizes)
 
     @property
     def config(self) -> Any:
@@ -66,11 +68,13 @@ class PairedStage(nn.Module):
         return [shape for shapes in self._shapes(lengths, micro_batch_size) for shape in shapes]
 
     def set_input_tensor(self, message: Message | None) -> None:
-        """Pass each model its part of the previous stage's output; None releases it."""
-        start = 0
-        for chunk, size in zip((self.trained, *self.frozen.values()), self._message_sizes):
-            set_input(chunk, None if message is None else message[start : start + size])
-            start += size
+        """Keep each model's part of the previous stage's output for ``forward``; None releases it."""
+        ends = list(accumulate(self._message_sizes))
+        parts = zip([0, *ends], ends)
+        self._inputs = [None if message is None else message[start:end] for start, end in parts]
+        if message is None:
+            for chunk in (self.trained, *self.frozen.values()):
+                set_input(chunk, None)
 
     def no_sync(self) -> AbstractContextManager:
         """Context without gradient reduction of the trained chunk."""
@@ -88,8 +92,11 @@ class PairedStage(nn.Module):
         """
         outputs, special = {}, frozen_arguments or {}
         with torch.no_grad():
-            for name, chunk in self.frozen.items():
+            # each input directly before its pass: a frozen model may compute with the modules of the trained one
+            for (name, chunk), part in zip(self.frozen.items(), self._inputs[1:]):
+                set_input(chunk, part)
                 outputs[name] = chunk(**special[name]) if name in special else chunk(*args, **kwargs)
+        set_input(self.trained, self._inputs[0])
         trained = self.trained(*args, **kwargs)
         if self.is_last:
             return PairedOutput(trained, outputs)

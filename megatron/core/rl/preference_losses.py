@@ -24,7 +24,7 @@ PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
 
 
 class Completions(NamedTuple):
-    """Log-probabilities of the completions of rows, fp32 [b, n], and their numbers of tokens, fp32 [b, n]. The
+    """Log-probabilities of the completions of rows [b, n], at least fp32, and their numbers of tokens [b, n]. The
     completions 2k and 2k + 1 of a row are the chosen and the rejected one of its pair k."""
 
     log_probs_bn: Tensor
@@ -32,7 +32,7 @@ class Completions(NamedTuple):
 
 
 class PairLosses(NamedTuple):
-    """Losses of pairs and figures for the log, fp32 [b, n / 2]; 0 for pairs that are absent from a row."""
+    """Losses of pairs and figures for the log [b, n / 2]; 0 for pairs that are absent from a row."""
 
     losses: Tensor
     chosen_rewards: Tensor
@@ -48,15 +48,16 @@ def sum_completions(log_probs_bs: Tensor, completion_bs: Tensor, count: int) -> 
     Context-parallel ranks get the sums over their tokens, and must all-reduce both before :func:`pair_losses`.
 
     Args:
-        log_probs_bs: log-probability of each label [b, s], of any floating dtype; sums are fp32.
+        log_probs_bs: log-probability of each label [b, s], of any floating dtype; sums are at least fp32.
         completion_bs: completion of each label, int64 [b, s]; -1: prompts and padding.
     """
     numbers_n = torch.arange(count, device=completion_bs.device)
     # no scatter-add: its atomics would make the sums of a GPU depend on the order of threads
     is_member_bns = completion_bs[:, None] == numbers_n[:, None]
     # where, not a product: an infinite log-probability of a prompt token must not become NaN
-    terms_bns = torch.where(is_member_bns, log_probs_bs.float()[:, None], 0.0)
-    return Completions(terms_bns.sum(-1), is_member_bns.sum(-1, dtype=torch.float32))
+    dtype = torch.promote_types(log_probs_bs.dtype, torch.float32)
+    terms_bns = torch.where(is_member_bns, log_probs_bs.to(dtype)[:, None], 0.0)
+    return Completions(terms_bns.sum(-1), is_member_bns.sum(-1, dtype=dtype))
 
 
 def pair_losses(
@@ -66,7 +67,7 @@ def pair_losses(
 
     Args:
         policy: completions under the trained model.
-        reference_bn: log-probabilities under the reference, fp32 [b, n].
+        reference_bn: log-probabilities under the reference [b, n].
         beta: strength of the reference, positive.
         label_smoothing: probability that a preference is wrong, 0 to 0.5; ``sigmoid`` only.
 

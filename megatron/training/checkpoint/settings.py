@@ -56,15 +56,16 @@ DATA_STREAM = (
     "data_args_path", "per_split_data_args_path", "mock_data", "dataloader_type", "reset_position_ids",
     "reset_attention_mask", "eod_mask_loss", "allow_ambiguous_pad_tokens", "mid_level_dataset_surplus",
     "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "mask_prob", "short_seq_prob",
-    "decoder_seq_length", "sft", "sft_packing", "chat_template", "sft_tokenizer_prompt_format", "train_iters",
-    "train_samples",
+    "decoder_seq_length", "sft", "sft_packing", "dpo", "chat_template", "sft_tokenizer_prompt_format",
+    "train_iters", "train_samples",
 )  # fmt: skip
 """Settings that determine which samples come next; the last two fix the number of epochs and thus the order."""
 
 NUMBERS = (
     "optimizer", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr",
     "decoupled_min_lr", "attention_dropout", "hidden_dropout", "fp16", "bf16", "loss_scale",
-    "rotary_seq_len_interpolation_factor", "bias_gelu_fusion",
+    "rotary_seq_len_interpolation_factor", "bias_gelu_fusion", "dpo_loss", "dpo_beta", "dpo_label_smoothing",
+    "dpo_reference_load",
     "attention_softmax_in_fp32", "iterations_to_skip", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype",
     "grad_reduce_in_bf16", "fp32_residual_connection", "apply_wd_to_qk_layernorm",
     "loss_scale_window", "min_loss_scale", "hysteresis",

@@ -21,6 +21,7 @@ from megatron.core.config.optional import (
     UpcyclingConfig,
     VariableLengthConfig,
 )
+from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.models import registry
@@ -63,6 +64,7 @@ class FlatConfig(
     UpcyclingConfig,
     LoraConfig,
     FineTuningConfig,
+    PreferenceConfig,
     LoggingConfig,
     SelfCheckConfig,
     ProfilingConfig,

@@ -20,6 +20,7 @@ from megatron.training.checkpoint.base_weights import load_native_weights
 from megatron.training.checkpoint.other_formats import load_hf_weights
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import training_device
+from megatron.training.start.base_reference import BaseStage
 from megatron.training.start.parallelize import build_model, parallelize
 from megatron.training.tasks.base import Task
 from megatron.training.tasks.language_model import task_class
@@ -55,9 +56,15 @@ def build_companion(name: str, cfg: PretrainConfig, tokenizer: Tokenizer | None,
     return Companion(name, cfg, model)
 
 
-def build_companions(task: Task, groups: ProcessGroups) -> list[Companion]:
-    """Build the frozen models that the family of ``task`` asks for, with its tokenizer. Collective."""
-    return [build_companion(name, cfg, task.tokenizer, groups) for name, cfg in task.cfg.companions.items()]
+def build_companions(task: Task, model: Sequence[nn.Module], groups: ProcessGroups) -> list[Companion]:
+    """Build the frozen models that the family of ``task`` asks for, with its tokenizer, and the base of ``model`` if
+    the task names it. Collective."""
+    cfg = task.cfg
+    companions = [build_companion(name, other, task.tokenizer, groups) for name, other in cfg.companions.items()]
+    if task.base_name is not None:
+        stages = [BaseStage(chunk, cfg.transforms, groups) for chunk in model]
+        companions.append(Companion(task.base_name, cfg, stages))
+    return companions
 
 
 def pair_stages(

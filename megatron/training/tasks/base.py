@@ -29,6 +29,8 @@ class Task:
 
     losses: tuple[str, ...] = ("lm loss",)
     """Names of the losses that :meth:`loss_func` returns, the main loss first."""
+    base_name: str | None = None
+    """Name of the model without its transforms (LoRA) among the frozen models of :meth:`loss_func`; None: not used."""
 
     def __init__(self, cfg: PretrainConfig, tokenizer: Tokenizer | None = None) -> None:
         self.cfg = cfg

@@ -8,21 +8,34 @@ from functools import partial
 import numpy as np
 from torch import Tensor, nn
 
+from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.loss_weights import MainLoss
+from megatron.core.pipeline_parallel.loss_weights import LossPairs, MainLoss
+from megatron.core.pipeline_parallel.paired_stage import PairedOutput
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batches import Batches
 from megatron.training.data.datasets import select_data_set
 from megatron.training.data.packed_rows import PackedRows
 from megatron.training.data.planned_rows import PlannedRows
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask
+from megatron.training.tasks.preferences import LOSS, REFERENCE, PreferenceRows, preference_losses
 
 
 class GPTTask(LanguageModelTask):
-    """GPT and LLaMA-like models on ``.bin/.idx`` text, or on mock data."""
+    """GPT and LLaMA-like models on ``.bin/.idx`` text, conversations (--sft), preference pairs (--dpo), or mock
+    data."""
+
+    def __init__(self, cfg: PretrainConfig, tokenizer: Tokenizer | None = None) -> None:
+        super().__init__(cfg, tokenizer)
+        self.preferences = cfg.group(PreferenceConfig)
+        if self.preferences.dpo:
+            self.losses, self.sequence_keys = (LOSS,), (*self.sequence_keys, "completions")
+            self.base_name = REFERENCE if self.preferences.dpo_reference == "base" else None
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -44,15 +57,27 @@ class GPTTask(LanguageModelTask):
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, object, object]:
         """Return GPT data sets (blended, split) from the data flags."""
+        if self.preferences.dpo:  # mock pairs are random samples
+            return super().train_valid_test_datasets_provider(num_samples)
         return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
     def make_batches(self) -> Batches:
-        """Rows of one length, planned rows with --use-varlen-dataset, or packed conversations with --sft."""
+        """Rows of one length, planned rows with --use-varlen-dataset, packed conversations with --sft, or packed pairs
+        with --dpo."""
         if self.cfg.variable_lengths.use_varlen_dataset:
             return PlannedRows(self.cfg, self.description())
         if self.cfg.group(FineTuningConfig).sft and not self.cfg.data.mock_data:
             return PackedRows(self.cfg, self.sequence_keys, self.whole_keys)
+        if self.preferences.dpo:
+            return PreferenceRows(self.cfg, self.sequence_keys, self.whole_keys)
         return super().make_batches()
+
+    def loss_func(self, batch: dict[str, Tensor], output: object) -> LossPairs:
+        """Return the masked sum of token losses and the token count; with --dpo losses and count of pairs."""
+        if self.preferences.dpo:
+            assert isinstance(output, PairedOutput)
+            return preference_losses(self.preferences, batch, output)
+        return super().loss_func(batch, output)
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
         """Take the next micro-batch and run the model. Return the output, on the last stage token losses [b, s], and
@@ -72,7 +97,8 @@ class GPTTask(LanguageModelTask):
     def random_sample(self, generator: np.random.Generator) -> dict[str, object]:
         """Return a random sample with the keys of the data set as numpy arrays [s]: tokens, next-token labels,
         loss_mask (about 70 % ones), position_ids. With --use-varlen-dataset s is random, up to --seq-length. With
-        --reset-attention-mask add ``cu_seqlens`` of four documents of random lengths and restart positions."""
+        --reset-attention-mask add ``cu_seqlens`` of four documents of random lengths and restart positions; with --dpo
+        these are the ``completions`` of two pairs."""
         length = self.cfg.data.seq_length
         if self.cfg.variable_lengths.use_varlen_dataset:
             length = int(generator.integers(1, length + 1))
@@ -81,6 +107,10 @@ class GPTTask(LanguageModelTask):
         sample = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": np.arange(length)}
         if self.cfg.documents.reset_attention_mask:
             cuts = np.sort(generator.choice(np.arange(1, length), size=3, replace=False))
-            sample["cu_seqlens"] = np.array([0, *cuts, length])
-            sample["position_ids"] = np.concatenate([np.arange(part) for part in np.diff([0, *cuts, length])])
+            bounds = np.array([0, *cuts, length])
+            lengths, sample["cu_seqlens"] = np.diff(bounds), bounds
+            sample["position_ids"] = np.concatenate([np.arange(part) for part in lengths])
+            if self.preferences.dpo:
+                mask[bounds[1:] - 1] = 1  # every completion has a token
+                sample["completions"] = np.where(mask > 0, np.repeat(np.arange(4), lengths), -1)
         return sample

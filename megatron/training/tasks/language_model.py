@@ -116,6 +116,10 @@ class RandomSamples:
     def __getitem__(self, index: int) -> dict[str, object]:
         return self.task.random_sample(np.random.default_rng(self.first + index))
 
+    def attention_costs(self, rows: np.ndarray) -> np.ndarray:
+        """Return equal attention work of all rows."""
+        return np.zeros(len(rows), dtype=np.int64)
+
     def sample_lengths(self, samples: np.ndarray) -> np.ndarray:
         """Return the lengths of samples of different lengths."""
         return np.array([len(self[index]["tokens"]) for index in samples.tolist()])  # type: ignore[arg-type]

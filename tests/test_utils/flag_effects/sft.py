@@ -1,11 +1,14 @@
-"""Supervised fine-tuning: the data set, its rows, the chat template."""
+"""Fine-tuning: the data sets, their rows, the chat template; losses and references of preference pairs."""
 
 from tests.test_utils.chats import THINKING, assistant, sums, tokenizer_folder, user, write_lines
-from tests.test_utils.flag_effects.rows import Probe
+from tests.test_utils.flag_effects.rows import Probe, changes, gives, keeps, row
 from tests.test_utils.flag_effects.tokenizers import WITHOUT, ask
 
 MODEL = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {chat_tokenizer}"
 FILE = "--data-path {chats} --seq-length 96 --max-position-embeddings 96 --split 1"
+PAIRS, BINARY = "--dpo --mock-data --dpo-reference-load {checkpoint}", "--data-path --split"
+REFERENCES = "megatron.training.start.companions:build_companion"
+HUB = "{hf}"
 TEMPLATED = "--tokenizer-type SFTTokenizer --tokenizer-model {chat_tokenizer}"
 
 
@@ -27,12 +30,17 @@ def data_set(cfg):
     return kind, config
 
 
-def sequences_per_row(cfg):
-    """Largest number of conversations in a row."""
+def epoch_rows(cfg):
+    """Rows of an epoch of the training data."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
     kind, config = data_set(cfg)
-    rows = BlendedMegatronDatasetBuilder(kind, [None, 0, 0], lambda: True, config).build()[0]
+    return BlendedMegatronDatasetBuilder(kind, [None, 0, 0], lambda: True, config).build()[0]
+
+
+def sequences_per_row(cfg):
+    """Largest number of conversations in a row."""
+    rows = epoch_rows(cfg)
     return max(len(rows.row_sequences(row)) for row in range(len(rows)))
 
 
@@ -46,5 +54,14 @@ ROWS = [
     Probe("--no-sft-packing", sequences_per_row, 1, base=f"--sft {MODEL} {FILE}", without=WITHOUT),
     Probe("--chat-template {template}", ask(answer), without=WITHOUT, base=MODEL,
           expect="<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nb<|im_end|>\n"),
+    Probe("--dpo", lambda cfg: (data_set(cfg)[0].__name__, cfg.documents.reset_attention_mask),
+          ("PreferenceDataset", True), base=f"{MODEL} {FILE} --seq-length 48 --load-hf {HUB}", without=WITHOUT),
+    row("--dpo-beta 0.5", changes("weights"), keeps("initial"), base=PAIRS, without=BINARY),
+    row("--dpo-loss ipo", changes("weights"), keeps("initial"), base=PAIRS, without=BINARY),
+    row("--dpo-label-smoothing 0.2", changes("weights"), keeps("initial"), base=PAIRS, without=BINARY),
+    row("--dpo-reference-load {hf}", changes("weights"), keeps("initial"), without=BINARY,
+        base="--dpo --mock-data --pretrained-checkpoint {checkpoint}"),
+    row("--dpo-reference model", gives(lambda run: run.called["build_companion"], 1), without=BINARY,
+        base="--dpo --mock-data --pretrained-checkpoint {checkpoint} --lora-rank 2", count=(REFERENCES,)),
     Probe("--sft-tokenizer-prompt-format identity", ask(answer), "ab", base=TEMPLATED, without=WITHOUT),
 ]  # fmt: skip

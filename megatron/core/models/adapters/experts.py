@@ -22,6 +22,9 @@ from megatron.core.tensor_parallel.grouped_linear import GROUPED, GroupedLinear,
 class ExpertAdapter(nn.Module):
     """Adapters of this rank's experts in ``linear``, with parameters ``lora_a`` and ``lora_b``."""
 
+    is_active = True
+    """False: only the product with the weight."""
+
     def __init__(self, linear: GroupedLinear, rank: int, scale: float, groups: ProcessGroups) -> None:
         super().__init__()
         self.scale, self.num_local, spec = scale, linear.num_local, linear.weight.spec  # type: ignore[attr-defined]
@@ -38,6 +41,8 @@ class ExpertAdapter(nn.Module):
     def forward(self, product: Product, x: Tensor, *rest: Any) -> Tensor:
         """Return the ``product`` [r, o] of ``x`` and ``rest`` (``grouped_linear``) plus the adapters' output; both are
         partial sums over ``etp`` if it splits the input."""
+        if not self.is_active:
+            return product(x, *rest)
         _, ends, traits, _, store = rest
         low = grouped_linear(x, self.lora_a, ends, traits, GROUPED, store) * self.scale
         added = grouped_linear(low, self.lora_b, ends, traits, GROUPED, store)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class LowRankAdapter(nn.Module):
 
     blocks: Tensor
     """[o, n]: 1 at the matrix of each row."""
+    is_active = True
+    """False: only the product with the weight."""
 
     def __init__(self, linear: GemmLayer, weight: nn.Parameter, settings: LoraSettings, groups: ProcessGroups) -> None:
         super().__init__()
@@ -93,6 +96,8 @@ class LowRankAdapter(nn.Module):
     ) -> Tensor:
         """Return the ``product`` plus the adapters' output [..., o]. Communicates X A^T as ``traits`` say of X: by an
         all-gather along the sequence, or an all-reduce of its gradient."""
+        if not self.is_active:
+            return product(x, weight, bias, traits, store)
         if self.dropout is not None:
             low = F.linear(self.dropout.dropped(x), self.lora_a)
         elif product is parallel_linear and type(traits.gemms) is Gemms and x.requires_grad:
@@ -220,6 +225,19 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[GemmLayer, str, LowRankAd
             adapter = getattr(linear, submodule, None)
             if isinstance(linear, GemmLayer) and isinstance(adapter, LowRankAdapter | ExpertAdapter):
                 yield linear, leaf, adapter
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Context in which the layers of ``model`` compute with their weights only."""
+    adapters = [adapter for _, _, adapter in adapted_layers(model)]
+    for adapter in adapters:
+        adapter.is_active = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_active = True
 
 
 @torch.no_grad()

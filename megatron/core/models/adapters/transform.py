@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -72,6 +73,11 @@ class LoraTransform(ModelTransform):
 
     def stores(self, name: str) -> bool:
         return ".adapter.lora_" in name
+
+    def disabled(self, model: nn.Module) -> AbstractContextManager:
+        from megatron.core.models.adapters.lora import without_adapters
+
+        return without_adapters(model)
 
     def base_loaded(self, model: nn.Module, groups: ProcessGroups) -> None:
         from megatron.core.models.adapters.lora import set_magnitudes

@@ -22,11 +22,12 @@ from megatron.core.config.optional import (
     UpcyclingConfig,
     VariableLengthConfig,
 )
+from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models.adapters import rules as adapter_rules
 from megatron.core.models.family import DataSet, ModelFamily, Options, Program, TrainedModel
-from megatron.core.models.gpt import custom_layers, description, rules, sft_rules
+from megatron.core.models.gpt import custom_layers, description, preference_rules, rules, sft_rules
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,15 +37,18 @@ if TYPE_CHECKING:
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
     """Return (class, configuration) of the data set: GPTDataset, GPTFIMDataset with --fim-data, VarlenDataset with
-    --use-varlen-dataset, SFTDataset with --sft, or their mock forms with --mock-data, with the document flags and the
-    tokenizer's vocabulary size (None without tokenizer). ``options`` are the common options. Reads no data."""
+    --use-varlen-dataset, SFTDataset with --sft, PreferenceDataset with --dpo, or their mock forms with --mock-data,
+    with the document flags and the tokenizer's vocabulary size (None without tokenizer). ``options`` are the common
+    options. Reads no data."""
     from megatron.core.datasets import gpt_dataset, varlen_dataset  # imports numpy
 
     tuning = cfg.group(FineTuningConfig)
-    if tuning.sft and not cfg.data.mock_data:
-        from megatron.core.datasets import sft_dataset
+    is_dpo = cfg.group(PreferenceConfig).dpo
+    if (tuning.sft or is_dpo) and not cfg.data.mock_data:
+        from megatron.core.datasets import preference_dataset, sft_dataset
 
-        return sft_dataset.SFTDataset, sft_dataset.SFTDatasetConfig(**options, packing=tuning.sft_packing)
+        kind = preference_dataset.PreferenceDataset if is_dpo else sft_dataset.SFTDataset
+        return kind, sft_dataset.SFTDatasetConfig(**options, packing=tuning.sft_packing)
     tokenizer, varies = options["tokenizer"], cfg.variable_lengths
     options = {
         **options, **asdict(cfg.documents), "vocab_size": None if tokenizer is None else tokenizer.vocab_size
@@ -52,8 +56,8 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
     if cfg.fill_in_the_middle.fim_data:
         return _fill_in_the_middle(cfg, options)
     if not varies.use_varlen_dataset:
-        kind = gpt_dataset.MockGPTDataset if cfg.data.mock_data else gpt_dataset.GPTDataset
-        return kind, gpt_dataset.GPTDatasetConfig(**options)
+        plain = gpt_dataset.MockGPTDataset if cfg.data.mock_data else gpt_dataset.GPTDataset
+        return plain, gpt_dataset.GPTDatasetConfig(**options)
     text = varies.varlen_mock_dataset_config_json
     lengths = None if text is None else varlen_dataset.parse_mock_lengths(text)
     varlen = varlen_dataset.MockVarlenDataset if cfg.data.mock_data else varlen_dataset.VarlenDataset
@@ -157,9 +161,11 @@ FAMILY = ModelFamily(
         FillInTheMiddleConfig,
         LoraConfig,
         FineTuningConfig,
+        PreferenceConfig,
     ),
-    rules=collect_rules(rules, adapter_rules, sft_rules),
-    derive=sft_rules.derived,
+    rules=collect_rules(rules, adapter_rules, sft_rules, preference_rules),
+    derive=lambda flat: {**sft_rules.derived(flat), **preference_rules.derived(flat)},
+    companions="megatron.training.checkpoint.reference_settings:reference_companions",
     weight_settings=LORA_SETTINGS,
     sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),
     tool="tools/generate.py",

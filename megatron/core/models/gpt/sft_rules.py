@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.problems import Problems, Settings, problem
 from megatron.core.config.sft import FineTuningConfig
 
@@ -14,8 +15,8 @@ def derived(flat: Settings) -> dict[str, object]:
 def sft_conflicts(cfg: Settings) -> Problems:
     """Reject --sft with other data sets and tokenizers without text, and flags that require it."""
     if not cfg.group(FineTuningConfig).sft:
-        if "sft_packing" in cfg.explicit:
-            yield problem(cfg, "sft_packing", "requires --sft", "add it, or remove this flag")
+        if "sft_packing" in cfg.explicit and not cfg.group(PreferenceConfig).dpo:
+            yield problem(cfg, "sft_packing", "requires --sft or --dpo", "add one, or remove this flag")
         return
     for field in ("use_varlen_dataset", "fim_data"):
         if getattr(cfg.flat, field):

@@ -135,11 +135,12 @@ def expert_charts(run: Run) -> list[Chart]:
 TRAIN = RecordKind(
     name="train",
     fields={
-        "NAME loss": "mean of each loss per valid token of the global batch",
+        "NAME loss": "mean of each loss per valid token of the global batch; with --dpo per pair",
+        "rewards/NAME": "with --dpo, mean per pair: chosen, rejected, accuracies, margins, as TRL names them",
         "learning_rate": "learning rate",
         "weight_decay": "weight decay, if it is scheduled",
         "global_batch_size": "samples",
-        "num_tokens": "valid tokens of the global batch",
+        "num_tokens": "valid tokens of the global batch; with --dpo its pairs",
         "plan": "plan of samples of different lengths: imbalance, tokens, micro-batches by context-parallel size",
         "loss_scale": "loss scale",
         "grad_norm": "L2 norm of all gradients before clipping",

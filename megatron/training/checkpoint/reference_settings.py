@@ -1,0 +1,32 @@
+"""Settings of the reference model of --dpo. Torch-free unless there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.core.config.errors import UserError
+from megatron.core.config.lora import LoraConfig
+from megatron.core.config.preferences import PreferenceConfig
+from megatron.training.config.pretrain_config import PretrainConfig
+
+REFERENCE = "reference"
+"""Name of the frozen model."""
+
+
+def reference_companions(cfg: PretrainConfig) -> Mapping[str, PretrainConfig]:
+    """Return the settings of the frozen reference model of --dpo by name; empty if there is none. Raises UserError if
+    its folder holds no complete model."""
+    preferences = cfg.group(PreferenceConfig)
+    if not preferences.dpo or preferences.dpo_reference != "model":
+        return {}
+    from megatron.training.checkpoint.companion_settings import load_companion_config  # imports torch
+
+    folder = preferences.dpo_reference_load or cfg.checkpoint.load_hf or cfg.checkpoint.pretrained_checkpoint
+    if folder is None:  # a rule reports it
+        return {}
+    reference = load_companion_config(cfg, folder)
+    if reference.group(LoraConfig).lora_rank is not None:
+        raise UserError(
+            f"--dpo-reference-load: {folder} contains adapters only; merge them with megatron lora merge --saver native"
+        )
+    return {REFERENCE: reference}
