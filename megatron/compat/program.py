@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron.core.config import absent
 from megatron.core.config.cli import normalize
 from megatron.core.config.errors import UserError
 from megatron.core.config.model_parallel_config import parameter_dtype
-from megatron.core.models.registry import families
+from megatron.core.models.registry import default_family, families
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
 from megatron.core.timers import Timers
@@ -126,7 +126,7 @@ def parse_script_args(
     typed = {normalize(word.partition("=")[0]) for word in sys.argv[1:]}
     specs = [spec for spec in flag_specs() if not typed.isdisjoint(map(normalize, spec.names))]
     used = {spec.group for spec in specs if spec.field not in getattr(spec.group, "HARMLESS", ())}
-    optional = used & {*optional_groups(FlatConfig)}
+    optional = used & {*optional_groups(default_family())}
     family = next((name for name, candidate in families().items() if optional <= {*candidate.groups}), None)
     return parse_args(
         args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False, model_family=family
@@ -167,8 +167,7 @@ def current_settings(args: Namespace) -> FlatConfig:
     if derived := sorted(changed.keys() & {*_derived(cfg), "padded_vocab_size"}):
         raise UserError(f"args.{derived[0]}: follows from other settings and cannot be assigned; change those")
     fields = changed.keys() & cfg.values().keys()
-    return replace(
-        cfg,
+    return cfg.with_settings(
         **{name: changed[name] for name in fields},
         explicit=cfg.explicit | fields,
         extra=cfg.extra | {name: value for name, value in changed.items() if name not in fields},

@@ -15,7 +15,6 @@ Exit code 0: equal; 1: different, with the largest difference; 2: the flags cont
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import math
 import os
@@ -71,11 +70,11 @@ def small_settings(cfg: FlatConfig, world_size: int, generator_tp: int) -> FlatC
     wider = generator_tp // math.gcd(small.num_query_groups or small.num_attention_heads or 1, generator_tp)
     names = ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size")
     sizes = {name: value for name in names if (value := getattr(small, name)) is not None}
-    small = dataclasses.replace(small, **{name: wider * value for name, value in sizes.items()})
+    small = small.with_settings(**{name: wider * value for name, value in sizes.items()})
     assert small.seq_length is not None
     length = -(-MIN_LENGTH // small.seq_length) * small.seq_length
-    return dataclasses.replace(
-        small, fp64=False, bf16=cfg.bf16, fp16=cfg.fp16, seq_length=length, max_position_embeddings=length
+    return small.with_settings(
+        fp64=False, bf16=cfg.bf16, fp16=cfg.fp16, seq_length=length, max_position_embeddings=length
     )
 
 
@@ -85,7 +84,7 @@ def generator_settings(cfg: FlatConfig, tensor_parallel: int) -> FlatConfig:
     if cfg.num_moe_experts is not None:
         values |= {"expert_tensor_parallel_size": 1, "sequence_parallel": tensor_parallel > 1}
         values["moe_token_dispatcher_type"] = "alltoall"
-    return dataclasses.replace(one_rank(cfg), micro_batch_size=1, global_batch_size=tensor_parallel, **values)
+    return one_rank(cfg).with_settings(micro_batch_size=1, global_batch_size=tensor_parallel, **values)
 
 
 def run_rank(
@@ -225,14 +224,11 @@ def main(argv: Sequence[str]) -> int:
         if not vocab_size:
             raise UserError("--full-size: requires the vocabulary's size; add --vocab-size")
         # weights only: other settings of the run, such as its learning-rate schedule, do not matter here
-        trainer = dataclasses.replace(cfg, save=None, finetune=cfg.load is not None)
+        trainer = cfg.with_settings(save=None, finetune=cfg.load is not None)
     else:
         trainer = small_settings(cfg, world_size, options.generator_tp)
-    trainer = dataclasses.replace(
-        trainer,
-        distributed_backend="nccl" if options.gpus else "gloo",
-        explicit=trainer.explicit | {"distributed_backend"},
-    )
+    backend = "nccl" if options.gpus else "gloo"
+    trainer = trainer.with_settings(distributed_backend=backend, explicit=trainer.explicit | {"distributed_backend"})
     generator = generator_settings(trainer, options.generator_tp)
     resolved = validate_args(trainer, world_size)
     validate_args(generator, options.generator_tp)

@@ -70,7 +70,7 @@ LARGEST_BUCKET = 3000  # elements; small enough that the shrunken model has seve
 def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
     """Return ``cfg`` with a small model and the same layout, in fp64 on gloo; not yet resolved by ``validate_args``.
     Raises ConfigError: ``cfg`` is invalid on ``world_size`` ranks."""
-    resolved = validate_args(dataclasses.replace(cfg, needs_data=False), world_size)
+    resolved = validate_args(cfg.with_settings(needs_data=False), world_size)
     defaults = type(cfg)()
     values: dict[str, Any] = {
         field.name: getattr(defaults, field.name)
@@ -101,7 +101,7 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
     if cfg.overlap_grad_reduce and cfg.ddp_num_buckets is None:
         values["ddp_bucket_size"] = LARGEST_BUCKET
     explicit = cfg.explicit - {field for field, value in values.items() if value == getattr(defaults, field, None)}
-    return dataclasses.replace(cfg, **values, explicit=frozenset(explicit | {"distributed_backend"}))
+    return cfg.with_settings(**values, explicit=frozenset(explicit | {"distributed_backend"}))
 
 
 def _small_network(cfg: PretrainConfig) -> dict[str, object]:
@@ -294,7 +294,7 @@ def one_rank(cfg: FlatConfig) -> FlatConfig:
         values["micro_batch_size"] = cfg.micro_batch_size // 2 if cfg.tp_comm_overlap else cfg.micro_batch_size
     elif cfg.num_moe_experts is None or not sequence_losses & set(cfg.moe_router_load_balancing_type):
         values["micro_batch_size"] = cfg.global_batch_size
-    return dataclasses.replace(cfg, **values, explicit=cfg.explicit - set(layout))
+    return cfg.with_settings(**values, explicit=cfg.explicit - set(layout))
 
 
 def run_rank(rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str], steps: int) -> None:

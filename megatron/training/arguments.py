@@ -27,7 +27,7 @@ from megatron.core.config.notices import notice
 from megatron.core.config.problems import problem
 from megatron.core.models.registry import default_family
 from megatron.core.safe_files import read_text
-from megatron.training.config.flat import FlatConfig, flat_class
+from megatron.training.config.flat import FlatConfig, flags_by_field
 from megatron.training.config.help import select
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
 from megatron.training.config.named_models import mock_tokenizer, model_settings
@@ -55,7 +55,7 @@ ExtraArgsProvider = Callable[[argparse.ArgumentParser], object]
 
 def flag_specs(model_family: str | None = None) -> tuple[FlagSpec, ...]:
     """Return every flag of a model family's programs (None: the default family's), in the order of ``--help``."""
-    return cli.flags_of(flat_class(model_family or default_family()))
+    return tuple(flags_by_field(model_family or default_family()).values())
 
 
 def parse_args(
@@ -118,7 +118,7 @@ def parse_args(
     extra.update({name: merged[name] for name in fieldless & absent.settings().keys()})
     for name in fieldless:
         del merged[name]
-    cfg = flat_class(family)(
+    cfg = FlatConfig(
         **merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data, model_family=family
     )
     if model_problems or any(problem.flag == "--yaml-cfg" for problem in file_problems):
@@ -161,7 +161,7 @@ def _with_samples_of_epochs(cfg: FlatConfig, world_size: int) -> FlatConfig:
     if cfg.num_epochs is None or unknown:
         return cfg
     try:
-        return dataclasses.replace(cfg, train_samples=samples_of_epochs(resolved))
+        return cfg.with_settings(train_samples=samples_of_epochs(resolved))
     except UserError as error:
         raise ConfigError([problem(resolved, "num_epochs", str(error))]) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,13 @@ def load_trained_model(
     argv += _tokenizer_flags(tokenizer, stored.get("tokenizer_type"))
     parsed = apply_checkpoint_args(parse_args(argv, needs_data=False, model_family=family.name))
     balancing = {name: stored[name] for name in CHOICE_OF_EXPERTS if name in stored}
-    parsed = replace(parsed, **balancing)
+    parsed = parsed.with_settings(**balancing)
     names, checkpoint = [field.name for field in fields(TokenizerConfig)], find_checkpoint(folder, step)
     settings, built_tokenizer = TokenizerConfig(**{name: getattr(parsed, name) for name in names}), None
     if not tokenizer and checkpoint is not None:
         fingerprint = read_manifest(checkpoint.directory)["objects"].get("tokenizer")
         settings, built_tokenizer = find_run_tokenizer(settings, checkpoint.directory, fingerprint)
-    parsed = with_base(replace(parsed, **{name: getattr(settings, name) for name in names}), folder, step)
+    parsed = with_base(parsed.with_settings(**{name: getattr(settings, name) for name in names}), folder, step)
     cfg, groups = _start(parsed, layout)
     built = _build(cfg, groups, built_tokenizer)
     checkpointer = Checkpointer(cfg, [built.model], None, None, groups=groups, tokenizer=built.tokenizer)
@@ -139,7 +139,7 @@ def _start(cfg: FlatConfig, layout: Sequence[str]) -> tuple[PretrainConfig, Proc
     if not layout:
         return validate_args(cfg, 1, announce=False), SINGLE_PROCESS
     if cfg.num_moe_experts and (cfg.tensor_model_parallel_size or 1) > 1:
-        cfg = replace(cfg, sequence_parallel=True)
+        cfg = cfg.with_settings(sequence_parallel=True)
     resolved = validate_args(cfg, launched_world_size() or 1, announce=False)
     return resolved, initialize_megatron(resolved)
 
@@ -159,7 +159,7 @@ def _load_hugging_face(folder: str, tool: str, layout: Sequence[str]) -> Trained
         longest = min(longest, parse_rope_parameters(cfg.rope_parameters).original_max_position_embeddings)
     lengths: dict[str, Any] = {"seq_length": longest, "max_position_embeddings": longest}
     lengths |= {field: getattr(cfg, field) or longest for field in family.lengths[1:]}
-    resolved, groups = _start(replace(cfg, **lengths), layout)
+    resolved, groups = _start(cfg.with_settings(**lengths), layout)
     built = _build(resolved, groups)
     load_hf_weights(folder, [built.model], None, groups)
     return built

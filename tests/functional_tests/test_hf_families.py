@@ -46,7 +46,6 @@ CONVERTED = [name for name, model in EVERY.items() if any(
 
 def our_model(settings):
     """Return the model of a command line with only these settings, and the default vocabulary padding."""
-    import dataclasses
 
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.tasks.gpt import GPTTask
@@ -56,7 +55,7 @@ def our_model(settings):
 
     line = "--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 1 --kv-lora-rank 1"
     cfg = parse_args([*line.split(), "--seq-length", str(LENGTH)], needs_data=False)
-    cfg = validate_args(dataclasses.replace(cfg, **settings), 1)
+    cfg = validate_args(cfg.with_settings(**settings), 1)
     return WithoutTokenizer(cfg).model_provider()
 
 

@@ -1,6 +1,5 @@
 """Low-rank adapters against PEFT on models of ``transformers``: training, files in and out, merged weights, text."""
 
-import dataclasses
 import json
 import re
 
@@ -114,7 +113,7 @@ def configured(argv, world_size):
     from megatron.training.checkpoint.other_formats import apply_hf_settings
 
     cfg = apply_hf_settings(parse_args(argv, needs_data=False))
-    return validate_args(dataclasses.replace(cfg, fp64=True), world_size)
+    return validate_args(cfg.with_settings(fp64=True), world_size)
 
 
 def train_there(model, samples, steps):

@@ -34,14 +34,13 @@ def write_dataset(prefix: Path, num_documents: int = 60, seed: int = 0) -> Path:
 
 def train(rank: int, world_size: int, argv: list[str], fp64: bool = False, model_family: str = "gpt") -> int:
     """``pretrain_gpt.py`` with ``argv`` (and everything in float64) on one rank of the pool; the exit code."""
-    import dataclasses
 
     from megatron.training.arguments import parse_args
     from megatron.training.run import run
     from megatron.training.tasks.language_model import task_class
 
     cfg = parse_args(MODEL_FLAGS + argv, model_family=model_family)
-    return run(dataclasses.replace(cfg, fp64=fp64), task_class(model_family))
+    return run(cfg.with_settings(fp64=fp64), task_class(model_family))
 
 
 def train_with_errors(

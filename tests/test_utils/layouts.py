@@ -71,7 +71,7 @@ def configure(argv, world_size, precision, family="gpt"):
 
     cfg = parse_args(argv, needs_data=False, model_family=family)
     with narrow_fp8_experts():
-        return validate_args(dataclasses.replace(cfg, fp64=precision == "fp64"), world_size)
+        return validate_args(cfg.with_settings(fp64=precision == "fp64"), world_size)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Full runs of the program compared with the reference (``tests/reference``): results and differences."""
 
-import dataclasses
 import math
 import struct
 from pathlib import Path
@@ -75,7 +74,7 @@ def program(rank, world_size, argv, fp64, folder, save, kind="gpt", vocab_size=V
 
     argv = [*with_folder(argv, folder), *PROGRAM_ONLY, "--save", save, "--data-cache-path", f"{folder}/cache"]
     with narrow_fp8_experts():
-        code = run(dataclasses.replace(parse_args(argv, model_family=kind), fp64=fp64), Recording)
+        code = run(parse_args(argv, model_family=kind).with_settings(fp64=fp64), Recording)
     assert code == 0, f"the run ended with code {code}"
     (checkpoint,) = Path(save).glob("iter_*")
     reader = CheckpointReader(checkpoint)

@@ -104,7 +104,6 @@ def fork(action, output):
 
 def program(argv, fp64=False):
     """Run ``pretrain_gpt.py``, or the program of ``--kind``, with ``argv``; ``fp64``: with every number in float64."""
-    import dataclasses
 
     from megatron.training.arguments import parse_args
     from megatron.training.run import run
@@ -114,7 +113,7 @@ def program(argv, fp64=False):
     if not fp64:
         return importlib.import_module(f"pretrain_{Cases.kind}").main()
     cfg = parse_args(argv, model_family=Cases.kind)
-    return run(dataclasses.replace(cfg, fp64=True), task_class(Cases.kind))
+    return run(cfg.with_settings(fp64=True), task_class(Cases.kind))
 
 
 class Ranks:

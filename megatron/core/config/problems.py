@@ -6,12 +6,12 @@ A rule is a small named generator over a resolved configuration. Helpers look up
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from inspect import isgeneratorfunction
 from types import ModuleType
 from typing import Any
 
-from megatron.core.config.cli import FlagSpec, Problem, flags_of
+from megatron.core.config.cli import FlagSpec, Problem
 
 Problems = Iterator[Problem]
 Settings = Any
@@ -35,9 +35,9 @@ EXAMPLES = {
 """Example values of required flags."""
 
 
-def flags(cfg: Settings) -> dict[str, FlagSpec]:
+def flags(cfg: Settings) -> Mapping[str, FlagSpec]:
     """Return the flags of a run by field."""
-    return {spec.field: spec for spec in flags_of(type(cfg.flat))}
+    return cfg.flat.flags
 
 
 def as_given(cfg: Settings, field: str) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config.cli import flags_of, from_object
+from megatron.core.config.cli import from_object
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
@@ -21,7 +21,7 @@ from megatron.training.checkpoint.files import Found, find_checkpoint, get_check
 from megatron.training.checkpoint.history import same_folder
 from megatron.training.checkpoint.schema import is_count, malformed
 from megatron.training.checkpoint.settings import DATA_STREAM
-from megatron.training.config.flat import flat_class
+from megatron.training.config.flat import FlatConfig, flags_by_field
 from megatron.training.config.pretrain_config import PretrainConfig, compose
 from megatron.training.data.datasets import batch_size_at
 from megatron.training.stored_settings import stored_family
@@ -49,7 +49,7 @@ def _parse(directory: str, objects: dict[str, Any]) -> Saved:
     if not wrong:
         args = objects["args"]
         family = stored_family(args, directory)
-        specs = {spec.field: spec for spec in flags_of(flat_class(family.name))}
+        specs = flags_by_field(family.name)
         values: dict[str, Any] = {"model_family": family.name, "needs_data": args.get("needs_data") is not False}
         for name in ("world_size", "data_parallel_size"):
             values[name] = args.get(name)
@@ -63,7 +63,7 @@ def _parse(directory: str, objects: dict[str, Any]) -> Saved:
         where = os.path.join(directory, MANIFEST)
         raise CheckpointDamagedError(f"{where}: not as training writes it: {'; '.join(sorted(wrong))}")
     consumed = objects["train_state"]["consumed_train_samples"]
-    cfg = compose(flat_class(family.name)(**values))
+    cfg = compose(FlatConfig(**values))
     return Saved(directory, cfg, objects["iteration"], consumed, objects["tokenizer"])
 
 

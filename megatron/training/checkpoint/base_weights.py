@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -88,8 +87,8 @@ def with_base(cfg: FlatConfig, folder: str, step: int | None) -> FlatConfig:
             f"{folder} contains adapters of the base {place!r:.200}, which does not exist; restore it"
         )
     if os.path.isfile(os.path.join(place, "config.json")) and find_checkpoint(place) is None:
-        return replace(cfg, use_checkpoint_args=False, load_hf=place)
-    return replace(cfg, use_checkpoint_args=False, pretrained_checkpoint=place)
+        return cfg.with_settings(use_checkpoint_args=False, load_hf=place)
+    return cfg.with_settings(use_checkpoint_args=False, pretrained_checkpoint=place)
 
 
 def base_identity(source: Source, width: int) -> str:

@@ -22,7 +22,7 @@ from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.other_formats import MODEL, with_settings
 from megatron.training.checkpoint.settings import load_checkpoint_args
 from megatron.training.config.checkpointing import CheckpointConfig
-from megatron.training.config.flat import flat_class, optional_groups
+from megatron.training.config.flat import FlatConfig, optional_groups
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import resolve
 from megatron.training.config.validation import ValidationConfig
@@ -68,13 +68,12 @@ def companion_config(
         checkpoint: fields of ``CheckpointConfig``: the weights to load.
     """
     family = stored_family(settings, where).name
-    kind = flat_class(family)
-    groups = (*_AT_DEFAULTS, *optional_groups(kind))
+    groups = (*_AT_DEFAULTS, *optional_groups(family))
     other = {*MODEL, "encoder_num_layers", *(field.name for group in groups for field in fields(group))} - _SHARED
-    of_run = {field.name for field in fields(kind)} - other
     chunks = virtual_pipeline_size(cfg.model)
-    flat = kind(**{
-        **{name: value for name, value in cfg.flat.values().items() if name in of_run},
+    defaults = FlatConfig(model_family=family)
+    flat = defaults.with_settings(**{
+        **{name: value for name, value in cfg.flat.values().items() if name in defaults.values().keys() - other},
         **_FIXED,
         **checkpoint,
         "model_family": family,

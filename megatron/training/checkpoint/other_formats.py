@@ -101,10 +101,10 @@ def with_settings(cfg: FlatConfig, settings: Mapping[str, object], where: str | 
     if wrong := [name for name in contradicted if name in FIXED]:
         both = "; ".join(f"{flags[name]} is {getattr(cfg, name)!r}, there it is {values[name]!r}" for name in wrong)
         raise CheckpointError(f"{where} is another model than these flags describe: {both}; remove these flags")
-    cfg = dataclasses.replace(cfg, **{name: value for name, value in values.items() if name not in cfg.explicit})
+    cfg = cfg.with_settings(**{name: value for name, value in values.items() if name not in cfg.explicit})
     # a rule requires kv_lora_rank to be explicit, because its default fits no published model
     size = values.keys() & {"kv_lora_rank"} if cfg.multi_latent_attention else set()
-    return dataclasses.replace(cfg, explicit=cfg.explicit | size)
+    return cfg.with_settings(explicit=cfg.explicit | size)
 
 
 def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
@@ -166,7 +166,7 @@ def apply_hf_settings(cfg: FlatConfig) -> FlatConfig:
     if folder is None:
         return cfg
     if not {"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit:
-        cfg = dataclasses.replace(cfg, **_tokenizer_settings(Path(folder)))
+        cfg = cfg.with_settings(**_tokenizer_settings(Path(folder)))
     try:
         settings = load_hf_settings(folder)
     except UserError as error:

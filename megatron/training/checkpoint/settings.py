@@ -16,7 +16,7 @@ from megatron.core.models.registry import default_family, get_family, known_fami
 from megatron.training.checkpoint.environment import software_versions
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.history import fast_folder, find_resumable, same_folder
-from megatron.training.config.flat import FlatConfig, flat_class
+from megatron.training.config.flat import FlatConfig, flags_by_field
 from megatron.training.stored_settings import (
     ARCHITECTURE,
     SIZES,
@@ -100,7 +100,7 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     if not isinstance(args, dict):
         raise CheckpointDamagedError(f"{path}: args is not a table")
     family = known_family(args.get("model_family")) or get_family(default_family())
-    kinds, converted, wrong = {spec.field: spec for spec in flags_of(flat_class(family.name))}, {}, []
+    kinds, converted, wrong = flags_by_field(family.name), {}, []
     for name in args.keys() & {*CONVERTED, *family.weight_settings}:
         try:
             converted[name] = from_object(kinds[name], args[name])
@@ -146,7 +146,7 @@ def apply_checkpoint_args(cfg: FlatConfig) -> FlatConfig:
     changes = {n: stored[n] for n in names if n in fields and n in stored and stored[n] != getattr(cfg, n)}
     for name, value in changes.items():
         logger.info("%s: %s (from the checkpoint, was %s)", name, value, getattr(cfg, name))
-    return dataclasses.replace(cfg, **changes)
+    return cfg.with_settings(**changes)
 
 
 def check_args(

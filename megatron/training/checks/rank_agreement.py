@@ -28,7 +28,6 @@ from types import CodeType, FunctionType, ModuleType
 import numpy as np
 import torch.distributed as dist
 
-from megatron.core.config.cli import flags_of
 from megatron.core.config.errors import UserError, listed
 from megatron.core.dist_checkpointing.exchange import all_gather_json, all_ranks
 from megatron.core.groups.process_groups import Group
@@ -185,7 +184,7 @@ def digest(text: str | bytes) -> str:
 def settings(cfg: FlatConfig) -> dict[str, str]:
     """Return the settings that must agree, by flag. Paths count by their last part, because hosts may hold equal files
     in different folders."""
-    flags = {spec.field: spec.names[0] for spec in flags_of(type(cfg))}
+    flags = {name: spec.names[0] for name, spec in cfg.flags.items()}
     values = {**cfg.values(), **cfg.extra}
     return {
         flags.get(name, f"--{name.replace('_', '-')}"): str(_portable(value))

@@ -1,12 +1,13 @@
-"""Settings as command lines, YAML files, checkpoints and ``get_args()`` hold them: one flat object."""
+"""Settings by the names of their fields, as command lines, YAML files, checkpoints and ``get_args()`` have them."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.cli import derived
+from megatron.core.config.cli import FlagSpec, derived, group_flags
 from megatron.core.config.lora import LoraConfig
 from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.muon import MuonConfig
@@ -39,7 +40,7 @@ from megatron.training.config.training import ProfilingConfig, TrainingConfig
 from megatron.training.config.validation import ValidationConfig
 
 
-@dataclass(kw_only=True)
+@dataclass(init=False, eq=False, repr=False)
 class FlatConfig(
     ProgramConfig,
     ModelSettings,
@@ -70,9 +71,8 @@ class FlatConfig(
     ProfilingConfig,
     DistributedConfig,
 ):
-    """All settings of a run by the names of their fields, as parsed. ``resolve`` makes a
-    :class:`~megatron.training.config.pretrain_config.PretrainConfig` of them, which holds the complete values as
-    ``flat``."""
+    """View of a mapping field -> value with all settings of a run, read-only. The mapping also has the fields of groups
+    that only the run's model family has; its custom flags (``extra``) can be read as attributes too."""
 
     world_size: int = derived(1)
     """Ranks of the run."""
@@ -95,10 +95,41 @@ class FlatConfig(
     resolved: bool = derived(False)
     """Whether derived settings are filled in; part of the settings that checkpoints store."""
 
+    def __init__(self, **values: Any) -> None:
+        """Settings with these values, of the default family unless ``model_family`` is given, others at their defaults.
+        Raises TypeError for an unknown name, UserError for an unknown family."""
+        family = values.get("model_family") or registry.default_family()
+        defaults = {
+            name: field.default if field.default_factory is MISSING else field.default_factory()
+            for name, field in _fields(family).items()
+        }
+        vars(self).update(defaults, frozen=True)
+        vars(self).update(self._known(values))
+
+    def _known(self, values: Mapping[str, object]) -> Mapping[str, object]:
+        if unknown := [name for name in values if name not in vars(self)]:
+            raise TypeError(f"there is no setting {unknown[0]!r}")
+        return values
+
+    def with_settings(self, **changes: Any) -> FlatConfig:
+        """Return a copy with other values for these fields. Raises TypeError for an unknown name."""
+        other = FlatConfig.__new__(FlatConfig)
+        vars(other).update(vars(self))
+        vars(other).update(self._known(changes))
+        return other
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FlatConfig) and vars(self) == vars(other)
+
     @property
     def family(self) -> ModelFamily:
         """The model family: description, rules, task, data set and more."""
         return registry.get_family(self.model_family)
+
+    @property
+    def flags(self) -> Mapping[str, FlagSpec]:
+        """Flags of the family's programs by field, in the order of ``--help``."""
+        return flags_by_field(self.model_family)
 
     @property
     def flat(self) -> FlatConfig:
@@ -107,12 +138,12 @@ class FlatConfig(
 
     def values(self) -> dict[str, Any]:
         """Return the value of every field."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in vars(self).items() if name != "frozen"}
 
     @property
     def foreign_groups(self) -> list[type[OptionalGroup]]:
         """Optional groups of flags that the model family does not have."""
-        return [group for group in optional_groups(type(self)) if group not in self.family.groups]
+        return [group for group in optional_groups(self.model_family) if group not in self.family.groups]
 
     if not TYPE_CHECKING:
 
@@ -123,25 +154,25 @@ class FlatConfig(
                 raise AttributeError(f"there is no setting {name!r}") from None
 
 
-def optional_groups(kind: type[FlatConfig]) -> list[type[OptionalGroup]]:
-    """Return the optional groups of flags among the bases of ``kind``, in the order of ``--help``."""
-    return [group for group in kind.__mro__ if issubclass(group, OptionalGroup) and OptionalGroup in group.__bases__]
+def groups_of(model_family: str) -> tuple[type, ...]:
+    """Return the groups of flags of a family's programs, in the order of ``--help``: those of all families, then its
+    own. Raises UserError for an unknown family."""
+    own = (kind for group in registry.get_family(model_family).groups for kind in group.__mro__)
+    return tuple(kind for kind in dict.fromkeys((*FlatConfig.__mro__[1:], *own)) if is_dataclass(kind))
+
+
+def optional_groups(model_family: str) -> list[type[OptionalGroup]]:
+    """Return the optional groups among :func:`groups_of`."""
+    return [group for group in groups_of(model_family) if OptionalGroup in group.__bases__]  # type: ignore[misc]
 
 
 @functools.cache
-def flat_class(model_family: str) -> type[FlatConfig]:
-    """Return the class of a family's flat settings: :class:`FlatConfig`, with the family's own groups of flags if it
-    has any. Raises UserError for an unknown family."""
-    own = tuple(group for group in registry.get_family(model_family).groups if not issubclass(FlatConfig, group))
-    if not own:
-        return FlatConfig
-    members = {"__reduce__": lambda self: (_restored, (model_family, vars(self))), "__doc__": FlatConfig.__doc__}
-    return dataclass(kw_only=True)(type(FlatConfig.__name__, (FlatConfig, *own), members))
+def flags_by_field(model_family: str) -> Mapping[str, FlagSpec]:
+    """Return the flags of a family's programs by field, in the order of ``--help``."""
+    return {spec.field: spec for spec in group_flags(*groups_of(model_family))}
 
 
-def _restored(model_family: str, values: dict[str, object]) -> FlatConfig:
-    """Return unpickled settings of :func:`flat_class`, which pickle cannot find by name."""
-    kind = flat_class(model_family)
-    flat = kind.__new__(kind)
-    vars(flat).update(values)
-    return flat
+@functools.cache
+def _fields(model_family: str) -> dict[str, Field[Any]]:
+    kinds = (*reversed(groups_of(model_family)), FlatConfig)
+    return {field.name: field for kind in kinds for field in fields(kind)}  # type: ignore[arg-type]

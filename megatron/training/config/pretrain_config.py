@@ -131,7 +131,7 @@ class PretrainConfig:
 
     def with_settings(self, **changes: Any) -> PretrainConfig:
         """Return a copy with other values for these fields; derived settings are not updated."""
-        return compose(replace(self.flat, **changes))
+        return compose(self.flat.with_settings(**changes))
 
 
 @functools.cache
@@ -147,11 +147,10 @@ def _members() -> dict[str, type[FlagGroup]]:
 
 
 def compose(flat: FlatConfig) -> PretrainConfig:
-    """Return the configuration of a run with the values of ``flat``, which is frozen. Contradictions pass."""
-    values = vars(flat)
-    values["frozen"] = True
+    """Return the configuration of a run with the values of ``flat``. Contradictions pass."""
+    values = flat.values()
     held = {*_members().values(), *ModelSettings.__mro__}
-    of_families = {kind: frozen_group(kind, values) for kind in optional_groups(type(flat)) if kind not in held}
+    of_families = {kind: frozen_group(kind, values) for kind in optional_groups(flat.model_family) if kind not in held}
     parts: dict[str, Any] = {field.name: values.get(field.name) for field in fields(PretrainConfig)}
     parts |= {name: frozen_group(kind, values) for name, kind in _members().items()}
     return PretrainConfig(**{**parts, "flat": flat, "family_groups": of_families})

@@ -22,7 +22,7 @@ def settings_text(cfg: FlatConfig) -> str:
     JSON, which YAML contains. Reading the text as --yaml-cfg on as many ranks gives the same run."""
     defaults = type(cfg)(model_family=cfg.model_family)
     lines, derived = [], []
-    for spec in cli.flags_of(type(cfg)):
+    for spec in cfg.flags.values():
         value = getattr(cfg, spec.field)
         if spec.field in _LEFT_OUT:
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,10 +52,8 @@ def memory_advice(cfg: PretrainConfig, vocab_size: int) -> list[Advice]:
 def _changed(cfg: PretrainConfig, values: dict[str, object]) -> PretrainConfig | None:
     """Return ``cfg`` with other values, resolved again; None if a rule rejects them. Checks as in a dry run: this
     machine's packages and GPUs do not matter."""
-    flat = copy.copy(cfg.flat)
-    vars(flat).update({"dry_run": True, **values})
     try:
-        other = resolve(flat, cfg.world_size)
+        other = resolve(cfg.flat.with_settings(**{"dry_run": True, **values}), cfg.world_size)
         return None if check(other) else other
     except UserError:
         return None

@@ -1,6 +1,5 @@
 """The tool keeps what a layout cares about, agrees with one rank, and says where it does not."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -186,7 +185,7 @@ def test_a_sound_layout_of_a_t5_exits_with_0(capsys):
 
 def test_a_difference_exits_with_1_and_is_named(capsys, monkeypatch):
     correct = verify_layout.one_rank
-    monkeypatch.setattr(verify_layout, "one_rank", lambda cfg: dataclasses.replace(correct(cfg), weight_decay=0.5))
+    monkeypatch.setattr(verify_layout, "one_rank", lambda cfg: correct(cfg).with_settings(weight_decay=0.5))
     assert verify_layout.main([*LLAMA, *LAYOUT]) == 1
     out = capsys.readouterr().out
     assert "DIFFERENT" in out and "step 1: weight of embedding.word_embeddings.weight differs by" in out

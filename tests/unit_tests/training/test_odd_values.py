@@ -113,8 +113,7 @@ def test_a_number_outside_of_its_range_is_refused_with_its_flag(spec):
 
 
 def test_a_number_set_by_a_program_is_checked_too():
-    cfg = parse_args(BY_ITERATIONS)
-    cfg.num_workers, cfg.profile_ranks, cfg.split = -1, [0, -1], "nan,1,1"
+    cfg = parse_args(BY_ITERATIONS).with_settings(num_workers=-1, profile_ranks=[0, -1], split="nan,1,1")
     with pytest.raises(ConfigError) as error:
         preflight(cfg)
     assert {problem.flag for problem in error.value.problems} == {"--num-workers", "--profile-ranks", "--split"}

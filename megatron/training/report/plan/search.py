@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -165,10 +164,9 @@ def layout_variants(cfg: FlatConfig, resolved: PretrainConfig, sizes: Values, dp
 
 def apply(cfg: FlatConfig, values: Mapping[str, object], world_size: int) -> PretrainConfig | str:
     """Return a resolved copy of ``cfg`` with ``values``, or the message of a rule that rejects it."""
-    flat = copy.copy(cfg)
-    vars(flat).update({"dry_run": True, **values, "explicit": cfg.explicit | values.keys()})
+    changed = cfg.with_settings(**{"dry_run": True, **values, "explicit": cfg.explicit | values.keys()})
     try:
-        candidate = resolve(flat, world_size, gpus=True)
+        candidate = resolve(changed, world_size, gpus=True)
         problems = check(candidate)
     except UserError as error:
         return str(error)

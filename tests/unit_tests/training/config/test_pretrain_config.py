@@ -29,8 +29,10 @@ def test_every_group_is_frozen():
             setattr(group, name, 3)
         assert getattr(group, name) is before
     parsed = parse_args(TINY.split())
-    parsed.num_layers = 3
-    assert parsed.num_layers == 3
+    with pytest.raises(AttributeError, match="the configuration is frozen: num_layers cannot be set"):
+        parsed.num_layers = 3
+    with pytest.raises(TypeError, match="there is no setting 'num_layer'"):
+        parsed.with_settings(num_layer=3)
 
 
 def test_copies_have_other_values_in_every_form():

@@ -1,7 +1,5 @@
 """Only derived settings are filled in."""
 
-import dataclasses
-
 import pytest
 
 from megatron.core.schedules import learning_rate as schedules
@@ -67,7 +65,7 @@ def test_data_parallel_size_is_what_the_model_leaves():
 
 
 def test_data_prefix_gets_the_default_split():
-    cfg = dataclasses.replace(parse_args(TINY.split()), mock_data=False, data_path=["x"])
+    cfg = parse_args(TINY.split()).with_settings(mock_data=False, data_path=["x"])
     assert resolve(cfg, 1).data.split == "969,30,1"
 
 

@@ -1,6 +1,5 @@
 """``--dry-run`` reports sizes and schedule without torch, exactly if possible."""
 
-import dataclasses
 import json
 import math
 import re
@@ -116,13 +115,13 @@ def test_report_names_the_backends(parts, name):
 def test_vocabulary_is_counted_from_files(tmp_path):
     path = tmp_path / "vocab.json"
     path.write_text(json.dumps({"a": 0, "b": 1}))
-    cfg = dataclasses.replace(parse_args(TINY.split()), vocab_size=None, vocab_file=str(path))
+    cfg = parse_args(TINY.split()).with_settings(vocab_size=None, vocab_file=str(path))
     assert known_vocab_size(cfg) == (2, str(path))
     path = tmp_path / "vocab.txt"
     path.write_text("a\nb\nc\n")
-    assert known_vocab_size(dataclasses.replace(cfg, vocab_file=str(path)))[0] == 3
-    assert known_vocab_size(dataclasses.replace(cfg, vocab_file=None))[0] is None
-    assert known_vocab_size(dataclasses.replace(cfg, vocab_file=None, tokenizer_type="ByteLevelTokenizer"))[0] == 257
+    assert known_vocab_size(cfg.with_settings(vocab_file=str(path)))[0] == 3
+    assert known_vocab_size(cfg.with_settings(vocab_file=None))[0] is None
+    assert known_vocab_size(cfg.with_settings(vocab_file=None, tokenizer_type="ByteLevelTokenizer"))[0] == 257
 
 
 def test_report_is_made_for_evaluation_and_unknown_vocabularies(tmp_path):
