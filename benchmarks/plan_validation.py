@@ -29,7 +29,6 @@ if str(ROOT) not in sys.path:  # run as a program from anywhere
 
 from megatron.core.models.registry import find_program, programs  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
-from megatron.training.config.flat import FlatConfig  # noqa: E402
 from megatron.training.config.pretrain_config import PretrainConfig  # noqa: E402
 from megatron.training.config.resolve import resolve  # noqa: E402
 from megatron.training.report.plan.cluster import Cluster, find_gpu, kind_of_device  # noqa: E402
@@ -160,7 +159,7 @@ def published_rows() -> list[Row]:
         cluster = Cluster(find_gpu(row["gpu"]), -(-gpus // 8), min(gpus, 8))
         defaults = {"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4, "bf16": True}
         cfg = parse_args(row["flags"].split(), args_defaults=defaults, needs_data=False)
-        vocab_size = cfg.vocab_size or 0
+        vocab_size = cfg.tokenizer.vocab_size or 0
         seconds, resolved = _stated(cfg, cluster, vocab_size, row)
         samples, length = resolved.training.global_batch_size, resolved.data.seq_length
         speed = row["value"]
@@ -174,7 +173,7 @@ def published_rows() -> list[Row]:
     return found
 
 
-def _stated(cfg: FlatConfig, cluster: Cluster, vocab_size: int, row: dict) -> tuple[float, PretrainConfig]:
+def _stated(cfg: PretrainConfig, cluster: Cluster, vocab_size: int, row: dict) -> tuple[float, PretrainConfig]:
     """Return (seconds, configuration) of the fastest layout with the stated settings, without zero-bubble schedules,
     which no published row uses. A row that does not fit by this program's estimate is predicted regardless. Optional
     fields of ``row``, explained in its ``basis``:

@@ -42,7 +42,6 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import initialize
 from megatron.training.arguments import exit_on_config_error, validate_args
-from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
@@ -233,7 +232,7 @@ _NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store"
 class PretrainConfigContainer:
     """The settings of a run and, unless :func:`pretrain` gets a model provider, the model that they describe."""
 
-    settings: FlatConfig
+    settings: PretrainConfig
     model: object = None
 
 
@@ -303,7 +302,9 @@ _NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store"
 _NONE_ONLY = {"process_non_loss_data_func", "non_loss_data_func", "p2p_communicator", "pg_collection"}
 
 
-def _train(cfg: FlatConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, object]) -> None:
+def _train(
+    cfg: PretrainConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, object]
+) -> None:
     """Leave the process with its exit code if that is not 0. Raises TypeError for unknown ``options``, ValueError for
     values that are not available."""
     if unknown := sorted(options.keys() - _NEEDS_NOTHING - _NONE_ONLY - {"skip_model_parallel_init"}):
@@ -311,7 +312,7 @@ def _train(cfg: FlatConfig, functions: dict[str, Callable], hooks: Sequence[Hook
     for name in sorted(options.keys() - _NEEDS_NOTHING):
         if options[name]:
             raise ValueError(f"pretrain({name}=...): not available; pass {None if name in _NONE_ONLY else False}")
-    if not cfg.dry_run:
+    if not cfg.program.dry_run:
         parallel_state.start_single_process_group()
     code = run(cfg, lambda resolved, tokenizer: ClassicTask(resolved, tokenizer, functions), hooks)
     if code:

@@ -23,7 +23,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.arguments import exit_on_config_error, flag_specs, parse_args, validate_args
 from megatron.training.checkpoint.other_formats import apply_hf_settings
 from megatron.training.checkpoint.settings import apply_checkpoint_args
-from megatron.training.config.flat import FlatConfig, optional_groups
+from megatron.training.config.flat import optional_groups
 from megatron.training.config.launcher import launched_rank, launched_world_size, local_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 
@@ -59,7 +59,7 @@ class Current:
     """Global, because autograd's threads, which recompute layers on GPUs, have separate contexts."""
 
     program: Program | None = None
-    parsed: tuple[FlatConfig, dict[str, object]] | None = None
+    parsed: tuple[PretrainConfig, dict[str, object]] | None = None
     """Settings of the command line before they were resolved, and ``vars(args)`` as the script got them."""
 
 
@@ -93,7 +93,7 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Tokenizer | None) -> Namespace:
     script's own flags, names of older releases and derived names. ``vocab_size`` is the tokenizer's, if there is
     one."""
     values = {**RETIRED_ARGS, **absent.defaults(), **cfg.flat.values()}
-    values |= cfg.extra | _derived(cfg.flat)
+    values |= cfg.extra | _derived(cfg)
     if tokenizer is not None:
         values["vocab_size"] = tokenizer.vocab_size
     if values["padded_vocab_size"] is None and values["vocab_size"] is not None:
@@ -103,14 +103,14 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Tokenizer | None) -> Namespace:
     return Namespace(**values)
 
 
-def _derived(cfg: FlatConfig) -> dict[str, object]:
+def _derived(cfg: PretrainConfig) -> dict[str, object]:
     """Names that follow from other settings or from the process; later assignments cannot change them."""
-    chunks = virtual_pipeline_size(cfg)
+    chunks = virtual_pipeline_size(cfg.model)
     return {
         "rank": launched_rank(),
         "local_rank": local_rank(),
-        "params_dtype": parameter_dtype(cfg.fp16, cfg.bf16, cfg.fp64),
-        "num_experts": cfg.num_moe_experts,
+        "params_dtype": parameter_dtype(cfg.model.fp16, cfg.model.bf16, cfg.model.fp64),
+        "num_experts": cfg.model.num_moe_experts,
         "iteration": 0,
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
@@ -120,7 +120,7 @@ def _derived(cfg: FlatConfig) -> dict[str, object]:
 
 def parse_script_args(
     args_defaults: dict[str, object] | None, extra_args_provider: Callable[[ArgumentParser], object] | None
-) -> FlatConfig:
+) -> PretrainConfig:
     """Return the settings of an entry script's command line, not yet resolved. The script names no model family: it is
     the first one that has all groups of the given flags, or else the default one."""
     typed = {normalize(word.partition("=")[0]) for word in sys.argv[1:]}
@@ -152,7 +152,7 @@ def parse_and_validate_args(
     return Current.program.args
 
 
-def current_settings(args: Namespace) -> FlatConfig:
+def current_settings(args: Namespace) -> PretrainConfig:
     """Return the settings that :func:`parse_and_validate_args` read, not resolved, updated by the script's later
     changes to ``args``: changed fields are taken as given by the user, other names as the script's own flags.
 
@@ -166,7 +166,7 @@ def current_settings(args: Namespace) -> FlatConfig:
     changed = {name: value for name, value in vars(args).items() if name not in before or before[name] != value}
     if derived := sorted(changed.keys() & {*_derived(cfg), "padded_vocab_size"}):
         raise UserError(f"args.{derived[0]}: follows from other settings and cannot be assigned; change those")
-    fields = changed.keys() & cfg.values().keys()
+    fields = changed.keys() & cfg.flat.values().keys()
     return cfg.with_settings(
         **{name: changed[name] for name in fields},
         explicit=cfg.explicit | fields,

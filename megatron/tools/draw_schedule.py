@@ -97,8 +97,9 @@ def tool_flags(parser: ArgumentParser) -> ArgumentParser:
 def configuration(argv: Sequence[str]) -> PretrainConfig:
     """Parse and validate ``argv`` for a world size of TP x PP x CP, or WORLD_SIZE if it is set."""
     cfg = parse_args(argv, extra_args_provider=tool_flags, args_defaults=DEFAULTS, needs_data=False)
-    sizes = (cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size)
-    return validate_args(cfg, max(sizes[0] * sizes[1] * sizes[2], 1))
+    model = cfg.model
+    ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    return validate_args(cfg, max(ranks, 1))
 
 
 def main(argv: Sequence[str]) -> int:

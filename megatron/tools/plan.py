@@ -11,7 +11,6 @@ stay fixed. Layouts that contradict the rules or do not fit are left out. Times 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.models.registry import find_program
 from megatron.core.schedules.batch_size import samples_from_iters
 from megatron.training.arguments import parse_args
-from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import resolve, smallest_world_size
 from megatron.training.notices import unfused_attention
 from megatron.training.report.dry_run import known_vocab_size
@@ -83,29 +82,29 @@ VARIED = ("parallel", "overlap", "pipeline", "recompute", "distributed-optimizer
 """Parts of the flags that layouts set: their rules apply to each layout."""
 
 
-def read_model(program: str, flags: Sequence[str]) -> FlatConfig:
+def read_model(program: str, flags: Sequence[str]) -> PretrainConfig:
     """Return the settings of a training run, whose learning rate, length and micro-batch size are optional, with those
     of --load-hf or a checkpoint. Imports torch for these only. Raises ConfigError with all problems of the model."""
     defaults = {"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4, "bf16": True}
     if any(word.split("=")[0] == "--fp16" for word in flags):
         del defaults["bf16"]
     cfg = parse_args(flags, args_defaults=defaults, needs_data=False, model_family=find_program(program)[0].name)
-    if cfg.load_hf or cfg.use_checkpoint_args:
+    if cfg.checkpoint.load_hf or cfg.checkpoint.use_checkpoint_args:
         from megatron.training.checkpoint.other_formats import apply_hf_settings
         from megatron.training.checkpoint.settings import apply_checkpoint_args
 
         cfg = apply_hf_settings(apply_checkpoint_args(cfg))
     problems = check(resolve(cfg, smallest_world_size(cfg), gpus=True).with_settings(dry_run=True))
     problems = [problem for problem in problems if not any(part in problem.flag for part in VARIED)]
-    if cfg.global_batch_size is None:
+    if cfg.training.global_batch_size is None:
         reason = "is required: layouts are compared at equal batches"
         problems.append(Problem("--global-batch-size", reason, fix="for example --global-batch-size 512"))
-    if known_vocab_size(cfg)[0] is None:
+    if known_vocab_size(cfg.tokenizer)[0] is None:
         reason = "is required: the output layer is part of the time"
         problems.append(Problem("--vocab-size", reason, fix="for example --vocab-size 128256"))
     if problems:
         raise ConfigError(problems)
-    return dataclasses.replace(cfg, explicit=cfg.explicit - {"train_iters"} if cfg.train_samples else cfg.explicit)
+    return cfg.with_settings(explicit=cfg.explicit - {"train_iters"}) if cfg.training.train_samples else cfg
 
 
 def none_found(result: Search, cluster: Cluster) -> str:
@@ -124,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     check_numbers(options)
     cluster = build_cluster(options.gpu, options.nodes, options.gpus_per_node, options.memory, options.nic_gbits)
     cfg = read_model(options.program, flags)
-    vocab_size = known_vocab_size(cfg)[0]
+    vocab_size = known_vocab_size(cfg.tokenizer)[0]
     assert vocab_size is not None, "checked by read_model"
     result = search(cfg, cluster, vocab_size, lambda text: print(text, file=sys.stderr))
     for sentence in unfused_attention(resolve(cfg, cluster.world_size, gpus=True)):
@@ -132,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
     if not result.layouts:
         raise UserError(none_found(result, cluster))
     best = result.layouts[: options.best]
-    tokens = options.tokens or samples_from_iters(cfg, cfg.train_iters or 0) * cfg.seq_length
+    tokens = options.tokens or samples_from_iters(cfg.flat, cfg.training.train_iters or 0) * cfg.data.seq_length
     if "train_iters" not in cfg.explicit and not options.tokens:
         tokens = 0
     records = [layout_record(layout, cluster, vocab_size, tokens, options.gpu_hour_price) for layout in best]

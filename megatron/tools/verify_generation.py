@@ -32,7 +32,7 @@ from megatron.core.config.errors import UserError, counted
 from megatron.tools.verify_layout import VOCAB_SIZE, launch, one_rank, shrink
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
 from megatron.training.checkpoint.settings import apply_checkpoint_args
-from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import PretrainConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,39 +63,39 @@ MIN_LENGTH = 96
 """Tokens of the longest sequence: several blocks of keys of the batch-invariant attention."""
 
 
-def small_settings(cfg: FlatConfig, world_size: int, generator_tp: int) -> FlatConfig:
+def small_settings(cfg: PretrainConfig, world_size: int, generator_tp: int) -> PretrainConfig:
     """Return ``cfg`` with a small model, as :func:`shrink`, in the user's precision, whose heads the generator's ranks
     can divide."""
     small = shrink(cfg, world_size)
-    wider = generator_tp // math.gcd(small.num_query_groups or small.num_attention_heads or 1, generator_tp)
+    wider = generator_tp // math.gcd(small.model.num_query_groups or small.model.num_attention_heads or 1, generator_tp)
     names = ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size")
-    sizes = {name: value for name in names if (value := getattr(small, name)) is not None}
+    sizes = {name: value for name in names if (value := getattr(small.flat, name)) is not None}
     small = small.with_settings(**{name: wider * value for name, value in sizes.items()})
-    assert small.seq_length is not None
-    length = -(-MIN_LENGTH // small.seq_length) * small.seq_length
+    assert small.data.seq_length is not None
+    length = -(-MIN_LENGTH // small.data.seq_length) * small.data.seq_length
     return small.with_settings(
-        fp64=False, bf16=cfg.bf16, fp16=cfg.fp16, seq_length=length, max_position_embeddings=length
+        fp64=False, bf16=cfg.model.bf16, fp16=cfg.model.fp16, seq_length=length, max_position_embeddings=length
     )
 
 
-def generator_settings(cfg: FlatConfig, tensor_parallel: int) -> FlatConfig:
+def generator_settings(cfg: PretrainConfig, tensor_parallel: int) -> PretrainConfig:
     """Return ``cfg`` with the generator's layout: tensor parallelism only."""
     values: dict[str, Any] = {"tensor_model_parallel_size": tensor_parallel}
-    if cfg.num_moe_experts is not None:
+    if cfg.model.num_moe_experts is not None:
         values |= {"expert_tensor_parallel_size": 1, "sequence_parallel": tensor_parallel > 1}
         values["moe_token_dispatcher_type"] = "alltoall"
     return one_rank(cfg).with_settings(micro_batch_size=1, global_batch_size=tensor_parallel, **values)
 
 
 def run_rank(
-    rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str], vocab_size: int, sequences: list[list[int]],
+    rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, str], vocab_size: int, sequences: list[list[int]],
     chunk_tokens: int | None, prepare: Callable[[], None] | None,
 ) -> None:  # fmt: skip
     """Build the model in one process and compute the rows of ``sequences``, by the engine with prompts in chunks of
     ``chunk_tokens`` or, if None, by the trainer; rank 0 saves them in ``place["FOLDER"]``. ``prepare`` is called first:
     tests inject faults with it."""
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    if cfg.distributed_backend == "gloo":
+    if cfg.distributed.distributed_backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
@@ -150,7 +150,7 @@ def generated_rows(model: Any, sequences: Sequence[Sequence[int]], chunk_tokens:
 
 
 def verify(
-    trainer: FlatConfig, world_size: int, generator: FlatConfig, generator_ranks: int, vocab_size: int,
+    trainer: PretrainConfig, world_size: int, generator: PretrainConfig, generator_ranks: int, vocab_size: int,
     num_sequences: int, chunk_tokens: Sequence[int] = (), *, prepare: Callable[[], None] | None = None,
 ) -> dict[int, Difference]:  # fmt: skip
     """Run both sides in new processes, the generator once per number of ``chunk_tokens`` (default: two thirds of the
@@ -159,13 +159,13 @@ def verify(
     import torch
 
     length = validate_args(trainer, world_size).data.seq_length
-    rng = random.Random(trainer.seed)
+    rng = random.Random(trainer.model.seed)
     sequences = [
         [rng.randrange(vocab_size) for _ in range(rng.randint(2, length) if index else length)]
         for index in range(num_sequences)
     ]
 
-    def rows(name: str, cfg: FlatConfig, ranks: int, chunk: int | None) -> list[Tensor]:
+    def rows(name: str, cfg: PretrainConfig, ranks: int, chunk: int | None) -> list[Tensor]:
         print(f"{name} … ", end="", flush=True)
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
@@ -220,11 +220,11 @@ def main(argv: Sequence[str]) -> int:
     world_size, vocab_size = options.world_size or smallest_world_size(cfg), VOCAB_SIZE
     if options.full_size:
         cfg = apply_checkpoint_args(cfg)
-        vocab_size = cfg.vocab_size or 0
+        vocab_size = cfg.tokenizer.vocab_size or 0
         if not vocab_size:
             raise UserError("--full-size: requires the vocabulary's size; add --vocab-size")
         # weights only: other settings of the run, such as its learning-rate schedule, do not matter here
-        trainer = cfg.with_settings(save=None, finetune=cfg.load is not None)
+        trainer = cfg.with_settings(save=None, finetune=cfg.checkpoint.load is not None)
     else:
         trainer = small_settings(cfg, world_size, options.generator_tp)
     backend = "nccl" if options.gpus else "gloo"

@@ -67,11 +67,11 @@ VOCAB_SIZE = 61
 LARGEST_BUCKET = 3000  # elements; small enough that the shrunken model has several buckets
 
 
-def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
+def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
     """Return ``cfg`` with a small model and the same layout, in fp64 on gloo; not yet resolved by ``validate_args``.
     Raises ConfigError: ``cfg`` is invalid on ``world_size`` ranks."""
     resolved = validate_args(cfg.with_settings(needs_data=False), world_size)
-    defaults = type(cfg)()
+    defaults = FlatConfig()
     values: dict[str, Any] = {
         field.name: getattr(defaults, field.name)
         for group in LEFT_OUT
@@ -98,7 +98,7 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
         "ddp_reduce_scatter_with_fp32_accumulation": False,
         "yaml_cfg": None,
     }
-    if cfg.overlap_grad_reduce and cfg.ddp_num_buckets is None:
+    if cfg.distributed.overlap_grad_reduce and cfg.distributed.ddp_num_buckets is None:
         values["ddp_bucket_size"] = LARGEST_BUCKET
     explicit = cfg.explicit - {field for field, value in values.items() if value == getattr(defaults, field, None)}
     return cfg.with_settings(**values, explicit=frozenset(explicit | {"distributed_backend"}))
@@ -264,13 +264,13 @@ def _small_batches(cfg: PretrainConfig) -> dict[str, object]:
     }
 
 
-def one_rank(cfg: FlatConfig) -> FlatConfig:
+def one_rank(cfg: PretrainConfig) -> PretrainConfig:
     """Return ``cfg`` without parallelism, with the global batch as one micro-batch (not of samples of different
     lengths).
 
     The micro-batch size is kept for MoE balancing methods that are computed per micro-batch, and for fp8, whose scales
     are (with two-batch overlap per half of it)."""
-    defaults = type(cfg)()
+    defaults = FlatConfig()
     layout = [
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
         "tp_comm_overlap", "use_distributed_optimizer", "num_distributed_optimizer_instances", "overlap_grad_reduce",
@@ -288,16 +288,16 @@ def one_rank(cfg: FlatConfig) -> FlatConfig:
     ]  # fmt: skip
     values = {name: getattr(defaults, name) for name in layout}
     sequence_losses = {"aux_loss", "sinkhorn", "quantile_balancing"}
-    if cfg.use_varlen_dataset:
+    if cfg.variable_lengths.use_varlen_dataset:
         values["micro_batch_size"] = 1  # a row of packed samples
-    elif cfg.fp8 is not None:
-        values["micro_batch_size"] = cfg.micro_batch_size // 2 if cfg.tp_comm_overlap else cfg.micro_batch_size
-    elif cfg.num_moe_experts is None or not sequence_losses & set(cfg.moe_router_load_balancing_type):
-        values["micro_batch_size"] = cfg.global_batch_size
+    elif cfg.model.fp8 is not None:
+        values["micro_batch_size"] = cfg.training.micro_batch_size // (2 if cfg.model.tp_comm_overlap else 1)
+    elif cfg.model.num_moe_experts is None or not sequence_losses & set(cfg.model.moe_router_load_balancing_type):
+        values["micro_batch_size"] = cfg.training.global_batch_size
     return cfg.with_settings(**values, explicit=cfg.explicit - set(layout))
 
 
-def run_rank(rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str], steps: int) -> None:
+def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, str], steps: int) -> None:
     """Train in one process; save the trace as ``reference.pt`` if that file does not exist yet, else this rank's
     comparison with it as ``<rank>.pt``, both in ``place["FOLDER"]``. ``place`` also holds the rendezvous variables,
     which are set in this process with its ranks; GPUs are hidden."""
@@ -327,7 +327,7 @@ def run_rank(rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str],
 
 
 def launch(
-    cfg: FlatConfig, world_size: int, folder: str, *arguments: Any, target: Callable[..., None] = run_rank
+    cfg: PretrainConfig, world_size: int, folder: str, *arguments: Any, target: Callable[..., None] = run_rank
 ) -> None:
     """Run ``target(rank, cfg, world_size, place, *arguments)`` in ``world_size`` new processes of this machine, with
     rendezvous on a free port, and wait; raise the first failure with its traceback, after which the others are
@@ -343,7 +343,7 @@ def launch(
     mp.start_processes(target, args=arguments_, nprocs=world_size, start_method="forkserver")
 
 
-def verify(cfg: FlatConfig, world_size: int, steps: int) -> Verdict:
+def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Verdict:
     """Train ``cfg`` on one rank, then on ``world_size`` ranks, in new processes on the CPU and a temporary folder;
     return the verdict of the comparison in fp64 tolerance. Raises the first failure of a process."""
     import torch
@@ -402,7 +402,7 @@ def main(argv: Sequence[str]) -> int:
     resolved = validate_args(small, world_size)
     validate_args(one_rank(small), 1)
     tp, cp, pp = (
-        getattr(cfg, f"{name}_size")
+        getattr(cfg.flat, f"{name}_size")
         for name in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
     )
     print(

@@ -31,7 +31,7 @@ from megatron.training.config.flat import FlatConfig, flags_by_field
 from megatron.training.config.help import select
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
 from megatron.training.config.named_models import mock_tokenizer, model_settings
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.pretrain_config import PretrainConfig, compose
 from megatron.training.config.resolve import resolve, smallest_world_size
 from megatron.training.exits.endings import notify_launcher
 from megatron.training.notices import notices
@@ -65,7 +65,7 @@ def parse_args(
     extra_args_provider: ExtraArgsProvider | None = None,
     needs_data: bool = True,
     model_family: str | None = None,
-) -> FlatConfig:
+) -> PretrainConfig:
     """Return the settings of a command line, not yet resolved (see :func:`validate_args`). Flags take precedence over
     --yaml-cfg, then come the settings of --model, then ``args_defaults``. Rank 0 logs renamed and ineffective flags as
     warnings.
@@ -118,8 +118,9 @@ def parse_args(
     extra.update({name: merged[name] for name in fieldless & absent.settings().keys()})
     for name in fieldless:
         del merged[name]
-    cfg = FlatConfig(
-        **merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data, model_family=family
+    explicit_fields = frozenset(explicit) - fieldless
+    cfg = compose(
+        FlatConfig(**merged, explicit=explicit_fields, extra=extra, needs_data=needs_data, model_family=family)
     )
     if model_problems or any(problem.flag == "--yaml-cfg" for problem in file_problems):
         raise ConfigError(problems + unavailable)  # sizes that a mistyped model or file leaves out are no problems
@@ -131,7 +132,7 @@ def parse_args(
     return cfg
 
 
-def validate_args(cfg: FlatConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
+def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
     """Resolve and check the settings of a run on ``world_size`` ranks; return a frozen copy with all derived settings.
     A dry run uses its own world size. If a rule fails, also looks at tokenizer, data files and stored settings.
     ``announce``: log overridden and ineffective flags.
@@ -139,8 +140,8 @@ def validate_args(cfg: FlatConfig, world_size: int, *, announce: bool = True) ->
     Raises:
         ConfigError: lists every contradiction and every setting that is not available.
     """
-    if cfg.dry_run:
-        world_size = cfg.dry_run_world_size or max(world_size, smallest_world_size(cfg))
+    if cfg.program.dry_run:
+        world_size = cfg.program.dry_run_world_size or max(world_size, smallest_world_size(cfg))
     if problems := impossible_values(cfg):
         raise ConfigError(problems)
     resolved = resolve(_with_samples_of_epochs(cfg, world_size), world_size)
@@ -152,13 +153,13 @@ def validate_args(cfg: FlatConfig, world_size: int, *, announce: bool = True) ->
     return resolved
 
 
-def _with_samples_of_epochs(cfg: FlatConfig, world_size: int) -> FlatConfig:
+def _with_samples_of_epochs(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
     """Set ``train_samples`` from --num-epochs and the size of the training data. Rules report other lengths next to it
     and data without a size."""
     resolved = resolve(cfg, world_size)
     lengths = {"train_iters", "train_samples"} & cfg.explicit
-    unknown = cfg.skip_train or lengths or not resolved.data.seq_length or not reads_data_files(resolved)
-    if cfg.num_epochs is None or unknown:
+    unknown = cfg.validation.skip_train or lengths or not resolved.data.seq_length or not reads_data_files(resolved)
+    if cfg.training.num_epochs is None or unknown:
         return cfg
     try:
         return cfg.with_settings(train_samples=samples_of_epochs(resolved))
@@ -212,10 +213,10 @@ def format_arguments(cfg: FlatConfig, everything: bool = True) -> str:
     return "\n".join([title, *sorted(lines, key=str.lower), end])
 
 
-def _problems_after_misread(cfg: FlatConfig, problems: list[Problem]) -> list[Problem]:
+def _problems_after_misread(cfg: PretrainConfig, problems: list[Problem]) -> list[Problem]:
     """Return problems that the rules find in the settings that could be read, except problems that mention a misread
     flag, because they concern its default. Empty if the settings come from a checkpoint."""
-    if cfg.use_checkpoint_args or cfg.load_hf:
+    if cfg.checkpoint.use_checkpoint_args or cfg.checkpoint.load_hf:
         return []
     misread = {problem.flag for problem in problems}
     resolved = resolve(cfg, launched_world_size() or smallest_world_size(cfg))

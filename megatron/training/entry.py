@@ -8,8 +8,8 @@ from megatron.core.config.cli import ConfigError
 from megatron.core.config.problems import missing
 from megatron.core.models.registry import find_program, programs
 from megatron.training.arguments import exit_on_config_error, parse_args
-from megatron.training.config.flat import FlatConfig
 from megatron.training.config.named_models import named_models
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.report.dry_run import preflight
 
 
@@ -26,7 +26,7 @@ def with_program(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def read_settings(name: str, called: str, argv: Sequence[str] | None = None) -> FlatConfig | None:
+def read_settings(name: str, called: str, argv: Sequence[str] | None = None) -> PretrainConfig | None:
     """Parse and check the command line of :func:`pretrain`, without importing torch; return the settings, None after a
     dry run. Raises SystemExit with status 2, after a list of problems on stderr, for a wrong configuration, and with 0
     after --help or --version."""
@@ -34,7 +34,7 @@ def read_settings(name: str, called: str, argv: Sequence[str] | None = None) -> 
     with exit_on_config_error(called):
         defaults = {"tokenizer_type": family.tokenizer_type}
         cfg = parse_args(argv, args_defaults=defaults, model_family=family.name)
-        if unset := [field for field in program.required if getattr(cfg, field) is None]:
+        if unset := [field for field in program.required if getattr(cfg.flat, field) is None]:
             raise ConfigError(missing(cfg, field) for field in unset)
         return None if preflight(cfg) else cfg
 

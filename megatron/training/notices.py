@@ -43,7 +43,7 @@ NEEDS = {
 """Field -> fields of which one must be set: without them it has no effect. Rules reject further pairs."""
 
 
-def notices(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
+def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     """Yield one sentence per setting that was chosen, overridden or has no effect: backend, split, overlaps,
     tensor-parallel flags, layer implementation, strictness and flags of other features. Logs nothing.
 
@@ -52,31 +52,31 @@ def notices(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
         resolved: settings as completed by ``resolve``.
     """
     for name in ("distributed_backend", "split"):
-        if name not in given.explicit and getattr(given, name) != getattr(resolved.flat, name):
+        if name not in given.explicit and getattr(given.flat, name) != getattr(resolved.flat, name):
             yield f"{name}: {getattr(resolved.flat, name)} (default for this run)"
-    whole = overlaps_without_halves(given)
+    whole = overlaps_without_halves(given.flat)
     yield from (f"--{name.replace('_', '-')}: off, as {reason}" for name, reason in whole.items())
     for name in ("sequence_parallel", "tp_comm_overlap", "distribute_saved_activations"):
-        if getattr(given, name) and not getattr(resolved.flat, name) and name not in whole:
+        if getattr(given.flat, name) and not getattr(resolved.flat, name) and name not in whole:
             yield f"{name}: off, as --tensor-model-parallel-size is 1"
     halved = [name for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm") if getattr(resolved.flat, name)]
     for name in halved if resolved.training.micro_batch_size % 2 else ():
         size, flag = resolved.training.micro_batch_size, name.replace("_", "-")
         yield f"--{flag}: no effect with the odd --micro-batch-size {size}; use an even size"
     yield from _layers(given, resolved)
-    if given.dry_run or resembles_llama(resolved):
+    if given.program.dry_run or resembles_llama(resolved):
         yield from unfused_attention(resolved)
     yield from _strictly(given)
     yield from _other_model_flags(given)
     yield from _without_effect(given, resolved)
 
 
-def _layers(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
+def _layers(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     """Yield a notice if built-in layers replace Transformer Engine, with the flags that need them, and one if attention
     dropout makes attention built-in although the other layers use Transformer Engine."""
-    if given.transformer_impl != resolved.model.transformer_impl:
+    if given.model.transformer_impl != resolved.model.transformer_impl:
         reasons = ", ".join(needs_built_in_layers(resolved.flat))
-        asked = f"--transformer-impl {given.transformer_impl}"
+        asked = f"--transformer-impl {given.model.transformer_impl}"
         yield f"{asked}: built-in layers are used instead, because {reasons} requires them"
     own_attention = resolved.model.context_parallel_size > 1 or resolved.model.attention_backend == "local"
     if (
@@ -109,43 +109,43 @@ def unfused_attention(cfg: PretrainConfig) -> Iterator[str]:
     )
 
 
-def _other_model_flags(given: FlatConfig) -> Iterator[str]:
-    for group in given.foreign_groups:
+def _other_model_flags(given: PretrainConfig) -> Iterator[str]:
+    for group in given.flat.foreign_groups:
         flags = {spec.field: spec.names[0] for spec in flags_of(group)}
         for field in group.HARMLESS:
             if field in given.explicit:
                 yield f"{flags[field]}: no effect here, only in {scripts_with(group)}"
 
 
-def _strictly(given: FlatConfig) -> Iterator[str]:
-    value = given.dist_ckpt_strictness
-    if "dist_ckpt_strictness" in given.explicit and given.load and not value.startswith("raise"):
+def _strictly(given: PretrainConfig) -> Iterator[str]:
+    value = given.checkpoint.dist_ckpt_strictness
+    if "dist_ckpt_strictness" in given.explicit and given.checkpoint.load and not value.startswith("raise"):
         yield f"--dist-ckpt-strictness {value}: missing and unused names are always listed and rejected"
 
 
-def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
+def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     """Yield notices about flags that have no effect with the other settings: saving without --save, recompute sizes,
     FSDP, latent attention, Muon, tokenizer files, relative positions, RoPE scaling, upcycling and expert flags. Also
     notes extra learned positions with latent attention, and the flex dispatcher."""
     names = {spec.field: spec.names[0] for spec in flags_of(FlatConfig)}
     for field, needed in NEEDS.items():
-        value = getattr(given, field)
-        if field in given.explicit and not any(getattr(given, name) for name in needed):
+        value = getattr(given.flat, field)
+        if field in given.explicit and not any(getattr(given.flat, name) for name in needed):
             flag = names[field] + ("" if isinstance(value, bool) else f" {cli.show(value)}")
             effect = "; nothing is saved" if needed == ("save",) else ""
             yield f"{flag}: no effect without {' or '.join(names[name] for name in needed)}{effect}"
     for field in ("recompute_method", "recompute_num_layers"):
-        if getattr(given, field) is not None and getattr(resolved.flat, field) is None:
-            flag = f"--{field.replace('_', '-')} {getattr(given, field)}"
+        if getattr(given.flat, field) is not None and getattr(resolved.flat, field) is None:
+            flag = f"--{field.replace('_', '-')} {getattr(given.flat, field)}"
             yield f"{flag}: no effect without --recompute-granularity full; whole layers are not recomputed"
-    if given.delay_wgrad_compute and not resolved.flat.delay_wgrad_compute:
+    if given.model.delay_wgrad_compute and not resolved.flat.delay_wgrad_compute:
         yield "--delay-wgrad-compute: no effect, as --pipeline-model-parallel-size is 1"
-    if modules := set(given.offload_modules or ()) - set(resolved.model.offload_modules or ()):
+    if modules := set(given.model.offload_modules or ()) - set(resolved.model.offload_modules or ()):
         yield f"--offload-modules {' '.join(sorted(modules))}: no effect, as --recompute-modules saves less of them"
-    if given.fp8_param_gather and not resolved.flat.fp8_param_gather:
+    if given.model.fp8_param_gather and not resolved.flat.fp8_param_gather:
         yield "--fp8-param-gather: no effect without --bf16; weights are gathered in fp32, with the same results"
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
-        if getattr(given, name) and not getattr(resolved.flat, name):
+        if getattr(given.flat, name) and not getattr(resolved.flat, name):
             yield f"--{name.replace('_', '-')}: no effect with --use-torch-fsdp2, which shards all parameters"
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mla_down_proj_fusion")
     unused = [f"--{name.replace('_', '-')}" for name in sizes if name in given.explicit]
@@ -174,7 +174,7 @@ def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str
     if relative and resolved.embeddings.position_embedding_type != "relative":
         yield f"{', '.join(relative)}: no effect without --position-embedding-type relative"
     if "rope_scaling_factor" in given.explicit and not resolved.rope_scaling.use_rope_scaling:
-        yield f"--rope-scaling-factor {given.rope_scaling_factor:g}: no effect without --use-rope-scaling"
+        yield f"--rope-scaling-factor {given.rope_scaling.rope_scaling_factor:g}: no effect without --use-rope-scaling"
     if resolved.upcycling.moe_upcycling_granularity != 1 and not resolved.upcycling.moe_use_upcycling:
         yield "--moe-upcycling-granularity: no effect without --moe-use-upcycling"
     of_experts = [name for name in sorted(given.explicit) if name.startswith(("moe_", "expert_tensor"))]

@@ -33,7 +33,6 @@ from megatron.training.checkpoint.settings import apply_checkpoint_args
 from megatron.training.checks.rank_agreement import check_data, check_settings
 from megatron.training.checks.self_checks import check_build, replica_checks
 from megatron.training.components import Components
-from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import check_launch, is_first_rank, launched_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings_file import write_settings
@@ -79,14 +78,14 @@ UNSAVED_EXIT_CODE = 75
 TaskFactory = Callable[[PretrainConfig, Tokenizer | None], Task]
 
 
-def run(given: FlatConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
+def run(given: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
     """Train ``make_task(cfg, tokenizer)`` with ``given`` (parsed, not resolved); return the exit code. First applies
     the settings of a checkpoint or Hugging Face folder; a dry run prints its report and returns 0. ``hooks`` observe
     the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A ``UserError``
     (flags, data, checkpoints, environment) is reported as one message and a non-zero code; MEGATRON_LOGGING_LEVEL=DEBUG
     adds the traceback. Any other exception is a bug and propagates. After training, waits for all ranks and destroys
     the process groups, also those of torch.distributed."""
-    initialize.configure_logging(given.logging_level)
+    initialize.configure_logging(given.logging.logging_level)
     initialize.show_crashes()
     try:
         check_methods(hooks)

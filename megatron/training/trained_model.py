@@ -27,7 +27,6 @@ from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
 from megatron.training.checkpoint.run_tokenizer import find_run_tokenizer
 from megatron.training.checkpoint.settings import apply_checkpoint_args, load_checkpoint_args
-from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import initialize_megatron, training_device
@@ -101,7 +100,7 @@ def load_trained_model(
     balancing = {name: stored[name] for name in CHOICE_OF_EXPERTS if name in stored}
     parsed = parsed.with_settings(**balancing)
     names, checkpoint = [field.name for field in fields(TokenizerConfig)], find_checkpoint(folder, step)
-    settings, built_tokenizer = TokenizerConfig(**{name: getattr(parsed, name) for name in names}), None
+    settings, built_tokenizer = TokenizerConfig(**{name: getattr(parsed.flat, name) for name in names}), None
     if not tokenizer and checkpoint is not None:
         fingerprint = read_manifest(checkpoint.directory)["objects"].get("tokenizer")
         settings, built_tokenizer = find_run_tokenizer(settings, checkpoint.directory, fingerprint)
@@ -134,11 +133,11 @@ def _tokenizer_flags(tokenizer: Mapping[str, str] | None, tokenizer_type: object
     return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def _start(cfg: FlatConfig, layout: Sequence[str]) -> tuple[PretrainConfig, ProcessGroups]:
+def _start(cfg: PretrainConfig, layout: Sequence[str]) -> tuple[PretrainConfig, ProcessGroups]:
     """Return the resolved settings and the groups of this process."""
     if not layout:
         return validate_args(cfg, 1, announce=False), SINGLE_PROCESS
-    if cfg.num_moe_experts and (cfg.tensor_model_parallel_size or 1) > 1:
+    if cfg.model.num_moe_experts and (cfg.model.tensor_model_parallel_size or 1) > 1:
         cfg = cfg.with_settings(sequence_parallel=True)
     resolved = validate_args(cfg, launched_world_size() or 1, announce=False)
     return resolved, initialize_megatron(resolved)
@@ -152,13 +151,13 @@ def _load_hugging_face(folder: str, tool: str, layout: Sequence[str]) -> Trained
     cfg = apply_hf_settings(
         parse_args(["--load-hf", folder, *ASKED, *layout], needs_data=False, model_family=family.name)
     )
-    if cfg.tokenizer_type is None:
+    if cfg.tokenizer.tokenizer_type is None:
         raise UserError(f"--load {folder}: contains no tokenizer; add its tokenizer.json or vocab.txt")
-    longest = cfg.max_position_embeddings or cfg.seq_length
-    if cfg.rope_parameters is not None and longest:  # transformers changes the frequencies of longer texts
-        longest = min(longest, parse_rope_parameters(cfg.rope_parameters).original_max_position_embeddings)
+    longest = cfg.embeddings.max_position_embeddings or cfg.data.seq_length
+    if cfg.model.rope_parameters is not None and longest:  # transformers changes the frequencies of longer texts
+        longest = min(longest, parse_rope_parameters(cfg.model.rope_parameters).original_max_position_embeddings)
     lengths: dict[str, Any] = {"seq_length": longest, "max_position_embeddings": longest}
-    lengths |= {field: getattr(cfg, field) or longest for field in family.lengths[1:]}
+    lengths |= {field: getattr(cfg.flat, field) or longest for field in family.lengths[1:]}
     resolved, groups = _start(cfg.with_settings(**lengths), layout)
     built = _build(resolved, groups)
     load_hf_weights(folder, [built.model], None, groups)

@@ -147,7 +147,7 @@ def test_a_folder_that_does_not_fit_its_config_is_refused(gloo_pool, llama, tmp_
 def test_the_flags_of_the_folder_give_the_same_model(llama):
     settings = load_hf(llama).settings
     cfg = parse_args(LLAMA, needs_data=False)
-    assert {name: getattr(cfg, name) for name in cfg.explicit} == {name: settings[name] for name in cfg.explicit}
+    assert {name: getattr(cfg.flat, name) for name in cfg.explicit} == {name: settings[name] for name in cfg.explicit}
 
 
 # ---- exports as other programs take them

@@ -257,7 +257,7 @@ def read_yaml(folder: Path) -> Any:
     from megatron.training.arguments import parse_args
 
     cfg = parse_args(["--yaml-cfg", str(folder / "a.yaml")], needs_data=False)
-    return cfg.num_layers, read_nccl_settings(str(folder / "nccl.yaml"), ["tp", "dp"])
+    return cfg.model.num_layers, read_nccl_settings(str(folder / "nccl.yaml"), ["tp", "dp"])
 
 
 def write_yaml(folder: Path) -> None:

@@ -75,7 +75,7 @@ def write_data(folder):
         common.write_data(folder)
         for unread in folder.glob("c.*"):
             unread.unlink()
-    tokenizer = build_tokenizer(parse_args(tokenizer_flags(folder)))
+    tokenizer = build_tokenizer(parse_args(tokenizer_flags(folder)).tokenizer)
     for seed, name in enumerate("ab"):
         if Cases.kind == "gpt":
             common.write_dataset(folder / name, tokenizer.vocab_size, num_documents=10, seed=seed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import TypeVar
 
@@ -21,10 +22,17 @@ class FlagGroup:
 def frozen_group(kind: type[Group], values: Mapping[str, object]) -> Group:
     """Return a frozen object of ``kind`` with ``values``. Bypasses the constructor: rules check values."""
     group = kind.__new__(kind)
-    for field in fields(kind):  # type: ignore[arg-type]  # subclasses are dataclasses
-        if field.name in values:
-            vars(group)[field.name] = values[field.name]
-        elif field.default_factory is not MISSING:
-            vars(group)[field.name] = field.default_factory()
-    vars(group)["frozen"] = True
+    content = vars(group)
+    for name, factory in _factories(kind):  # type: ignore[arg-type]
+        if name in values:
+            content[name] = values[name]
+        elif factory is not None:
+            content[name] = factory()
+    content["frozen"] = True
     return group
+
+
+@functools.cache
+def _factories(kind: type) -> list[tuple[str, Callable[[], object] | None]]:
+    factories = ((field.name, field.default_factory) for field in fields(kind))
+    return [(name, None if factory is MISSING else factory) for name, factory in factories]  # type: ignore[misc]

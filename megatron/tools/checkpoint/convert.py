@@ -178,15 +178,14 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     family = stored_family(source.settings, where)
     cfg = parse_args(flags, args_defaults=defaults, needs_data=False, model_family=family.name)
     cfg = with_settings(cfg, source.settings, where)
-    limit = cfg.max_position_embeddings or cfg.seq_length
-    cfg = dataclasses.replace(cfg, seq_length=cfg.seq_length or limit, max_position_embeddings=limit)
-    lengths: dict[str, Any] = {field: getattr(cfg, field) or cfg.seq_length for field in family.lengths}
-    cfg = dataclasses.replace(cfg, **lengths)
-    if cfg.tokenizer_type is None and "tokenizer/tokenizer.json" in source.assets:
-        cfg = dataclasses.replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=where)
-    cfg = dataclasses.replace(cfg, tokenizer_type=cfg.tokenizer_type or "NullTokenizer")
-    resolved = validate_args(cfg, 1, announce=False)
-    check_tensors(tensors, expected_tensors(resolved, cfg.vocab_size or rows), where)
+    limit = cfg.embeddings.max_position_embeddings or cfg.data.seq_length
+    missing: dict[str, Any] = dict.fromkeys(("seq_length", *family.lengths), cfg.data.seq_length or limit)
+    missing["tokenizer_type"] = "NullTokenizer"
+    if cfg.tokenizer.tokenizer_type is None and "tokenizer/tokenizer.json" in source.assets:
+        missing |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": where}
+    missing = {name: getattr(cfg.flat, name) or value for name, value in missing.items()}
+    resolved = validate_args(cfg.with_settings(**missing, max_position_embeddings=limit), 1, announce=False)
+    check_tensors(tensors, expected_tensors(resolved, cfg.tokenizer.vocab_size or rows), where)
     model = {name: value for name, value in config_to_dict(resolved.flat).items() if name in MODEL}
     source.settings = {**source.settings, **model, "model_family": family.name}
     return resolved

@@ -20,7 +20,6 @@ from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 from megatron.export.interchange import COUNTER
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.other_formats import load_hf_weights
-from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
 FINAL_NORM = "model.decoder.final_layernorm.weight"
@@ -74,7 +73,7 @@ def load_base(chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessG
     return {"folder": os.path.abspath(folder), "identity": identity}
 
 
-def with_base(cfg: FlatConfig, folder: str, step: int | None) -> FlatConfig:
+def with_base(cfg: PretrainConfig, folder: str, step: int | None) -> PretrainConfig:
     """Return ``cfg`` with the base that the checkpoint in ``folder`` names as --load-hf or --pretrained-checkpoint,
     unless the checkpoint contains a full model. Raises CheckpointError if the base does not exist any more."""
     checkpoint = find_checkpoint(folder, step)

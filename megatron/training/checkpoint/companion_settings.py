@@ -23,7 +23,7 @@ from megatron.training.checkpoint.other_formats import MODEL, with_settings
 from megatron.training.checkpoint.settings import load_checkpoint_args
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.flat import FlatConfig, optional_groups
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.pretrain_config import PretrainConfig, compose
 from megatron.training.config.resolve import resolve
 from megatron.training.config.validation import ValidationConfig
 from megatron.training.stored_settings import stored_family
@@ -83,4 +83,4 @@ def companion_config(
         "cp_comm_type": cfg.model.cp_comm_type[:1],
     })  # fmt: skip
     own = {name: value for name, value in settings.items() if name not in _SHARED | _OF_TRAINING}
-    return resolve(with_settings(flat, own, where), cfg.world_size)
+    return resolve(with_settings(compose(flat), own, where), cfg.world_size)

@@ -42,7 +42,6 @@ from megatron.export.interchange import COUNTER, Interchange, differences
 from megatron.export.native import InterchangeReader
 from megatron.training.arguments import flag_specs
 from megatron.training.checkpoint.settings import LAYOUT
-from megatron.training.config.flat import FlatConfig
 from megatron.training.config.network import ModelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.stored_settings import ARCHITECTURE, SIZES, refuse_other_family
@@ -87,7 +86,7 @@ WORDS = "model.embedding.word_embeddings.weight"
 OUTPUT = "model.output_layer.weight"
 
 
-def with_settings(cfg: FlatConfig, settings: Mapping[str, object], where: str | os.PathLike) -> FlatConfig:
+def with_settings(cfg: PretrainConfig, settings: Mapping[str, object], where: str | os.PathLike) -> PretrainConfig:
     """Return ``cfg`` (parsed, not yet resolved) with the ``settings`` in `MODEL` that the command line does not set.
     CheckpointError if explicit flags contradict settings in `FIXED`, or for another family."""
     refuse_other_family(settings, cfg.model_family, where)
@@ -97,13 +96,14 @@ def with_settings(cfg: FlatConfig, settings: Mapping[str, object], where: str | 
     values, problems = cli.read_mapping(specs, plain)
     if problems:
         raise CheckpointDamagedError(f"{where}: settings that cannot be read: {'; '.join(map(str, problems))}")
-    contradicted = [name for name in sorted(values.keys() & cfg.explicit) if getattr(cfg, name) != values[name]]
+    contradicted = [name for name in sorted(values.keys() & cfg.explicit) if getattr(cfg.flat, name) != values[name]]
     if wrong := [name for name in contradicted if name in FIXED]:
-        both = "; ".join(f"{flags[name]} is {getattr(cfg, name)!r}, there it is {values[name]!r}" for name in wrong)
+        current = cfg.flat.values()
+        both = "; ".join(f"{flags[name]} is {current[name]!r}, there it is {values[name]!r}" for name in wrong)
         raise CheckpointError(f"{where} is another model than these flags describe: {both}; remove these flags")
     cfg = cfg.with_settings(**{name: value for name, value in values.items() if name not in cfg.explicit})
     # a rule requires kv_lora_rank to be explicit, because its default fits no published model
-    size = values.keys() & {"kv_lora_rank"} if cfg.multi_latent_attention else set()
+    size = values.keys() & {"kv_lora_rank"} if cfg.model.multi_latent_attention else set()
     return cfg.with_settings(explicit=cfg.explicit | size)
 
 
@@ -157,12 +157,12 @@ def embedding_rows(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) 
     return tensors[WORDS].shape[0]
 
 
-def apply_hf_settings(cfg: FlatConfig) -> FlatConfig:
+def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
     """Return ``cfg`` (not yet resolved) with --load-hf's settings where no flag is explicit, and, without tokenizer
     flags, its tokenizer (tokenizer.json, else BERT's vocab.txt); unchanged without --load-hf. Raises UserError for
     an unreadable folder, another family, and flags that contradict the weights (``FIXED``); other explicit flags
     win."""
-    folder = cfg.load_hf
+    folder = cfg.checkpoint.load_hf
     if folder is None:
         return cfg
     if not {"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit:

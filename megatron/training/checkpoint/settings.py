@@ -17,6 +17,7 @@ from megatron.training.checkpoint.environment import software_versions
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.history import fast_folder, find_resumable, same_folder
 from megatron.training.config.flat import FlatConfig, flags_by_field
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.stored_settings import (
     ARCHITECTURE,
     SIZES,
@@ -111,41 +112,45 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     return {**args, **converted}
 
 
-def apply_checkpoint_args(cfg: FlatConfig) -> FlatConfig:
+def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     """Return ``cfg`` (not yet resolved) with the checkpoint's settings that --use-checkpoint-args takes: sizes that are
     None, the architecture (over the command line), `COMPUTED_WITH` unless explicit, and with their flags layout and
     tokenizer. Logs each change. Unchanged without that flag, or, with a warning, if --load holds no checkpoint yet and
     the flags describe a model. May raise CheckpointError."""
-    if not cfg.use_checkpoint_args:
+    checkpoint, model = cfg.checkpoint, cfg.model
+    if not checkpoint.use_checkpoint_args:
         return cfg
-    folder = cfg.load or cfg.pretrained_checkpoint
+    folder = checkpoint.load or checkpoint.pretrained_checkpoint
     if folder is None:
         raise CheckpointError("--use-checkpoint-args: needs --load or --pretrained-checkpoint")
-    resumable = find_resumable(cfg) if cfg.load else None
-    if resumable is None and cfg.load and cfg.pretrained_checkpoint:
-        folder = cfg.pretrained_checkpoint
-    if resumable is not None and same_folder(os.path.dirname(resumable.directory), fast_folder(cfg)):
+    resumable = find_resumable(checkpoint) if checkpoint.load else None
+    if resumable is None and checkpoint.load and checkpoint.pretrained_checkpoint:
+        folder = checkpoint.pretrained_checkpoint
+    if resumable is not None and same_folder(os.path.dirname(resumable.directory), fast_folder(checkpoint)):
         folder = resumable.directory
-    described = None not in (cfg.num_layers or cfg.encoder_num_layers, cfg.hidden_size, cfg.num_attention_heads)
-    if resumable is None and described and folder == cfg.load and not cfg.exit_on_missing_checkpoint:
+    sizes = model.num_layers or cfg.embeddings.encoder_num_layers, model.hidden_size, model.num_attention_heads
+    is_new = resumable is None and folder == checkpoint.load and not checkpoint.exit_on_missing_checkpoint
+    if is_new and None not in sizes:
         logger.warning("--use-checkpoint-args: %s holds no checkpoint yet: this command line's settings apply", folder)
         return cfg
-    stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
+    stored = load_checkpoint_args(folder, checkpoint.ckpt_step if folder == checkpoint.load else None)
     refuse_other_family(stored, cfg.model_family, folder)
-    fields = {*cfg.values()}
-    if cfg.moe_use_upcycling and stored.get("num_moe_experts") is None:  # expert settings come from the command line
-        fields = {name for name in fields if "moe_" not in name}
-    names = [name for name in SIZES if name in fields and getattr(cfg, name) is None]
+    fields = {*cfg.flat.values()}
+    if cfg.upcycling.moe_use_upcycling and stored.get("num_moe_experts") is None:
+        fields = {name for name in fields if "moe_" not in name}  # expert settings come from the command line
+    names = [name for name in SIZES if name in fields and getattr(cfg.flat, name) is None]
     names += [name for name in (*ARCHITECTURE, *cfg.family.weight_settings, *ALSO_TAKEN) if name not in SIZES]
     names += [name for name in COMPUTED_WITH if name not in cfg.explicit]
-    names += LAYOUT if cfg.use_mp_args_from_checkpoint_args else ()
-    if cfg.use_tokenizer_model_from_checkpoint_args:
+    names += LAYOUT if checkpoint.use_mp_args_from_checkpoint_args else ()
+    if checkpoint.use_tokenizer_model_from_checkpoint_args:
         named = bool({"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit)
-        explicit = {*TOKENIZER} if named and stored.get("tokenizer_type") != cfg.tokenizer_type else cfg.explicit
+        explicit = (
+            {*TOKENIZER} if named and stored.get("tokenizer_type") != cfg.tokenizer.tokenizer_type else cfg.explicit
+        )
         names += [name for name in TOKENIZER if not (named and name in explicit)]
-    changes = {n: stored[n] for n in names if n in fields and n in stored and stored[n] != getattr(cfg, n)}
+    changes = {n: stored[n] for n in names if n in fields and n in stored and stored[n] != getattr(cfg.flat, n)}
     for name, value in changes.items():
-        logger.info("%s: %s (from the checkpoint, was %s)", name, value, getattr(cfg, name))
+        logger.info("%s: %s (from the checkpoint, was %s)", name, value, getattr(cfg.flat, name))
     return cfg.with_settings(**changes)
 
 

@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.cli import FlagSpec, derived, group_flags
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.lora import LoraConfig
 from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.muon import MuonConfig
@@ -40,8 +41,40 @@ from megatron.training.config.training import ProfilingConfig, TrainingConfig
 from megatron.training.config.validation import ValidationConfig
 
 
+@dataclass(kw_only=True)
+class RunFacts(FlagGroup):
+    """Facts about a run that are no flags."""
+
+    world_size: int = derived(1)
+    """Ranks of the run."""
+
+    data_parallel_size: int = derived(1)
+    """World size / (TP x PP x CP)."""
+
+    explicit: frozenset[str] = derived(frozenset())
+    """Fields that the command line or the YAML file set."""
+
+    extra: dict[str, Any] = derived(factory=dict)
+    """Values of flags that an entry script added or that have no effect; also readable as attributes."""
+
+    model_family: str = derived(factory=registry.default_family)
+    """Name of the model family."""
+
+    needs_data: bool = derived(True)
+    """False for entry scripts with custom data sets and tokenizers: no rule requires data flags."""
+
+    resolved: bool = derived(False)
+    """Whether derived settings are filled in; part of the settings that checkpoints store."""
+
+    @property
+    def family(self) -> ModelFamily:
+        """The model family: description, rules, task, data set and more."""
+        return registry.get_family(self.model_family)
+
+
 @dataclass(init=False, eq=False, repr=False)
 class FlatConfig(
+    RunFacts,
     ProgramConfig,
     ModelSettings,
     ModelConfig,
@@ -74,27 +107,6 @@ class FlatConfig(
     """View of a mapping field -> value with all settings of a run, read-only. The mapping also has the fields of groups
     that only the run's model family has; its custom flags (``extra``) can be read as attributes too."""
 
-    world_size: int = derived(1)
-    """Ranks of the run."""
-
-    data_parallel_size: int = derived(1)
-    """World size / (TP x PP x CP)."""
-
-    explicit: frozenset[str] = derived(frozenset())
-    """Fields that the command line or the YAML file set."""
-
-    extra: dict[str, Any] = derived(factory=dict)
-    """Values of flags that an entry script added or that have no effect; also readable as attributes."""
-
-    model_family: str = derived(factory=registry.default_family)
-    """Name of the model family."""
-
-    needs_data: bool = derived(True)
-    """False for entry scripts with custom data sets and tokenizers: no rule requires data flags."""
-
-    resolved: bool = derived(False)
-    """Whether derived settings are filled in; part of the settings that checkpoints store."""
-
     def __init__(self, **values: Any) -> None:
         """Settings with these values, of the default family unless ``model_family`` is given, others at their defaults.
         Raises TypeError for an unknown name, UserError for an unknown family."""
@@ -122,19 +134,9 @@ class FlatConfig(
         return isinstance(other, FlatConfig) and vars(self) == vars(other)
 
     @property
-    def family(self) -> ModelFamily:
-        """The model family: description, rules, task, data set and more."""
-        return registry.get_family(self.model_family)
-
-    @property
     def flags(self) -> Mapping[str, FlagSpec]:
         """Flags of the family's programs by field, in the order of ``--help``."""
         return flags_by_field(self.model_family)
-
-    @property
-    def flat(self) -> FlatConfig:
-        """These settings: helpers of rules take flat and composed configurations."""
-        return self
 
     def values(self) -> dict[str, Any]:
         """Return the value of every field."""
@@ -154,6 +156,7 @@ class FlatConfig(
                 raise AttributeError(f"there is no setting {name!r}") from None
 
 
+@functools.cache
 def groups_of(model_family: str) -> tuple[type, ...]:
     """Return the groups of flags of a family's programs, in the order of ``--help``: those of all families, then its
     own. Raises UserError for an unknown family."""
@@ -174,5 +177,4 @@ def flags_by_field(model_family: str) -> Mapping[str, FlagSpec]:
 
 @functools.cache
 def _fields(model_family: str) -> dict[str, Field[Any]]:
-    kinds = (*reversed(groups_of(model_family)), FlatConfig)
-    return {field.name: field for kind in kinds for field in fields(kind)}  # type: ignore[arg-type]
+    return {field.name: field for kind in reversed(groups_of(model_family)) for field in fields(kind)}

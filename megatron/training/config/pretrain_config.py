@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from megatron.core.config.groups import FlagGroup, Group, frozen_group
@@ -24,12 +24,11 @@ from megatron.core.config.optional import (
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription, frozen
-from megatron.core.models.family import ModelFamily
 from megatron.core.models.transforms import ModelTransform
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
-from megatron.training.config.flat import FlatConfig, optional_groups
+from megatron.training.config.flat import FlatConfig, RunFacts, optional_groups
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.network import ModelConfig
@@ -38,16 +37,16 @@ from megatron.training.config.training import ProfilingConfig, TrainingConfig
 from megatron.training.config.validation import ValidationConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
-    """All settings of a run with their final values, frozen; ``resolve`` makes it.
+@dataclass(kw_only=True)
+class PretrainConfig(RunFacts):
+    """All settings of a run, frozen: as parsed, or with their final values, by ``resolve``.
 
     ``model`` and ``optimizer`` are the library's configurations, which layers and optimizers are built from. Values may
     contradict each other until the rules have passed.
     """
 
     flat: FlatConfig
-    """The same values by flag, for messages, checkpoints, ``get_args()``, and code that loops over names."""
+    """The same values by field, for messages, checkpoints, ``get_args()``, and code that loops over names."""
 
     program: ProgramConfig
     model: TransformerConfig
@@ -73,24 +72,6 @@ class PretrainConfig:
 
     family_groups: Mapping[type[OptionalGroup], OptionalGroup]
     """Groups that model families define; :meth:`group` returns one."""
-
-    world_size: int
-    """Ranks of the run."""
-    data_parallel_size: int
-    """World size / (TP x PP x CP)."""
-    explicit: frozenset[str]
-    """Fields that the command line or the YAML file set."""
-    extra: dict[str, Any]
-    """Values of flags that an entry script added or that have no effect."""
-    model_family: str
-    """Name of the model family."""
-    needs_data: bool
-    """False for entry scripts with custom data sets and tokenizers: no rule requires data flags."""
-
-    @property
-    def family(self) -> ModelFamily:
-        """The model family: description, rules, task, data set and more."""
-        return self.flat.family
 
     def group(self, kind: type[Group]) -> Group:
         """Return the settings of a group that a model family defines."""
@@ -137,20 +118,16 @@ class PretrainConfig:
 @functools.cache
 def _members() -> dict[str, type[FlagGroup]]:
     """Return the groups of :class:`PretrainConfig` by the names of their attributes."""
-    hints = get_type_hints(PretrainConfig)
-    kinds = {field.name: hints[field.name] for field in fields(PretrainConfig)}
-    return {
-        name: kind
-        for name, kind in kinds.items()
-        if isinstance(kind, type) and issubclass(kind, FlagGroup) and kind is not FlatConfig
-    }
+    kinds = get_type_hints(PretrainConfig).items()
+    groups = {name: kind for name, kind in kinds if isinstance(kind, type) and issubclass(kind, FlagGroup)}
+    del groups["flat"]
+    return groups
 
 
 def compose(flat: FlatConfig) -> PretrainConfig:
     """Return the configuration of a run with the values of ``flat``. Contradictions pass."""
-    values = flat.values()
-    held = {*_members().values(), *ModelSettings.__mro__}
-    of_families = {kind: frozen_group(kind, values) for kind in optional_groups(flat.model_family) if kind not in held}
-    parts: dict[str, Any] = {field.name: values.get(field.name) for field in fields(PretrainConfig)}
-    parts |= {name: frozen_group(kind, values) for name, kind in _members().items()}
-    return PretrainConfig(**{**parts, "flat": flat, "family_groups": of_families})
+    values = vars(flat)
+    members = {name: frozen_group(kind, values) for name, kind in _members().items()}
+    shared = {*_members().values(), *ModelSettings.__mro__}
+    others = {kind: frozen_group(kind, values) for kind in optional_groups(flat.model_family) if kind not in shared}
+    return frozen_group(PretrainConfig, {**values, **members, "family_groups": others, "flat": flat})

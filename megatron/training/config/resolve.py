@@ -24,28 +24,28 @@ def gpu_present() -> bool:
     return os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
 
 
-def rank_order(cfg: FlatConfig) -> str:
+def rank_order(cfg: PretrainConfig) -> str:
     """Axes of the rank grid, the fastest first."""
-    return "tp-cp-ep-pp-dp" if cfg.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+    return "tp-cp-ep-pp-dp" if cfg.distributed.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
 
 
-def resolve(cfg: FlatConfig, world_size: int, *, gpus: bool | None = None) -> PretrainConfig:
-    """Return the configuration of a run on ``world_size`` ranks: a copy of ``cfg`` with all derived settings, composed.
+def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -> PretrainConfig:
+    """Return the configuration of a run on ``world_size`` ranks: a copy of ``cfg`` with all derived settings.
     Switches off settings without effect. Neither checks rules nor logs; unreadable values stay for the rules.
 
     Args:
         gpus: whether ranks have GPUs; None: look.
     """
-    cfg = cfg.with_settings(**dict.fromkeys(overlaps_without_halves(cfg), False))
+    flat = cfg.flat.with_settings(**dict.fromkeys(overlaps_without_halves(cfg.flat), False))
     values: dict[str, object] = {"world_size": world_size}
-    values.update(_implementations(cfg, gpu_present() if gpus is None else gpus))
-    values.update(_without_effect(cfg))
-    values.update(_network(cfg))
-    values.update(_precision(cfg))
-    values.update(_data(cfg))
-    cfg = cfg.with_settings(**values)
-    cfg = cfg.with_settings(**_batches(cfg))
-    return compose(cfg.with_settings(**_schedules(cfg), resolved=True))
+    values.update(_implementations(flat, gpu_present() if gpus is None else gpus))
+    values.update(_without_effect(flat))
+    values.update(_network(flat))
+    values.update(_precision(flat))
+    values.update(_data(flat))
+    flat = flat.with_settings(**values)
+    flat = flat.with_settings(**_batches(flat))
+    return compose(flat.with_settings(**_schedules(flat), resolved=True))
 
 
 def overlaps_without_halves(cfg: FlatConfig) -> dict[str, str]:
@@ -229,8 +229,10 @@ def _iterations(cfg: FlatConfig, samples: int) -> int | None:
     return batch_sizes.train_iters_from_samples(cfg, samples, cfg.data_parallel_size)
 
 
-def smallest_world_size(cfg: FlatConfig) -> int:
+def smallest_world_size(cfg: PretrainConfig) -> int:
     """Ranks of one model replica."""
-    dense = max(cfg.tensor_model_parallel_size, 1) * max(cfg.context_parallel_size, 1)
-    of_experts = cfg.expert_model_parallel_size * expert_tensor_ranks(cfg)
-    return max(cfg.pipeline_model_parallel_size, 1) * (math.lcm(dense, of_experts) if cfg.num_moe_experts else dense)
+    model = cfg.model
+    dense = max(model.tensor_model_parallel_size, 1) * max(model.context_parallel_size, 1)
+    if model.num_moe_experts:
+        dense = math.lcm(dense, model.expert_model_parallel_size * expert_tensor_ranks(model))
+    return max(model.pipeline_model_parallel_size, 1) * dense

@@ -53,7 +53,7 @@ def _changed(cfg: PretrainConfig, values: dict[str, object]) -> PretrainConfig |
     """Return ``cfg`` with other values, resolved again; None if a rule rejects them. Checks as in a dry run: this
     machine's packages and GPUs do not matter."""
     try:
-        other = resolve(cfg.flat.with_settings(**{"dry_run": True, **values}), cfg.world_size)
+        other = resolve(cfg.with_settings(**{"dry_run": True, **values}), cfg.world_size)
         return None if check(other) else other
     except UserError:
         return None

@@ -20,7 +20,6 @@ from megatron.core.safe_files import parse_json, read_text
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.schedules import learning_rate as schedules
 from megatron.training.arguments import validate_args
-from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order, resolve
@@ -56,22 +55,22 @@ def known_vocab_size(cfg: TokenizerConfig) -> tuple[int | None, str]:
         return None, "unknown"
 
 
-def preflight(cfg: FlatConfig) -> bool:
+def preflight(cfg: PretrainConfig) -> bool:
     """Run all checks that need no torch, and --dry-run, which reports on rank 0; return whether the program is
     finished. Rank 0 also looks at tokenizer, data files and stored settings; with --use-checkpoint-args or --load-hf
     only at the folders. ``cfg``: not yet resolved. ConfigError lists every contradiction."""
-    if cfg.use_checkpoint_args or cfg.load_hf:  # the checkpoint's settings are not known yet
+    if cfg.checkpoint.use_checkpoint_args or cfg.checkpoint.load_hf:  # the checkpoint's settings are not known yet
         resolved = resolve(cfg, 1)
         rules = load_folders_exist, save_folder_unused, save_folder_writable
         if problems := [problem for rule in rules for problem in rule(resolved)]:
             raise ConfigError(problems)
         return False
-    resolved = validate_args(cfg, launched_world_size() or 1, announce=cfg.dry_run)
+    resolved = validate_args(cfg, launched_world_size() or 1, announce=cfg.program.dry_run)
     if is_first_rank() and (problems := input_problems(resolved, [])):  # before torch is imported
         raise ConfigError(problems)
-    if cfg.dry_run and is_first_rank():
+    if cfg.program.dry_run and is_first_rank():
         sys.stdout.write(dry_run_report(resolved))
-    return cfg.dry_run
+    return cfg.program.dry_run
 
 
 def dry_run_report(cfg: PretrainConfig) -> str:
@@ -128,7 +127,7 @@ def _layout(cfg: PretrainConfig) -> Rows:
         ep, etp = model.expert_model_parallel_size, expert_tensor_ranks(cfg.model)
         copies = cfg.world_size // (ep * etp * pp)
         yield "ranks of experts", f"{cfg.world_size} = tensor {etp} x expert {ep} x pipeline {pp} x data {copies}"
-    yield "rank order", f"{', '.join(_AXES[axis] for axis in rank_order(cfg.flat).split('-'))} (fastest first)"
+    yield "rank order", f"{', '.join(_AXES[axis] for axis in rank_order(cfg).split('-'))} (fastest first)"
     apex = f", apex: {' '.join(model.apex_parts)}" if model.apex_parts else ""
     layers = f"layers: {model.transformer_impl}, attention: {model.attention_backend}{apex}"
     yield "backend", f"{cfg.distributed.distributed_backend}, {layers}"

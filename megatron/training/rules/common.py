@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from megatron.core.config.cli import Problem
-from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
-def impossible_values(cfg: FlatConfig) -> list[Problem]:
+def impossible_values(cfg: PretrainConfig) -> list[Problem]:
     """Return one problem per field whose value is outside its flag's range or form; finds values that a program set."""
-    values = ((spec, getattr(cfg, spec.field)) for spec in cfg.flags.values())
+    values = ((spec, getattr(cfg.flat, spec.field)) for spec in cfg.flat.flags.values())
     return [spec.problem(value, reason) for spec, value in values if (reason := spec.refusal(value))]
 
 

@@ -26,7 +26,7 @@ def world_size_divides(cfg: PretrainConfig) -> Problems:
 
 def how_to_start(cfg: PretrainConfig) -> str:
     """Fix for a world size that the layout cannot use: without a launcher, the command that starts enough ranks."""
-    ranks = smallest_world_size(cfg.flat)
+    ranks = smallest_world_size(cfg)
     if launched_world_size() is not None or ranks > MOST_LOCAL_RANKS:
         return f"start a multiple of {ranks} ranks"
     program = cfg.family.programs[0].script

@@ -60,7 +60,8 @@ def test_command_line_wins_over_yaml_over_script_over_fields(tmp_path):
     path.write_text("optimizer:\n  adam_beta1: 0.5\n  adam-beta2: 0.5\nhidden_dropout: 0.5\n")
     defaults = {"adam_beta1": 0.6, "hidden_dropout": 0.6, "attention_dropout": 0.6}
     cfg = parse(f"--yaml-cfg {path} --adam-beta1 0.7", args_defaults=defaults)
-    assert (cfg.adam_beta1, cfg.adam_beta2, cfg.hidden_dropout, cfg.attention_dropout) == (0.7, 0.5, 0.5, 0.6)
+    flat = cfg.flat
+    assert (flat.adam_beta1, flat.adam_beta2, flat.hidden_dropout, flat.attention_dropout) == (0.7, 0.5, 0.5, 0.6)
     assert {"adam_beta1", "adam_beta2", "hidden_dropout"} <= cfg.explicit and "attention_dropout" not in cfg.explicit
 
 
@@ -111,7 +112,7 @@ def test_script_defaults_must_be_settings():
 )  # fmt: skip
 def test_spelling_is_understood(text, values):
     cfg = parse(text)
-    assert {name: getattr(cfg, name) for name in values} == values
+    assert {name: getattr(cfg.flat, name) for name in values} == values
 
 
 def test_retired_spellings_are_logged(caplog):
@@ -193,7 +194,7 @@ def add_flags(parser):
 def test_script_flags_become_attributes():
     cfg = parse("--my-number 7 --my_list 1 -2 --patch-dim 3", extra_args_provider=add_flags)
     assert (cfg.my_number, cfg.my_list, cfg.patch_dim, cfg.my_kind) == (7, [1.0, -2.0], 3, "a")
-    assert cfg.hidden_dropout == 0.25
+    assert cfg.model.hidden_dropout == 0.25
     resolved = validate_args(cfg, 1)
     assert resolved.flat.my_number == 7 and resolved.extra["my_list"] == [1.0, -2.0]
     with pytest.raises(AttributeError, match="no setting 'my_nonsense'"):

@@ -81,7 +81,7 @@ def test_bad_files_and_values_are_errors_for_users(tmp_path):
     with pytest.raises(MissingDatasetError):
         IndexedDataset(str(tmp_path / "none"))
     with pytest.raises(UserError, match="--vocab-size"):
-        build_tokenizer(parse_args(["--tokenizer-type", "NullTokenizer"]))
+        build_tokenizer(parse_args(["--tokenizer-type", "NullTokenizer"]).tokenizer)
     with pytest.raises(RejectedResult, match="a loss: nan"):
         get_rerun_state_machine().validate_result(float("nan"), lambda x: x != x, message="a loss")
 

@@ -101,15 +101,15 @@ def divisors(number: int, most: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
-def _free(cfg: FlatConfig, field: str, values: list[int]) -> list[int]:
-    return [getattr(cfg, field)] if field in cfg.explicit else values
+def _free(cfg: PretrainConfig, field: str, values: list[int]) -> list[int]:
+    return [getattr(cfg.flat, field)] if field in cfg.explicit else values
 
 
 def _powers(most: int) -> list[int]:
     return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
 
 
-def layout_sizes(cfg: FlatConfig, resolved: PretrainConfig, cluster: Cluster) -> Iterator[Values]:
+def layout_sizes(cfg: PretrainConfig, resolved: PretrainConfig, cluster: Cluster) -> Iterator[Values]:
     """Yield sizes of parallel axes that divide the model and the cluster; TP stays inside a node."""
     model, world = resolved.model, cluster.world_size
     experts, layers = model.num_moe_experts, model.num_layers
@@ -140,7 +140,7 @@ def layout_sizes(cfg: FlatConfig, resolved: PretrainConfig, cluster: Cluster) ->
             }
 
 
-def layout_variants(cfg: FlatConfig, resolved: PretrainConfig, sizes: Values, dp: int) -> Iterator[Values]:
+def layout_variants(cfg: PretrainConfig, resolved: PretrainConfig, sizes: Values, dp: int) -> Iterator[Values]:
     """Yield the other settings of a layout: micro-batch, virtual stages or zero-bubble schedule, sharding, overlap."""
     tp, cp, pp = (int(str(sizes[f"{axis}_parallel_size"])) for axis in ("tensor_model", "context", "pipeline_model"))
     microbatches = _free(cfg, "micro_batch_size", _powers(min(8, resolved.training.global_batch_size // dp)))
@@ -162,7 +162,7 @@ def layout_variants(cfg: FlatConfig, resolved: PretrainConfig, sizes: Values, dp
         yield {**used, "micro_batch_size": size, "eval_micro_batch_size": size}
 
 
-def apply(cfg: FlatConfig, values: Mapping[str, object], world_size: int) -> PretrainConfig | str:
+def apply(cfg: PretrainConfig, values: Mapping[str, object], world_size: int) -> PretrainConfig | str:
     """Return a resolved copy of ``cfg`` with ``values``, or the message of a rule that rejects it."""
     changed = cfg.with_settings(**{"dry_run": True, **values, "explicit": cfg.explicit | values.keys()})
     try:
@@ -190,7 +190,7 @@ class _Best:
 
 
 def search(
-    cfg: FlatConfig, cluster: Cluster, vocab_size: int, notify: Callable[[str], None] = lambda text: None
+    cfg: PretrainConfig, cluster: Cluster, vocab_size: int, notify: Callable[[str], None] = lambda text: None
 ) -> Search:
     """Return the fastest layouts of the model in ``cfg`` that fit the cluster. Candidates are predicted in the order of
     a lower bound on their time, until the bound exceeds the time of the slowest layout that is kept; the result is the
@@ -231,7 +231,7 @@ def _room(cluster: Cluster) -> float:
     return HEADROOM * (cluster.gpu.memory_gib - LIBRARIES_GIB) * 2**30
 
 
-def _candidates(cfg: FlatConfig, base: PretrainConfig, cluster: Cluster) -> Iterator[Values]:
+def _candidates(cfg: PretrainConfig, base: PretrainConfig, cluster: Cluster) -> Iterator[Values]:
     for sizes in layout_sizes(cfg, base, cluster):
         dp = cluster.world_size
         for axis in ("tensor_model", "context", "pipeline_model"):
@@ -243,7 +243,7 @@ def _candidates(cfg: FlatConfig, base: PretrainConfig, cluster: Cluster) -> Iter
 class _Trial:
     """A candidate, with its settings at each level of recomputation."""
 
-    cfg: FlatConfig
+    cfg: PretrainConfig
     values: Values
     levels: Sequence[Values]
     bounds: Bounds

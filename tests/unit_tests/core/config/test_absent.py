@@ -67,7 +67,7 @@ def test_a_flag_at_its_default_passes_and_another_value_is_answered(spec, caplog
         return
     with caplog.at_level(logging.WARNING):
         cfg = parse_args((TINY + text_of(spec, "77")).split())
-        assert spec.field not in row.settings or getattr(cfg, spec.field) in (77, [77])
+        assert spec.field not in row.settings or getattr(cfg.flat, spec.field) in (77, [77])
     assert [record.message for record in caplog.records] == [f"{spec.names[0]} {row.meaning}"]
 
 
@@ -78,7 +78,7 @@ def test_a_switch_is_answered(spec, caplog):
         assert problems_of(spec.names[0]) == [f"{spec.names[0]}: {row.answer} not available yet; remove it"]
     else:
         with caplog.at_level(logging.WARNING):
-            assert getattr(parse_args((TINY + spec.names[0]).split()), spec.field) is not spec.default
+            assert getattr(parse_args((TINY + spec.names[0]).split()).flat, spec.field) is not spec.default
         assert [record.message for record in caplog.records] == [f"{spec.names[0]} {row.meaning}"]
 
 
@@ -145,9 +145,9 @@ def test_a_value_that_no_expression_of_python_makes_is_a_text():
 
 def test_the_positive_spelling_of_a_switch_is_not_the_switch(caplog):
     with caplog.at_level(logging.WARNING):
-        assert not parse_args(f"{TINY} --no-bias-gelu-fusion".split()).bias_gelu_fusion
+        assert not parse_args(f"{TINY} --no-bias-gelu-fusion".split()).model.bias_gelu_fusion
         assert not caplog.records
-        assert parse_args(f"{TINY} --bias-gelu-fusion --use-flash-attn".split()).bias_gelu_fusion
+        assert parse_args(f"{TINY} --bias-gelu-fusion --use-flash-attn".split()).model.bias_gelu_fusion
     assert len(caplog.records) == 2
 
 

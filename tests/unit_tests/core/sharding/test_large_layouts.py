@@ -90,7 +90,7 @@ def all_ranks(cfg, world_size, monkeypatch):
         world_size, tp=cfg.model.tensor_model_parallel_size, pp=cfg.model.pipeline_model_parallel_size,
         cp=cfg.model.context_parallel_size, ep=cfg.model.expert_model_parallel_size,
         etp=cfg.model.expert_tensor_parallel_size,
-        order=rank_order(cfg.flat),
+        order=rank_order(cfg),
     )  # fmt: skip
     built = {}
     for rank in range(world_size):

@@ -248,13 +248,14 @@ def test_a_changed_schedule_is_refused_or_overridden(two):
 def test_architecture_can_come_from_the_checkpoint(two):
     assert load_checkpoint_args(two)["hidden_size"] == 8
     given = {"num_layers": None, "hidden_size": None, "num_attention_heads": 4, "swiglu": True, "lr": 3.0}
-    taken = apply_checkpoint_args(settings(two, use_checkpoint_args=True, **given).flat)
-    assert (taken.num_layers, taken.hidden_size, taken.swiglu) == (2, 8, False)
-    assert (taken.num_attention_heads, taken.lr) == (4, 3.0), "sizes that are given stay, training flags too"
+    taken = apply_checkpoint_args(settings(two, use_checkpoint_args=True, **given))
+    model = taken.model
+    assert (model.num_layers, model.hidden_size, model.swiglu) == (2, 8, False)
+    assert (model.num_attention_heads, taken.optimizer.lr) == (4, 3.0), "sizes that are given stay, training flags too"
     unchanged = settings(two, **given)
-    assert apply_checkpoint_args(unchanged.flat) is unchanged.flat
+    assert apply_checkpoint_args(unchanged) is unchanged
     with pytest.raises(CheckpointError, match="--use-checkpoint-args"):
-        apply_checkpoint_args(settings(use_checkpoint_args=True, load=None).flat)
+        apply_checkpoint_args(settings(use_checkpoint_args=True, load=None))
 
 
 @pytest.mark.parametrize("given", [
@@ -262,20 +263,20 @@ def test_architecture_can_come_from_the_checkpoint(two):
 ])  # fmt: skip
 def test_a_missing_checkpoint_is_refused_where_something_of_it_is_needed(tmp_path, given):
     with pytest.raises(CheckpointError, match="holds no checkpoint.*check --load"):
-        apply_checkpoint_args(settings(use_checkpoint_args=True, load=str(tmp_path / "none"), **given).flat)
+        apply_checkpoint_args(settings(use_checkpoint_args=True, load=str(tmp_path / "none"), **given))
 
 
 def test_the_first_run_of_a_command_line_that_resumes_has_its_own_settings(tmp_path):
     asked = settings(use_checkpoint_args=True, load=str(tmp_path / "none"))
-    assert apply_checkpoint_args(asked.flat) is asked.flat
+    assert apply_checkpoint_args(asked) is asked
 
 
 def test_the_gelu_of_the_checkpoint_is_taken_unless_another_is_named(two):
     """An imported BERT has the exact one: tanh's would be another model, and exported no BERT any more."""
     Run(settings(two, bias_gelu_fusion=False)).save()
-    assert not apply_checkpoint_args(settings(two, use_checkpoint_args=True).flat).bias_gelu_fusion
+    assert not apply_checkpoint_args(settings(two, use_checkpoint_args=True)).model.bias_gelu_fusion
     named = settings(two, use_checkpoint_args=True, explicit=frozenset({"bias_gelu_fusion"}))
-    assert apply_checkpoint_args(named.flat).bias_gelu_fusion
+    assert apply_checkpoint_args(named).model.bias_gelu_fusion
 
 
 def test_a_tokenizer_of_the_command_line_stays(two):
@@ -287,8 +288,8 @@ def test_a_tokenizer_of_the_command_line_stays(two):
         ("NullTokenizer", {"tokenizer_type", "vocab_size"}, ("NullTokenizer", 7)),
     ):  # fmt: skip
         asked = settings(two, use_checkpoint_args=True, tokenizer_type=kind, vocab_size=7, explicit=frozenset(explicit))
-        taken = apply_checkpoint_args(asked.flat)
-        assert (taken.tokenizer_type, taken.vocab_size) == kept
+        taken = apply_checkpoint_args(asked)
+        assert (taken.tokenizer.tokenizer_type, taken.tokenizer.vocab_size) == kept
 
 
 def test_settings_come_from_the_step_that_is_asked_for(tmp_path):
@@ -298,16 +299,16 @@ def test_settings_come_from_the_step_that_is_asked_for(tmp_path):
     assert later.train(1).save()
     for step, dropout in ((1, 0.1), (2, 0.3), (None, 0.3)):
         asked = settings(tmp_path, use_checkpoint_args=True, attention_dropout=0.5, ckpt_step=step)
-        assert apply_checkpoint_args(asked.flat).attention_dropout == dropout
+        assert apply_checkpoint_args(asked).model.attention_dropout == dropout
     empty = {"load": str(tmp_path / "none"), "pretrained_checkpoint": str(tmp_path)}
     asked = settings(use_checkpoint_args=True, attention_dropout=0.5, **empty)
-    assert apply_checkpoint_args(asked.flat).attention_dropout == 0.3
+    assert apply_checkpoint_args(asked).model.attention_dropout == 0.3
 
 
 def test_experts_of_an_upcycled_model_are_not_taken_from_the_dense_one(two):
     experts = settings(two, use_checkpoint_args=True, num_moe_experts=4)
-    assert apply_checkpoint_args(experts.flat).num_moe_experts is None
-    assert apply_checkpoint_args(experts.with_settings(moe_use_upcycling=True).flat).num_moe_experts == 4
+    assert apply_checkpoint_args(experts).model.num_moe_experts is None
+    assert apply_checkpoint_args(experts.with_settings(moe_use_upcycling=True)).model.num_moe_experts == 4
 
 
 def test_only_multiples_of_the_retain_interval_and_the_latest_stay(tmp_path):

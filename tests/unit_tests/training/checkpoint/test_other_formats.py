@@ -19,14 +19,15 @@ def applied(folder, *flags):
 
 
 def test_the_folders_tokenizer_is_taken_unless_a_flag_names_another(llama):
-    assert applied(llama).tokenizer_type is None, "it has none"
+    assert applied(llama).tokenizer.tokenizer_type is None, "it has none"
     (llama / "tokenizer.json").write_text("{}")
     cfg = applied(llama)
-    assert (cfg.tokenizer_type, cfg.tokenizer_model) == ("HuggingFaceTokenizer", str(llama))
-    assert (cfg.num_layers, cfg.hidden_size, cfg.swiglu) == (2, 32, True)
+    assert (cfg.tokenizer.tokenizer_type, cfg.tokenizer.tokenizer_model) == ("HuggingFaceTokenizer", str(llama))
+    assert (cfg.model.num_layers, cfg.model.hidden_size, cfg.model.swiglu) == (2, 32, True)
     for flags in (["--tokenizer-type", "NullTokenizer"], ["--tokenizer-model", "elsewhere"]):
-        cfg = applied(llama, *flags)
-        assert flags[1] in (cfg.tokenizer_type, cfg.tokenizer_model) and str(llama) != cfg.tokenizer_model
+        tokenizer = applied(llama, *flags).tokenizer
+        assert flags[1] in (tokenizer.tokenizer_type, tokenizer.tokenizer_model)
+        assert tokenizer.tokenizer_model != str(llama)
 
 
 def test_a_model_of_another_program_is_refused_in_one_message(llama):
@@ -43,8 +44,9 @@ def test_settings_of_a_bert_come_over(tmp_path):
     save_hf(random_model(flags.split(), 64, model_family="bert"), tmp_path / "hf")
     line = ["--load-hf", str(tmp_path / "hf")]
     cfg = apply_hf_settings(parse_args(line, needs_data=False, model_family="bert"))
-    assert (cfg.num_layers, cfg.norm_epsilon, cfg.bias_gelu_fusion, cfg.bert_binary_head) == (2, 1e-12, False, True)
-    assert cfg.apply_residual_connection_post_layernorm and cfg.add_bias_linear
+    flat = cfg.flat
+    assert (flat.num_layers, flat.norm_epsilon, flat.bias_gelu_fusion, flat.bert_binary_head) == (2, 1e-12, False, True)
+    assert flat.apply_residual_connection_post_layernorm and flat.add_bias_linear
     contradicting = parse_args([*line, "--bert-no-binary-head"], needs_data=False, model_family="bert")
     with pytest.raises(CheckpointError, match="--bert-no-binary-head is False, there it is True"):
         apply_hf_settings(contradicting)

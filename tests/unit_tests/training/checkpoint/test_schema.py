@@ -107,7 +107,7 @@ def test_settings_of_the_wrong_type_are_refused_before_they_are_used(two, forged
         for value in VALUES:
             rewritten(path, {**content, "objects": {**content["objects"], "args": {**stored, name: value}}})
             try:
-                taken = getattr(apply_checkpoint_args(wanted.flat), name)
+                taken = getattr(apply_checkpoint_args(wanted).flat, name)
             except CheckpointError as error:
                 assert f"{name} is" in str(error)
             else:
@@ -116,7 +116,7 @@ def test_settings_of_the_wrong_type_are_refused_before_they_are_used(two, forged
                 assert name != "swiglu" or type(taken) is bool
     rewritten(path, {**content, "objects": {**content["objects"], "args": 5}})
     with pytest.raises(CheckpointError, match=r"metadata\.json: args is not a table"):
-        apply_checkpoint_args(wanted.flat)
+        apply_checkpoint_args(wanted)
 
 
 def test_nesting_without_end_is_refused(two):

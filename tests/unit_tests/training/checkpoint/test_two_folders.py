@@ -78,8 +78,8 @@ def test_it_is_loaded_without_the_interval_too_and_under_save_by_default(tmp_pat
     save_fast(run.train(3))
     assert saved_iterations(tmp_path / "non_persistent") == [3]
     assert start(settings(tmp_path, save=None)).state.iteration == 3
-    given = apply_checkpoint_args(settings(tmp_path, use_checkpoint_args=True, hidden_size=None).flat)
-    assert given.hidden_size == 8
+    given = apply_checkpoint_args(settings(tmp_path, use_checkpoint_args=True, hidden_size=None))
+    assert given.model.hidden_size == 8
     with pytest.raises(CheckpointError, match="holds checkpoints up to iteration 3"):
         check_save_folder(settings(tmp_path, load=None))
 

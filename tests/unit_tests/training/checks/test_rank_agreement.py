@@ -211,7 +211,7 @@ def test_a_source_file_with_another_line_is_named(tmp_path, monkeypatch):
 
 def test_one_rank_compares_nothing(monkeypatch):
     monkeypatch.setattr(rank_agreement, "all_gather_json", None)
-    rank_agreement.check_settings(parse_args([*MODEL_FLAGS, "--mock-data"]))
+    rank_agreement.check_settings(parse_args([*MODEL_FLAGS, "--mock-data"]).flat)
     rank_agreement.check_data(["missing"], [], None, Group("world"))
 
 

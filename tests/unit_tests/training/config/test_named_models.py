@@ -34,14 +34,16 @@ def settings(name, *flags):
 def test_named_model_has_the_published_number_of_parameters(name):
     cfg = settings(name, "--no-pad-vocab-size")
     resolved = validate_args(cfg, smallest_world_size(cfg), announce=False)
-    assert resolved.describe(cfg.vocab_size).num_parameters == PUBLISHED[name]
+    assert resolved.describe(cfg.tokenizer.vocab_size).num_parameters == PUBLISHED[name]
 
 
 def test_flags_and_files_take_precedence_over_the_model(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("num_layers: 3\nnum_query_groups: 4\nmodel: llama3-8b\n")
     cfg = parse_args(["--yaml-cfg", str(file), "--num-layers", "5", *RUN])
-    assert (cfg.num_layers, cfg.num_query_groups, cfg.hidden_size, cfg.rotary_base) == (5, 4, 4096, 500000)
+    model = cfg.model
+    sizes = model.num_layers, model.num_query_groups, model.hidden_size, cfg.embeddings.rotary_base
+    assert sizes == (5, 4, 4096, 500000)
     assert {"hidden_size", "num_layers"} <= cfg.explicit
 
 
@@ -51,7 +53,7 @@ def test_flags_and_files_take_precedence_over_the_model(tmp_path):
 ])  # fmt: skip
 def test_random_tokens_have_the_vocabulary_of_the_model(flags, tokenizer, size):
     cfg = settings("llama3-8b", *flags)
-    assert (cfg.tokenizer_type, cfg.vocab_size) == (tokenizer, size)
+    assert (cfg.tokenizer.tokenizer_type, cfg.tokenizer.vocab_size) == (tokenizer, size)
 
 
 @pytest.mark.parametrize("name, message", [

@@ -30,7 +30,7 @@ def test_every_group_is_frozen():
         assert getattr(group, name) is before
     parsed = parse_args(TINY.split())
     with pytest.raises(AttributeError, match="the configuration is frozen: num_layers cannot be set"):
-        parsed.num_layers = 3
+        parsed.flat.num_layers = 3
     with pytest.raises(TypeError, match="there is no setting 'num_layer'"):
         parsed.with_settings(num_layer=3)
 

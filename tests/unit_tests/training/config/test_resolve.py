@@ -73,8 +73,8 @@ def test_resolving_changes_nothing_that_was_given_and_is_idempotent():
     text = "--global-batch-size 8 --ffn-hidden-size 100 --train-iters 7 --lr-decay-iters 5 --dataloader-type cyclic"
     parsed = parse_args((TINY + " " + text).split())
     once = resolve(parsed, 2)
-    assert all(getattr(once.flat, name) == getattr(parsed, name) for name in parsed.explicit)
-    assert resolve(once.flat, 2) == once and not parsed.resolved
+    assert all(getattr(once.flat, name) == getattr(parsed.flat, name) for name in parsed.explicit)
+    assert resolve(once, 2) == once and not parsed.flat.resolved
 
 
 def test_schedules_by_samples_and_by_iterations_agree():

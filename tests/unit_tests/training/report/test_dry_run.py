@@ -116,12 +116,12 @@ def test_vocabulary_is_counted_from_files(tmp_path):
     path = tmp_path / "vocab.json"
     path.write_text(json.dumps({"a": 0, "b": 1}))
     cfg = parse_args(TINY.split()).with_settings(vocab_size=None, vocab_file=str(path))
-    assert known_vocab_size(cfg) == (2, str(path))
+    assert known_vocab_size(cfg.tokenizer) == (2, str(path))
     path = tmp_path / "vocab.txt"
     path.write_text("a\nb\nc\n")
-    assert known_vocab_size(cfg.with_settings(vocab_file=str(path)))[0] == 3
-    assert known_vocab_size(cfg.with_settings(vocab_file=None))[0] is None
-    assert known_vocab_size(cfg.with_settings(vocab_file=None, tokenizer_type="ByteLevelTokenizer"))[0] == 257
+    assert known_vocab_size(cfg.with_settings(vocab_file=str(path)).tokenizer)[0] == 3
+    assert known_vocab_size(cfg.with_settings(vocab_file=None).tokenizer)[0] is None
+    assert known_vocab_size(cfg.with_settings(vocab_file=None, tokenizer_type="ByteLevelTokenizer").tokenizer)[0] == 257
 
 
 def test_report_is_made_for_evaluation_and_unknown_vocabularies(tmp_path):
