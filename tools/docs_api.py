@@ -36,7 +36,7 @@ ENTRIES: dict[str, dict[str, tuple[str, ...]]] = {
     "Build models and optimizers": {
         "megatron.core.parallel_state": ("initialize_model_parallel",),
         "megatron.core.config.transformer_config": ("TransformerConfig",),
-        "megatron.core.models.gpt.gpt_model": ("GPTModel",),
+        "megatron.core.models.gpt.model": ("GPTModel",),
         "megatron.core.sharding.placement": ("parameter",),
         "megatron.core.distributed.distributed_data_parallel": ("DistributedDataParallel",),
         "megatron.core.optimizer": ("get_megatron_optimizer",),

@@ -71,7 +71,7 @@ def layout_flags(args: argparse.Namespace) -> list[str]:
 
 def load_gpt(args: argparse.Namespace) -> TrainedModel:
     """Return the GPT model of --load on this rank. Collective over the ranks of torchrun."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt.model import GPTModel
     from megatron.training.trained_model import load_trained_model
 
     layout, tokenizer = layout_flags(args), tokenizer_settings(args)

@@ -73,8 +73,8 @@ def parse_args(
     Args:
         argv: the command line without the program; None: this program's.
         args_defaults: defaults of an entry script, by field name.
-        extra_args_provider: adds a script's custom flags to an ``argparse.ArgumentParser``; their values become
-            attributes of the result and are stored in its ``extra``.
+        extra_args_provider: adds a script's custom flags to an ``argparse.ArgumentParser``; their values are the
+            result's ``extra`` and attributes of its ``flat``.
         needs_data: False for scripts with custom data sets and tokenizers.
         model_family: name of the model family; None: the default one.
 

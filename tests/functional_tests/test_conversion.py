@@ -35,7 +35,6 @@ def train_as_given(rank, world_size, argv):
 def run(rank, world_size, argv, fp64=True):
     """Run ``pretrain_gpt.py`` with only ``argv``; return exit code and stderr."""
     import contextlib
-    import dataclasses
     import io
 
     from megatron.training.run import run as run_program
@@ -43,7 +42,7 @@ def run(rank, world_size, argv, fp64=True):
 
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
-        code = run_program(dataclasses.replace(parse_args(argv), fp64=fp64), GPTTask)
+        code = run_program(parse_args(argv).with_settings(fp64=fp64), GPTTask)
     return code, errors.getvalue()
 
 

@@ -120,7 +120,7 @@ def trained(rank, world_size, argv, fp64):
     from megatron.training.run import run
     from megatron.training.tasks.language_model import task_class
 
-    cfg = dataclasses.replace(parse_args(MODEL_FLAGS + argv, model_family="gpt"), fp64=fp64)
+    cfg = parse_args(MODEL_FLAGS + argv, model_family="gpt").with_settings(fp64=fp64)
     return run(cfg, with_blocks(task_class("gpt")))
 
 

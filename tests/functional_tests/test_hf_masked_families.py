@@ -5,7 +5,6 @@ nothing but the settings of its ``config.json`` and compared in logits, loss and
 it is the same bytes.
 """
 
-import dataclasses
 import json
 import re
 
@@ -23,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="pip install transform
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from megatron.core.config.errors import UserError  # noqa: E402
-from megatron.core.models.t5.t5_model import T5Model  # noqa: E402
+from megatron.core.models.t5.model import T5Model  # noqa: E402
 from megatron.core.sharding.lazy_tensor import LazyTensor  # noqa: E402
 from megatron.export.hf import load_hf, save_hf  # noqa: E402
 from megatron.tools.checkpoint import convert, verify  # noqa: E402
@@ -40,7 +39,7 @@ def our_model(settings):
     kind = settings["model_family"]
     line = f"--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 1 --seq-length {LENGTH}"
     line += f" --decoder-seq-length {ANSWER}" if kind == "t5" else ""
-    cfg = dataclasses.replace(parse_args(line.split(), needs_data=False, model_family=kind), **settings)
+    cfg = parse_args(line.split(), needs_data=False, model_family=kind).with_settings(**settings)
 
     class WithoutTokenizer(task_class(kind)):
         vocab_size = settings["vocab_size"]

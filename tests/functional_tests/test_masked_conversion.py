@@ -40,7 +40,6 @@ TEXT = "The quick<extra_id_1> foxes jump, the fox [MASK] jumps."
 def run(rank, world_size, argv, kind):
     """The program of a kind of model with ``argv``; exit code and stderr."""
     import contextlib
-    import dataclasses
     import io
 
     from megatron.training.run import run as run_program
@@ -48,7 +47,7 @@ def run(rank, world_size, argv, kind):
 
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
-        code = run_program(dataclasses.replace(parse_args(argv, model_family=kind), fp64=True), task_class(kind))
+        code = run_program(parse_args(argv, model_family=kind).with_settings(fp64=True), task_class(kind))
     return code, errors.getvalue()
 
 

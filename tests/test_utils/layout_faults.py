@@ -72,7 +72,7 @@ def doubled_half(rank):
 
 
 def _other_branches(of_last_stage):
-    where = module("megatron.core.models.gpt.gpt_model")
+    where = module("megatron.core.models.gpt.model")
     correct = where.TransformerBlock
 
     def other(*arguments, branches, post_layer_norm, **others):
@@ -94,7 +94,7 @@ def loss_is_a_mean_of_means(rank):
 
 def untied_embeddings(rank):
     """The first and the last stage train their copies of the embedding apart."""
-    where = module("megatron.core.models.gpt.gpt_model").GPTModel
+    where = module("megatron.core.models.gpt.model").GPTModel
     return mock.patch.object(where, "tie_over_stages", lambda self, **which: None)
 
 
@@ -108,7 +108,7 @@ def dropout_by_local_position(rank):
     """Dropout masks depend on a token's position on its rank instead of in its sequence."""
     import torch
 
-    where = module("megatron.core.models.gpt.gpt_model").GPTModel
+    where = module("megatron.core.models.gpt.model").GPTModel
     correct = where.dropout_coordinates
 
     def local(self, *arguments):

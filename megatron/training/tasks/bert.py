@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
-from megatron.core.models.bert.bert_model import BertModel, LabelsAt
 from megatron.core.models.bert.config import BertConfig, num_tokentypes
 from megatron.core.models.bert.description import most_masked
+from megatron.core.models.bert.model import BertModel, LabelsAt
 from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -38,13 +38,10 @@ class BertTask(LanguageModelTask):
         --bert-no-binary-head. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
         config = cfg.family.transformers(cfg)["encoder"]
-        return BertModel(
-            config=config,
-            num_tokentypes=num_tokentypes(cfg.group(BertConfig)),
-            transformer_layer_spec=get_bert_block_spec(config, cfg.model.transformer_impl == "transformer_engine"),
-            **self.model_arguments(pre_process, post_process, vp_stage),
-            add_binary_head=cfg.group(BertConfig).bert_binary_head,
-        )
+        heads, engine = cfg.group(BertConfig), cfg.model.transformer_impl == "transformer_engine"
+        settings = self.model_settings(pre_process, post_process, vp_stage)
+        spec = get_bert_block_spec(config, engine)
+        return BertModel(config, settings, num_tokentypes(heads), spec, heads.bert_binary_head)
 
     def make_batches(self) -> Batches:
         return MaskedRows(self.cfg, self.sequence_keys, self.whole_keys)

@@ -12,7 +12,7 @@ from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.model import GPTModel
 from megatron.core.pipeline_parallel.loss_weights import LossPairs, MainLoss
 from megatron.core.pipeline_parallel.paired_stage import PairedOutput
 from megatron.core.tokenizers.base import Tokenizer
@@ -46,14 +46,14 @@ class GPTTask(LanguageModelTask):
         config, custom_layers = cfg.family.transformers(cfg)["decoder"], spec_layers(cfg)
         engine = cfg.model.transformer_impl == "transformer_engine"
         spec = custom_layers or get_gpt_decoder_block_spec(config, engine)
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            **self.model_arguments(pre_process, post_process, vp_stage),
+        settings = self.model_settings(
+            pre_process,
+            post_process,
+            vp_stage,
             rope_scaling=cfg.rope_scaling.use_rope_scaling,
             rope_scaling_factor=cfg.rope_scaling.rope_scaling_factor,
-            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, engine),
         )
+        return GPTModel(config, settings, spec, get_gpt_mtp_block_spec(config, spec, engine))
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, object, object]:
         """Return GPT data sets (blended, split) from the data flags."""

@@ -15,6 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.description.model import ModelDescription
+from megatron.core.models.common.settings import LanguageModelSettings
 from megatron.core.models.registry import get_family
 from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.core.pipeline_parallel.stages import pipeline_stages
@@ -34,27 +35,29 @@ class LanguageModelTask(Task):
     def make_batches(self) -> Batches:
         return EqualRows(self.cfg, self.sequence_keys, self.whole_keys)
 
-    def model_arguments(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> dict[str, object]:
-        """Return the constructor arguments common to all models, without configuration and layer specs: vocabulary and
-        positions, rotary settings, seed, process groups, and this stage's residual branches. ``vp_stage`` None means
-        chunk 0."""
+    def model_settings(
+        self, pre_process: bool, post_process: bool, vp_stage: int | None, **others: Any
+    ) -> LanguageModelSettings:
+        """Return the settings that all models share: vocabulary and positions, rotary settings, seed, process groups,
+        and this stage's residual branches. ``vp_stage`` None means chunk 0. ``others``: further fields."""
         cfg = self.cfg
-        return {
-            "vocab_size": self.vocab_size,
-            "max_sequence_length": cfg.embeddings.max_position_embeddings,
-            "pre_process": pre_process,
-            "post_process": post_process,
-            "share_embeddings_and_output_weights": not cfg.embeddings.untie_embeddings_and_output_weights,
-            "position_embedding_type": cfg.embeddings.position_embedding_type,
-            "rotary_percent": cfg.embeddings.rotary_percent,
-            "rotary_base": cfg.embeddings.rotary_base,
-            "seq_len_interpolation_factor": cfg.embeddings.rotary_seq_len_interpolation_factor,
-            "seed": cfg.model.seed,
-            "make_vocab_size_divisible_by": cfg.embeddings.make_vocab_size_divisible_by,
-            "groups": parallel_state.get_process_groups(),
-            "branches": self.branches(vp_stage or 0),
-            "vp_stage": vp_stage,
-        }
+        return LanguageModelSettings(
+            vocab_size=self.vocab_size,
+            max_sequence_length=cfg.embeddings.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not cfg.embeddings.untie_embeddings_and_output_weights,
+            position_embedding_type=cfg.embeddings.position_embedding_type,
+            rotary_percent=cfg.embeddings.rotary_percent,
+            rotary_base=cfg.embeddings.rotary_base,
+            seq_len_interpolation_factor=cfg.embeddings.rotary_seq_len_interpolation_factor,
+            seed=cfg.model.seed,
+            make_vocab_size_divisible_by=cfg.embeddings.make_vocab_size_divisible_by,
+            groups=parallel_state.get_process_groups(),
+            branches=self.branches(vp_stage or 0),
+            vp_stage=vp_stage,
+            **others,
+        )
 
     def branches(self, vp_stage: int) -> range:
         """Return the range of residual branches in this rank's model chunk. Unlike the model, the task knows the

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from megatron.core.models.t5.config import EncoderDecoderConfig
-from megatron.core.models.t5.t5_model import T5Model
+from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
 from megatron.training.data.batch import Batch, on_device, sort_by_length
 from megatron.training.data.batches import Batches
@@ -47,15 +47,14 @@ class T5Task(LanguageModelTask):
             relative_positions=cfg.embeddings.position_embedding_type == "relative",
             use_transformer_engine=cfg.model.transformer_impl == "transformer_engine",
         )
-        return T5Model(
-            config=configs["decoder"],
-            encoder_config=configs["encoder"],
-            transformer_encoder_layer_spec=encoder,
-            transformer_decoder_layer_spec=decoder,
-            **self.model_arguments(pre_process, post_process, vp_stage),
+        settings = self.model_settings(
+            pre_process,
+            post_process,
+            vp_stage,
             relative_attention_num_buckets=stack.relative_attention_num_buckets,
             relative_attention_max_distance=stack.relative_attention_max_distance,
         )
+        return T5Model(configs["decoder"], settings, configs["encoder"], encoder, decoder)
 
     def make_batches(self) -> Batches:
         return TextPairs(self.cfg, self.sequence_keys, self.whole_keys)

@@ -8,7 +8,6 @@ import torch
 from megatron.core.models.backends import get_backend
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.models.common.layer_specs import encoder_spec, layer_spec
-from megatron.core.models.common.settings import LanguageModelSettings
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.operators import scatter_to_sequence
@@ -65,8 +64,3 @@ class NumbersModel(LanguageModule):
             context = ForwardContext(dropout=DropoutCoordinates(self.dropout_stream, samples, positions))
         x_nbe, _ = self.numbers_in(numbers.transpose(0, 1).to(self.config.params_dtype))
         return self.numbers_out(self.numbers(x_nbe, context).mean(0, keepdim=True))[0]
-
-
-def build(cfg, features, arguments):
-    """Build a stage from the arguments common to all models (``LanguageModelTask.model_arguments``)."""
-    return NumbersModel(cfg.family.transformers(cfg), features, LanguageModelSettings(**arguments))

@@ -8,7 +8,7 @@ from megatron.training.data.batch import on_device
 from megatron.training.data.batches import Batches
 from megatron.training.tasks.language_model import LanguageModelTask
 from tests.test_utils.toy_family.family import NumbersConfig
-from tests.test_utils.toy_family.model import build
+from tests.test_utils.toy_family.model import NumbersModel
 
 
 class NumbersRows(Batches):
@@ -22,8 +22,9 @@ class NumbersTask(LanguageModelTask):
     """Training on generated samples."""
 
     def model_provider(self, pre_process=True, post_process=True, vp_stage=None):
-        arguments = self.model_arguments(pre_process, post_process, vp_stage)
-        return build(self.cfg, self.cfg.group(NumbersConfig).numbers_features, arguments)
+        settings = self.model_settings(pre_process, post_process, vp_stage)
+        configs = self.cfg.family.transformers(self.cfg)
+        return NumbersModel(configs, self.cfg.group(NumbersConfig).numbers_features, settings)
 
     def make_batches(self):
         return NumbersRows(self.cfg)

@@ -193,12 +193,13 @@ def add_flags(parser):
 
 def test_script_flags_become_attributes():
     cfg = parse("--my-number 7 --my_list 1 -2 --patch-dim 3", extra_args_provider=add_flags)
-    assert (cfg.my_number, cfg.my_list, cfg.patch_dim, cfg.my_kind) == (7, [1.0, -2.0], 3, "a")
+    flat = cfg.flat
+    assert (flat.my_number, flat.my_list, flat.patch_dim, flat.my_kind) == (7, [1.0, -2.0], 3, "a")
     assert cfg.model.hidden_dropout == 0.25
     resolved = validate_args(cfg, 1)
     assert resolved.flat.my_number == 7 and resolved.extra["my_list"] == [1.0, -2.0]
     with pytest.raises(AttributeError, match="no setting 'my_nonsense'"):
-        _ = cfg.my_nonsense
+        _ = flat.my_nonsense
 
 
 def test_script_flag_mistakes_are_reported_with_the_others():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.attention.rotary import (
@@ -56,12 +53,12 @@ class LanguageModelSettings:
     seed: int | None = None
     """Seed of initial weights and dropout; None: ``config.seed``."""
     groups: ProcessGroups | None = None
-    """None: those of ``parallel_state``."""
+    """None: the groups of ``parallel_state``."""
     branches: range | None = None
     """This stage's branches, counted from 0 over all layers; None: those that ``pipeline_parallel.stages`` assigns to
     this rank and ``vp_stage``."""
     vp_stage: int | None = None
-    """Chunk of an interleaved schedule; None: that of ``parallel_state``."""
+    """Chunk of an interleaved schedule; None: the chunk of ``parallel_state``."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -104,36 +101,3 @@ class LanguageModelSettings:
         if kind not in ("rope", "yarn") or base is None or config.multi_latent_attention:
             return None
         return RotaryEmbedding(config.kv_channels, self.rotary_percent, rotary_base=base, dtype=config.params_dtype)
-
-
-Init = Callable[..., None]
-
-
-def takes_settings(order: str) -> Callable[[Init], Init]:
-    """Decorate a constructor with a parameter ``settings``, so that callers pass the fields of
-    :class:`LanguageModelSettings` one by one, next to its other arguments. ``order`` names the arguments that may be
-    positional, in Megatron-LM's order; all others are keywords. ``inspect.signature`` shows all of them."""
-
-    def wrap(init: Init) -> Init:
-        declared = fields(LanguageModelSettings)
-        slots = {
-            item.name: Parameter(
-                item.name, Parameter.KEYWORD_ONLY, default=Parameter.empty if item.default is MISSING else item.default
-            )
-            for item in declared
-        }
-        slots |= {name: item for name, item in signature(init).parameters.items() if name != "settings"}
-        first = [slots.pop(name).replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *order.split())]
-        rest = [item.replace(kind=Parameter.KEYWORD_ONLY) for item in slots.values()]
-        accepted = Signature([*first, *rest])
-
-        @wraps(init)
-        def wrapped(*args: object, **kwargs: object) -> None:
-            named = accepted.bind(*args, **kwargs).arguments
-            shared = {item.name: named.pop(item.name) for item in declared if item.name in named}
-            init(**named, settings=LanguageModelSettings(**shared))
-
-        wrapped.__signature__ = accepted  # type: ignore[attr-defined]
-        return wrapped
-
-    return wrap

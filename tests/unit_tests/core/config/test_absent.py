@@ -109,7 +109,7 @@ def test_yaml_and_script_defaults_report_unsupported_flags_like_the_command_line
     assert problems_of("", args_defaults={"ckpt_convert_format": "torch"}) == expected
     path.write_text("use_persistent_ckpt_worker: true\n")
     with caplog.at_level(logging.WARNING):
-        assert parse_args(f"{TINY} --yaml-cfg {path}".split()).use_persistent_ckpt_worker
+        assert parse_args(f"{TINY} --yaml-cfg {path}".split()).flat.use_persistent_ckpt_worker
     [record] = caplog.records
     assert record.message.startswith("--use-persistent-ckpt-worker accepted without effect")
 
@@ -134,7 +134,7 @@ def test_a_flag_that_a_script_adds_means_what_the_script_says(caplog):
     with caplog.at_level(logging.WARNING):
         for value in ("disabled", "report_stats"):
             cfg = parse_args(f"{TINY} --rerun-mode {value}".split(), extra_args_provider=own_flags)
-            assert cfg.rerun_mode == value
+            assert cfg.flat.rerun_mode == value
     assert not caplog.records
 
 

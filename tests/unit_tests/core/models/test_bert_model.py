@@ -13,8 +13,8 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.bert import BertModel, heads
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec, get_bert_layer_local_spec
-from megatron.core.models.bert.bert_model import LabelsAt
 from megatron.core.models.bert.description import describe_bert, with_head_on
+from megatron.core.models.bert.model import LabelsAt
 from megatron.core.models.common import language_module
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.gpt import GPTModel
@@ -273,9 +273,7 @@ def test_the_first_and_the_last_stage_share_a_weight_and_the_work():
 
 def test_logits_are_gathered_where_full_ones_are_requested(monkeypatch):
     gathered = []
-    monkeypatch.setattr(
-        language_module, "gather_from_region", lambda x, group: gathered.append(group.name) or x
-    )
+    monkeypatch.setattr(language_module, "gather_from_region", lambda x, group: gathered.append(group.name) or x)
     for parallel_output in (True, False):
         make("one loss, untied", parallel_output=parallel_output)[0](inputs()[0])
     assert gathered == ["tp"]

@@ -1,63 +1,11 @@
-"""Settings of language models: constructors take them one by one, in Megatron-LM's order."""
-
-import inspect
+"""Settings that the constructors of all language models share."""
 
 import pytest
 import torch
 
 from megatron.core.attention.rotary import RotaryEmbedding
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.models.common.settings import LanguageModelSettings, takes_settings
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.t5.t5_model import T5Model
-
-COMMON = ["vocab_size", "max_sequence_length", "pre_process", "post_process"]
-ENDS = {
-    GPTModel: (["config", "transformer_layer_spec"], ["seq_len_interpolation_factor", "mtp_block_spec"]),
-    BertModel: (["config", "num_tokentypes", "transformer_layer_spec"], ["add_binary_head", "vp_stage"]),
-    T5Model: (
-        ["config", "encoder_config", "transformer_encoder_layer_spec", "transformer_decoder_layer_spec"],
-        ["relative_attention_num_buckets", "relative_attention_max_distance", "vp_stage"],
-    ),
-}
-
-
-class Model:
-    @takes_settings("size vocab_size max_sequence_length rotary_base extra")
-    def __init__(self, size, settings, extra=3, *, more=None):
-        self.given = size, settings, extra, more
-
-
-def test_fields_and_constructor_arguments_may_be_mixed():
-    size, settings, extra, more = Model(1, 50, 16, 500.0, 4, seed=7, more="x").given
-    assert (size, extra, more) == (1, 4, "x")
-    assert (settings.vocab_size, settings.rotary_base, settings.seed, settings.pre_process) == (50, 500.0, 7, True)
-    assert Model(size=1, vocab_size=50, max_sequence_length=16).given[2:] == (3, None)
-
-
-@pytest.mark.parametrize(
-    "args, kwargs, message",
-    [
-        ((1, 50), {}, "missing a required argument: 'max_sequence_length'"),
-        ((1, 50, 16), {"colour": 3}, "unexpected keyword argument 'colour'"),
-        ((1, 50, 16, 5.0, 4, 7), {}, "too many positional arguments"),
-        ((1, 50, 16), {"vocab_size": 3}, "multiple values for argument 'vocab_size'"),
-    ],
-)
-def test_wrong_arguments_raise(args, kwargs, message):
-    with pytest.raises(TypeError, match=message):
-        Model(*args, **kwargs)
-
-
-@pytest.mark.parametrize("kind", ENDS)
-def test_positions_are_those_of_megatron_lm(kind):
-    parameters = inspect.signature(kind).parameters.values()
-    positional = [
-        parameter.name for parameter in parameters if parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
-    first, last = ENDS[kind]
-    assert positional[: len(first) + 4] == first + COMMON and positional[-len(last) :] == last
+from megatron.core.models.common.settings import LanguageModelSettings
 
 
 @pytest.mark.parametrize("kind, is_used", [("rope", True), ("yarn", True), ("learned_absolute", False)])

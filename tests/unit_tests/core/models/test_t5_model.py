@@ -23,9 +23,9 @@ from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.common.layer_specs import layer_spec
 from megatron.core.models.common.relative_positions import buckets, position_bias
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.T5 import T5Model
 from megatron.core.models.t5.description import EncoderDecoder, describe_t5
 from megatron.core.models.t5.masks import check_masks, token_mask
-from megatron.core.models.t5.t5_model import T5Model
 from megatron.core.models.t5.t5_spec import (
     get_t5_block_specs,
     get_t5_decoder_with_local_block_spec,

@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.models.bert.bert_model import LabelsAt
 from megatron.core.models.bert.description import predicted_per_rank
+from megatron.core.models.bert.model import LabelsAt
 from megatron.core.sharding.buffer_layout import slot_bytes
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.report import memory as memory_estimate

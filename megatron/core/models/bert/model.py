@@ -14,7 +14,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.bert.description import describe_bert
 from megatron.core.models.bert.heads import BertLMHead, Pooler
 from megatron.core.models.common.language_module import LanguageModule
-from megatron.core.models.common.settings import LanguageModelSettings, takes_settings
+from megatron.core.models.common.settings import LanguageModelSettings
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.initial_values import weight_init
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,21 +31,15 @@ class LabelsAt(NamedTuple):
 class BertModel(LanguageModule):
     """BERT model: returns logits, or per-token losses if labels are passed, and the logits of the binary head.
 
-    ``num_tokentypes=0`` builds no token-type embedding. The arguments besides those of ``__init__`` are the fields of
-    :class:`LanguageModelSettings`.
+    ``num_tokentypes=0`` builds no token-type embedding.
     """
 
-    @takes_settings(
-        "config num_tokentypes transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
-        "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type "
-        "rotary_percent seq_len_interpolation_factor add_binary_head vp_stage"
-    )
     def __init__(
         self,
         config: TransformerConfig,
+        settings: LanguageModelSettings,
         num_tokentypes: int,
         transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
-        settings: LanguageModelSettings,
         add_binary_head: bool = True,
     ) -> None:
         """Build this stage's embedding, encoder layers and heads."""

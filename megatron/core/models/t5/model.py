@@ -20,7 +20,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.models.common.relative_positions import RelativePositionEmbedding, position_bias
-from megatron.core.models.common.settings import LanguageModelSettings, takes_settings
+from megatron.core.models.common.settings import LanguageModelSettings
 from megatron.core.models.t5.description import EncoderDecoder, describe_t5
 from megatron.core.models.t5.masks import check_masks, token_mask
 from megatron.core.statistics import modules_with_statistics
@@ -60,24 +60,17 @@ class T5Model(LanguageModule):
     """T5 model: returns logits of the decoder's tokens, or per-token losses if labels are passed.
 
     ``config`` is the decoder's, ``encoder_config`` the encoder's; they differ only in ``num_layers``. Pipeline stages
-    are balanced for sequences of ``max_sequence_length``, unless ``branches`` (a range over the branches of both
-    stacks) sets this stage's layers. The arguments besides those of ``__init__`` are the fields of
-    :class:`LanguageModelSettings`.
+    are balanced for sequences of ``max_sequence_length``, unless ``settings.branches`` (a range over the branches of
+    both stacks) sets this stage's layers.
     """
 
-    @takes_settings(
-        "config encoder_config transformer_encoder_layer_spec transformer_decoder_layer_spec vocab_size "
-        "max_sequence_length pre_process post_process fp16_lm_cross_entropy parallel_output "
-        "share_embeddings_and_output_weights position_embedding_type rotary_percent seq_len_interpolation_factor "
-        "relative_attention_num_buckets relative_attention_max_distance vp_stage"
-    )
     def __init__(
         self,
         config: TransformerConfig,
+        settings: LanguageModelSettings,
         encoder_config: TransformerConfig,
         transformer_encoder_layer_spec: LayerSpec,
         transformer_decoder_layer_spec: LayerSpec,
-        settings: LanguageModelSettings,
         *,
         add_encoder: bool = True,
         add_decoder: bool = True,

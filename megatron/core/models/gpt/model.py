@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron import serve_other_names
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.common.language_module import LanguageModule, check_groups
-from megatron.core.models.common.settings import LanguageModelSettings, takes_settings
+from megatron.core.models.common.settings import LanguageModelSettings
 from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.core.statistics import modules_with_statistics
@@ -26,21 +25,16 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 class GPTModel(LanguageModule):
     """Decoder-only model: returns logits, or per-token losses if labels are passed.
 
-    The arguments besides those of ``__init__`` are the fields of :class:`LanguageModelSettings`. ``layer_range``
-    (global layer indices) selects this stage's layers in place of ``branches``. ``pg_collection`` must hold the groups
-    of the running program.
+    ``layer_range`` (global layer indices) selects this stage's layers in place of ``settings.branches``.
+    ``pg_collection`` must hold the groups of the running program. Programs written for Megatron-LM get the subclass in
+    ``compat/models.py``.
     """
 
-    @takes_settings(
-        "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process parallel_output "
-        "fp16_lm_cross_entropy share_embeddings_and_output_weights position_embedding_type rotary_percent rotary_base "
-        "rope_scaling rope_scaling_factor seq_len_interpolation_factor mtp_block_spec"
-    )
     def __init__(
         self,
         config: TransformerConfig,
-        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
         settings: LanguageModelSettings,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
         mtp_block_spec: prediction.MultiTokenPredictionBlockSubmodules | None = None,
         *,
         layer_range: range | None = None,
@@ -154,6 +148,3 @@ class GPTModel(LanguageModule):
         all_labels = torch.cat([labels, *(shifted.labels for shifted in tokens)])
         losses, *later_losses = self.outputs(torch.cat([hidden_states, *later], dim=1), all_labels).split(batch)
         return self.mtp.attach(losses, later_losses, tokens, loss_mask, aux_losses.scale)
-
-
-serve_other_names(__name__)
