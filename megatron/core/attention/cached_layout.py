@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -32,6 +32,7 @@ from megatron.core.fusions.paged_attention import SPLIT, PagedRows, paged_attent
 
 if TYPE_CHECKING:
     from megatron.core.attention.context import AttentionContext
+    from megatron.core.attention.context_parallel.forms import Attention
 
 CACHED = frozenset({"cached"})
 """Declaration of a layer that supports this layout (``transformer/context_parallel_support.py``)."""
@@ -290,7 +291,10 @@ class CachedLayout(TokenLayout):
     def mix_latents(self, mixer: Any, heads: Any, parts: Sequence[Tensor], ctx: AttentionContext) -> Tensor:
         return mixer.attend_cached(*parts, self, ctx)
 
-    def attend(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    def attention(self, core: Core) -> Attention:
+        return partial(self._attend, core)
+
+    def _attend(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [n, 1, a, d] to [n, 1, a, e]. Key and value have the new tokens, [n, 1, g, .].
 
         On GPUs, direct chunks at the front read the pages (``fusions/paged_attention.py``); in short steps all rows

@@ -112,7 +112,7 @@ class CoreAttention(nn.Module):
         mask = self.mask(ctx)
         if self.max_logits is not None and self.training:
             self.max_logits.add(query, key, mask, ctx.layout)
-        return ctx.layout.attend(self, query, key, value, mask).flatten(2)
+        return ctx.layout.attention(self)(query, key, value, mask).flatten(2)
 
     def mask(self, ctx: AttentionContext) -> Mask:
         """Return the mask of a forward pass, with bias, dropout and sink."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megatron.core.attention.context import AttentionContext
+    from megatron.core.attention.context_parallel.forms import Attention
     from megatron.core.attention.kernels.base import Kernel
-    from megatron.core.attention.masks import Mask
 
 ANY_ORDER = frozenset(CHUNKS)
 """Declaration of a layer that takes tokens in every order (``transformer/context_parallel_support.py``)."""
@@ -44,7 +44,7 @@ class Core(Protocol):
 
     @property
     def kernel(self) -> Kernel: ...
-    def form(self, layout: TokenLayout) -> Callable[[Tensor, Tensor, Tensor, Mask], Tensor]: ...
+    def form(self, layout: TokenLayout) -> Attention: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,10 +150,10 @@ class TokenLayout:
 
     # ---- attention
 
-    def attend(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e] by the form of ``core`` for
-        these ranks."""
-        return core.form(self)(query, key, value, mask)
+    def attention(self, core: Core) -> Attention:
+        """Return the function (query [s, b, a, d], key [t, b, g, d], value [t, b, g, e], mask) -> [s, b, a, e] of
+        ``core`` for these ranks."""
+        return core.form(self)
 
     def mix_latents(self, mixer: Any, heads: Any, parts: Sequence[Tensor], ctx: AttentionContext) -> Tensor:
         """Return the attention of ``mixer`` over latents: here to the heads that ``heads(*parts, ctx)`` computes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import TypeVar
 
 Group = TypeVar("Group", bound="FlagGroup")
@@ -22,17 +22,13 @@ class FlagGroup:
 def frozen_group(kind: type[Group], values: Mapping[str, object]) -> Group:
     """Return a frozen object of ``kind`` with ``values``. Bypasses the constructor: rules check values."""
     group = kind.__new__(kind)
-    content = vars(group)
-    for name, factory in _factories(kind):  # type: ignore[arg-type]
-        if name in values:
-            content[name] = values[name]
-        elif factory is not None:
-            content[name] = factory()
-    content["frozen"] = True
+    names, factories = _fields(kind)  # type: ignore[arg-type]
+    vars(group).update({name: make() for name, make in factories.items() if name not in values})
+    vars(group).update({name: values[name] for name in names if name in values}, frozen=True)
     return group
 
 
 @functools.cache
-def _factories(kind: type) -> list[tuple[str, Callable[[], object] | None]]:
-    factories = ((field.name, field.default_factory) for field in fields(kind))
-    return [(name, None if factory is MISSING else factory) for name, factory in factories]  # type: ignore[misc]
+def _fields(kind: type) -> tuple[list[str], dict[str, Callable[[], object]]]:
+    factories = {field.name: field.default_factory for field in fields(kind) if callable(field.default_factory)}
+    return [field.name for field in fields(kind)], factories

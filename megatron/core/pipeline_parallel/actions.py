@@ -10,6 +10,7 @@ computes only the input gradient (zero-bubble).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "W"]
@@ -49,12 +50,12 @@ class Schedule:
     def num_stages(self) -> int:
         return self.num_ranks * self.num_chunks
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether weight gradients are separate actions (W)."""
         return any(action.kind == "W" for actions in self.actions for action in actions)
 
-    @property
+    @cached_property
     def has_backward(self) -> bool:
         return any(action.kind == "B" for actions in self.actions for action in actions)
 

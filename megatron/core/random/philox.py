@@ -15,9 +15,10 @@ Legend: ``words`` are int64 tensors that hold 32-bit unsigned values.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ _CHUNK_COUNTERS = {"cpu": 1 << 14, "cuda": 1 << 22}
 (32 MiB), whose kernels take longer to run than to launch."""
 
 
+@functools.lru_cache(1 << 14, typed=True)  # every dropout mask of a step asks for the key of its site
 def key(seed: int, *parts: str | int) -> int:
     """Return a 64-bit key (BLAKE2b) of a seed and any strings and integers; equal in all processes and machines."""
     text = "\x1f".join([str(int(seed)), *(f"{type(part).__name__[0]}{part}" for part in parts)])
@@ -43,16 +45,16 @@ def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int
     """Run ten rounds of Philox4x32 on a counter of four words, tensors or integers (broadcast together), with the
     64-bit ``key``. Return four int64 tensors with 32-bit unsigned values; integers if all words are. Uses NumPy on
     CPUs, with equal results."""
-    tensors = [word for word in counter if isinstance(word, Tensor)]
-    if tensors and all(type(word) is Tensor and word.device.type == "cpu" for word in tensors):
-        # NumPy needs a third of torch's time for these operations, for large and small arrays
-        arrays = (word.numpy() if isinstance(word, Tensor) else word for word in counter)
-        with np.errstate(over="ignore"):
-            return tuple(torch.from_numpy(np.asarray(word)) for word in _rounds(tuple(arrays), key))
-    return _rounds(counter, key)
+    if {(type(word), word.device.type) for word in counter if isinstance(word, Tensor)} != {(Tensor, "cpu")}:
+        return _rounds(counter, key)
+    # NumPy needs a third of torch's time for these operations, for large and small arrays; lists, as each item of a
+    # generator is a call
+    arrays = [word.numpy() if isinstance(word, Tensor) else word for word in counter]
+    with np.errstate(over="ignore"):
+        return tuple([torch.from_numpy(np.asarray(word)) for word in _rounds(arrays, key)])
 
 
-def _rounds(counter: tuple[Any, ...], key: int) -> tuple[Any, ...]:
+def _rounds(counter: Sequence[Any], key: int) -> tuple[Any, ...]:
     """Compute :func:`philox` on int64 tensors, arrays or integers; products may wrap modulo 2**64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK32, (key >> 32) & _MASK32

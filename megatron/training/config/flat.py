@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -116,18 +117,17 @@ class FlatConfig(
             for name, field in _fields(family).items()
         }
         vars(self).update(defaults, frozen=True)
-        vars(self).update(self._known(values))
+        self._update(values)
 
-    def _known(self, values: Mapping[str, object]) -> Mapping[str, object]:
+    def _update(self, values: Mapping[str, object]) -> None:
         if unknown := [name for name in values if name not in vars(self)]:
             raise TypeError(f"there is no setting {unknown[0]!r}")
-        return values
+        vars(self).update(values)
 
     def with_settings(self, **changes: Any) -> FlatConfig:
         """Return a copy with other values for these fields. Raises TypeError for an unknown name."""
-        other = FlatConfig.__new__(FlatConfig)
-        vars(other).update(vars(self))
-        vars(other).update(self._known(changes))
+        other = copy.copy(self)
+        other._update(changes)
         return other
 
     def __eq__(self, other: object) -> bool:

@@ -38,11 +38,8 @@ def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -
     """
     flat = cfg.flat.with_settings(**dict.fromkeys(overlaps_without_halves(cfg.flat), False))
     values: dict[str, object] = {"world_size": world_size}
-    values.update(_implementations(flat, gpu_present() if gpus is None else gpus))
-    values.update(_without_effect(flat))
-    values.update(_network(flat))
-    values.update(_precision(flat))
-    values.update(_data(flat))
+    values |= _implementations(flat, gpu_present() if gpus is None else gpus)
+    values |= _without_effect(flat) | _network(flat) | _precision(flat) | _data(flat)
     flat = flat.with_settings(**values)
     flat = flat.with_settings(**_batches(flat))
     return compose(flat.with_settings(**_schedules(flat), resolved=True))

@@ -46,13 +46,7 @@ class GPTTask(LanguageModelTask):
         config, custom_layers = cfg.family.transformers(cfg)["decoder"], spec_layers(cfg)
         engine = cfg.model.transformer_impl == "transformer_engine"
         spec = custom_layers or get_gpt_decoder_block_spec(config, engine)
-        settings = self.model_settings(
-            pre_process,
-            post_process,
-            vp_stage,
-            rope_scaling=cfg.rope_scaling.use_rope_scaling,
-            rope_scaling_factor=cfg.rope_scaling.rope_scaling_factor,
-        )
+        settings = self.model_settings(pre_process, post_process, vp_stage)
         return GPTModel(config, settings, spec, get_gpt_mtp_block_spec(config, spec, engine))
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, object, object]:

@@ -50,6 +50,8 @@ class LanguageModelTask(Task):
             position_embedding_type=cfg.embeddings.position_embedding_type,
             rotary_percent=cfg.embeddings.rotary_percent,
             rotary_base=cfg.embeddings.rotary_base,
+            rope_scaling=cfg.rope_scaling.use_rope_scaling,
+            rope_scaling_factor=cfg.rope_scaling.rope_scaling_factor,
             seq_len_interpolation_factor=cfg.embeddings.rotary_seq_len_interpolation_factor,
             seed=cfg.model.seed,
             make_vocab_size_divisible_by=cfg.embeddings.make_vocab_size_divisible_by,

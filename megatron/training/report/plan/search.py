@@ -37,10 +37,6 @@ RECOMPUTATION: tuple[dict[str, object], ...] = (
 Values = dict[str, object]
 
 
-def _default(field: str) -> object:
-    return getattr(FlatConfig, field, None)
-
-
 @dataclass(frozen=True)
 class Layout:
     """A layout that fits, with its prediction."""
@@ -63,7 +59,11 @@ class Layout:
         words = []
         for name, value in self.values.items():
             flag = f"--{name.replace('_', '-')}"
-            if name == "eval_micro_batch_size" or value == _default(name) and name != "micro_batch_size":
+            if (
+                name == "eval_micro_batch_size"
+                or value == getattr(FlatConfig, name, None)
+                and name != "micro_batch_size"
+            ):
                 continue
             if isinstance(value, list):
                 words.append(" ".join([flag, *map(str, value)]))
