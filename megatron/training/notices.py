@@ -101,7 +101,7 @@ def unfused_attention(cfg: PretrainConfig) -> Iterator[str]:
     model = cfg.model
     if not model.attention_dropout:
         return
-    source = "" if "attention_dropout" in cfg.flat.explicit else " (default, as in Megatron-LM)"
+    source = "" if "attention_dropout" in cfg.explicit else " (default, as in Megatron-LM)"
     usual = ", as usual with rope, RMSNorm and SwiGLU" if resembles_llama(cfg) else ""
     yield (
         f"--attention-dropout {model.attention_dropout:g}{source}: attention is unfused; its time and memory grow with "
@@ -138,11 +138,11 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
         if getattr(given.flat, field) is not None and getattr(resolved.flat, field) is None:
             flag = f"--{field.replace('_', '-')} {getattr(given.flat, field)}"
             yield f"{flag}: no effect without --recompute-granularity full; whole layers are not recomputed"
-    if given.model.delay_wgrad_compute and not resolved.flat.delay_wgrad_compute:
+    if given.model.delay_wgrad_compute and not resolved.model.delay_wgrad_compute:
         yield "--delay-wgrad-compute: no effect, as --pipeline-model-parallel-size is 1"
     if modules := set(given.model.offload_modules or ()) - set(resolved.model.offload_modules or ()):
         yield f"--offload-modules {' '.join(sorted(modules))}: no effect, as --recompute-modules saves less of them"
-    if given.model.fp8_param_gather and not resolved.flat.fp8_param_gather:
+    if given.model.fp8_param_gather and not resolved.model.fp8_param_gather:
         yield "--fp8-param-gather: no effect without --bf16; weights are gathered in fp32, with the same results"
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if getattr(given.flat, name) and not getattr(resolved.flat, name):

@@ -47,7 +47,7 @@ def _cannot_generate(cfg: PretrainConfig) -> list[str]:
     excluded = {
         "--context-parallel-size": model.context_parallel_size > 1,
         "virtual pipeline stages": virtual_pipeline_size(model) > 1,
-        "--use-torch-fsdp2": cfg.flat.use_torch_fsdp2,
+        "--use-torch-fsdp2": cfg.distributed.use_torch_fsdp2,
         "--moe-expert-capacity-factor": model.moe_expert_capacity_factor is not None,
         f"{cfg.family.programs[0].script}, which does not generate": cfg.family.generate is None
         or not cfg.family.is_causal,

@@ -48,7 +48,7 @@ class Bounds:
     ) -> None:
         self.cluster, self.vocab_size, self.apply = cluster, vocab_size, apply
         self.has_chunks = base.model.virtual_pipeline_model_parallel_size is not None or bool(
-            base.flat.explicit & {SCHEDULE, "delay_wgrad_compute"}
+            base.explicit & {SCHEDULE, "delay_wgrad_compute"}
         )
         described = base.describe(vocab_size)
         self._base, self._params = base, [param for piece in _pieces(described) for param in piece.params]

@@ -330,7 +330,7 @@ def stage_times(
         experts = sum(map(_has_experts, pieces))
         times["F", "host"] += experts * ROW_COUNTS / 2
         times["I", "host"] += experts * ROW_COUNTS / 2
-    graphs = cfg.flat.cuda_graph_impl not in (None, "none")
+    graphs = cfg.training.cuda_graph_impl not in (None, "none")
     missing = _launch_seconds(cfg, pieces) - sum(times.values())
     if not graphs and missing > 0:
         times["F", "host"] += missing / 3
