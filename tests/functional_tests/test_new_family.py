@@ -15,6 +15,7 @@ from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
 from tests.test_utils.gpt_runs import read_records
 from tests.test_utils.layouts import VOCAB_SIZE, Layout, Matrix
+from tests.test_utils.toy_family.family import NumbersConfig
 
 FAMILY = "tests.test_utils.toy_family.family"
 FLAGS = (
@@ -106,6 +107,8 @@ def test_its_flags_rules_and_settings_are_its_own():
         parse_args(["--numbers-count", "4"])
     cfg = settings("--numbers-count 5")
     assert pickle.loads(pickle.dumps(cfg)) == cfg and cfg.flat.numbers_count == 5
+    other = cfg.with_settings(numbers_count=6)
+    assert other.group(NumbersConfig).numbers_count == other.flat.values()["numbers_count"] == 6 and other != cfg
     sizes = {name: config.hidden_size for name, config in cfg.family.transformers(cfg).items()}
     assert sizes == {"numbers": 16, "decoder": 32}
 
