@@ -108,10 +108,10 @@ class FlatConfig(
     """View of a mapping field -> value with all settings of a run, read-only. The mapping also has the fields of groups
     that only the run's model family has; its custom flags (``extra``) can be read as attributes too."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         """Settings with these values, of the default family unless ``model_family`` is given, others at their defaults.
         Raises TypeError for an unknown name, UserError for an unknown family."""
-        family = values.get("model_family") or registry.default_family()
+        family = str(values.get("model_family") or registry.default_family())
         defaults = {
             name: field.default if field.default_factory is MISSING else field.default_factory()
             for name, field in _fields(family).items()
@@ -124,7 +124,7 @@ class FlatConfig(
             raise TypeError(f"there is no setting {unknown[0]!r}")
         vars(self).update(values)
 
-    def with_settings(self, **changes: Any) -> FlatConfig:
+    def with_settings(self, **changes: object) -> FlatConfig:
         """Return a copy with other values for these fields. Raises TypeError for an unknown name."""
         other = copy.copy(self)
         other._update(changes)

@@ -35,11 +35,9 @@ class LanguageModelTask(Task):
     def make_batches(self) -> Batches:
         return EqualRows(self.cfg, self.sequence_keys, self.whole_keys)
 
-    def model_settings(
-        self, pre_process: bool, post_process: bool, vp_stage: int | None, **others: Any
-    ) -> LanguageModelSettings:
+    def model_settings(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> LanguageModelSettings:
         """Return the settings that all models share: vocabulary and positions, rotary settings, seed, process groups,
-        and this stage's residual branches. ``vp_stage`` None means chunk 0. ``others``: further fields."""
+        and this stage's residual branches. ``vp_stage`` None means chunk 0."""
         cfg = self.cfg
         return LanguageModelSettings(
             vocab_size=self.vocab_size,
@@ -58,7 +56,6 @@ class LanguageModelTask(Task):
             groups=parallel_state.get_process_groups(),
             branches=self.branches(vp_stage or 0),
             vp_stage=vp_stage,
-            **others,
         )
 
     def branches(self, vp_stage: int) -> range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,10 +48,8 @@ class T5Task(LanguageModelTask):
             relative_positions=cfg.embeddings.position_embedding_type == "relative",
             use_transformer_engine=cfg.model.transformer_impl == "transformer_engine",
         )
-        settings = self.model_settings(
-            pre_process,
-            post_process,
-            vp_stage,
+        settings = replace(
+            self.model_settings(pre_process, post_process, vp_stage),
             relative_attention_num_buckets=stack.relative_attention_num_buckets,
             relative_attention_max_distance=stack.relative_attention_max_distance,
         )
