@@ -1,5 +1,6 @@
 """The recipes of examples/: checked at real size without a GPU, trained small by torchrun and under Slurm."""
 
+import json
 import os
 import re
 import signal
@@ -116,6 +117,51 @@ def test_recipe_trains_small_under_torchrun(recipe, environment, tmp_path):
     assert result.returncode == 0 and "2 ranks = tensor 2" in result.stdout, result.stdout + result.stderr
     assert re.findall(r"iteration +(\d+)/ +2 ", result.stdout) == ["1", "2"]
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
+FINE_TUNING = sorted(path for path in (ROOT / "examples").glob("*/*.sh") if path not in RECIPES)
+FINE_TUNED = {
+    # script: (ranks, GiB of the rank with the most, trained parameters in millions)
+    "sft_llama3_8b": (8, 50.23, 8030),
+    "lora_llama3_8b": (8, 52.19, 42),
+    "dpo_llama3_8b": (8, 58.75, 8030),
+    "sft_llama3_70b": (32, 60.92, 70554),
+    "lora_llama3_70b": (8, 32.48, 207),
+    "dpo_llama3_70b": (8, 32.48, 207),
+}
+LLAMA = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
+}
+"""Sizes in the models' own config.json."""
+
+
+@pytest.mark.parametrize("recipe", FINE_TUNING, ids=name_of)
+def test_fine_tuning_recipe_fits_its_gpus_at_real_size(recipe, environment, tmp_path):
+    ranks, most, trained = FINE_TUNED[name_of(recipe)]
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_key_value_heads": 8,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "vocab_size": 128256, "attention_bias": False,
+    }  # fmt: skip
+    size = name_of(recipe).rpartition("_")[2]
+    (tmp_path / "config.json").write_text(json.dumps({**config, **LLAMA[size]}))
+    result = start(recipe, "--dry-run", env={**environment, "HF_MODEL": str(tmp_path)}, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    totals = re.findall(r"^ +(?:pipeline rank \d+|every rank) +(?:[\d.]+ +){5}([\d.]+)", result.stdout, re.MULTILINE)
+    assert max(map(float, totals)) == pytest.approx(most, rel=0.02)
+    assert f"ranks                      {ranks} = " in result.stdout
+    parameters = int(re.search(r"parameters +([\d,]+)", result.stdout)[1].replace(",", ""))
+    base = {"8b": 8_030_261_248, "70b": 70_553_706_496}[size]
+    assert parameters - (0 if trained > 1000 else base) == pytest.approx(trained * 1e6, rel=0.01)
+    assert f"--nodes={ranks // 8} " in recipe.read_text()
+    assert ("companion reference" in result.stdout) == (name_of(recipe) == "dpo_llama3_8b")
+
+
+def test_fine_tuning_recipe_without_a_model_names_the_variable(environment, tmp_path):
+    assert {name_of(recipe) for recipe in FINE_TUNING} == {*FINE_TUNED}
+    result = start(FINE_TUNING[0], "--dry-run", env=environment, cwd=tmp_path)
+    assert result.returncode != 0 and "HF_MODEL: set it to the folder of" in result.stderr
 
 
 def test_wrong_settings_end_before_any_rank_starts(environment, tmp_path):
