@@ -19,7 +19,12 @@ import pytest
 from megatron.core.distributed.replicas import tensor_hash
 from tests.test_utils.declared_table import DECLARED_ROWS, missing_axes
 from tests.test_utils.gloo_pool import WorkerError
-from tests.test_utils.layout_suite import IN_THE_SUITE, IN_THE_SUITE_THROUGH_COPY_ENGINES, missing_pairs
+from tests.test_utils.layout_suite import (
+    IN_THE_SUITE,
+    IN_THE_SUITE_THROUGH_COPY_ENGINES,
+    engine_pairs,
+    missing_pairs,
+)
 from tests.test_utils.layout_table import MODELS, TABLE, THROUGH_COPY_ENGINES, row
 from tests.test_utils.layouts import FEW_STEPS, VOCAB_SIZE, Layout, compare_with_reference, configure, running
 
@@ -110,6 +115,12 @@ def test_the_table_is_large_enough():
 
 def test_rows_of_the_suite_cover_every_pair_of_axes():
     assert missing_pairs(map(row, TABLE), map(row, IN_THE_SUITE)) == []
+
+
+def test_rows_of_the_suite_cover_the_axes_of_copy_engines():
+    every, selected = (set().union(*(engine_pairs(row(name)) for name in names))
+                       for names in (THROUGH_COPY_ENGINES, IN_THE_SUITE_THROUGH_COPY_ENGINES))  # fmt: skip
+    assert every == selected
 
 
 def test_a_pair_of_axes_without_a_row_is_reported():

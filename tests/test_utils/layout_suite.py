@@ -55,6 +55,15 @@ def pairs_of(row: Layout) -> set[tuple[str, ...]]:
     return pairs | set(combinations(sorted(axes), 2)) | set(product(kinds, main))
 
 
+ENGINES = ("--tp-comm-overlap", "--moe-token-dispatcher-type", "--overlap-moe")
+
+
+def engine_pairs(row: Layout) -> set[tuple[str, ...]]:
+    """Return the main axes of ``row`` and the flags that choose what copy engines carry, and their pairs."""
+    axes = [axis for axis in (*MAIN_AXES, *ENGINES) if axis in row.layout]
+    return {(axis,) for axis in axes} | set(combinations(axes, 2))
+
+
 def missing_pairs(table: Iterable[Layout], rows: Iterable[Layout]) -> list[tuple[str, ...]]:
     """Return the pairs of ``table`` that no row of ``rows`` tests, sorted."""
     return sorted(set().union(*map(pairs_of, table)) - set().union(*map(pairs_of, rows)))
@@ -110,11 +119,9 @@ IN_THE_SUITE = {
     "activations-fsdp2", "activations-mla-tp2-sp", "activations-mla-experts-ep2",
 }  # fmt: skip
 IN_THE_SUITE_THROUGH_COPY_ENGINES = {
-    "tp4-sp", "tp2-sp-halves-gather", "tp2-sp-pp2-halves", "batch-invariant-pp2-zero-bubble-tp2-sp-llama",
-    "cp2-tp2-sp", "pp2-vpp-packed", "pp2-vpp-serial", "pp2-vpp-group", "pp2-zero-bubble-h2", "recompute-pp2-vpp",
-    "recompute-mlp-zero-bubble-tp2", "chunks-pp2-zero-bubble", "cut-pp2-tp2-sp-halves", "cut-pp2-recompute-block",
-    "mtp-pp2-zero-bubble-dp2", "mtp-repeated-pp2-zero-bubble-dp2", "ep4-static-overlapped-shared", "tp2-sp-etp1-ep2",
-    "pp2-vpp-ep2", "mla-tp2-sp-halves", "gemma-3-tp2-sp-halves", "t5-pp2-zero-bubble", "fp8-blockwise-tp2-sp-halves",
-    "muon-pp2-vpp-zero2", "dynamic-pp2-4", "dynamic-pp2-vpp", "activations-tp2-sp-halves", "activations-pp2-vpp",
-    "activations-pp2-zero-bubble",
+    "tp2-sp-halves-gather", "tp2-sp-pp2-halves", "cp2-tp2-sp", "pp2-vpp-tp2-sp", "recompute-modules",
+    "tp2-sp-ep2-halves", "tp2-sp-etp1-ep2", "pp2-vpp-recompute", "pp2-zero-bubble-recompute-moe",
+    "bert-packed-pp2-cp2-zero-bubble", "t5-pp2-zero-bubble-chunks", "muon-pp2-vpp-zero2", "dynamic-pp2-4",
+    "dynamic-pp2-vpp",
 }  # fmt: skip
+"""Rows through copy engines: all :func:`engine_pairs` of the complete list."""
