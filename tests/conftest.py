@@ -49,8 +49,8 @@ def used_gpu_memory(request):
         import torch
 
         pieces = [512] * 2000 + [1 << 16] * 200 + [4 << 20] * 32 + [1 << 26] * 2
-        held = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in pieces]
-        del held
+        retained = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in pieces]
+        del retained
         yield
         torch.cuda.empty_cache()  # other processes test on the same GPU
     else:

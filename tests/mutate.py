@@ -102,17 +102,17 @@ class Campaign:
         """Choose among the tests that execute the line: first those of the module's own test file, then one of each
         function before a second one with other parameters; rows from all parts of the layout table. Quickest
         first."""
-        own, turns, order = f"test_{Path(mutant.path).stem}", Counter(), {}
-        known = [each for each in self.coverage.tests_of(mutant) if each["test"] not in self.unreliable]
-        for each in known:
-            function = each["test"].split("[")[0]
-            order[each["test"]] = (own not in function, turns[function], each["seconds"])
+        local, turns, order = f"test_{Path(mutant.path).stem}", Counter(), {}
+        registered = [item for item in self.coverage.tests_of(mutant) if item["test"] not in self.unreliable]
+        for item in registered:
+            function = item["test"].split("[")[0]
+            order[item["test"]] = (local not in function, turns[function], item["seconds"])
             turns[function] += 1
-        rows = [each for each in known if ROWS in each["test"]]
-        tests = sorted((each for each in known if ROWS not in each["test"]), key=lambda each: order[each["test"]])
+        rows = [item for item in registered if ROWS in item["test"]]
+        tests = sorted((item for item in registered if ROWS not in item["test"]), key=lambda item: order[item["test"]])
         if self.num_rows and len(rows) > self.num_rows:
             rows = sorted(rows, key=lambda row: hashlib.sha256(row["test"].encode()).digest())[: self.num_rows]
-        return sorted(tests[: self.num_tests or None], key=lambda each: each["seconds"]) + rows
+        return sorted(tests[: self.num_tests or None], key=lambda item: item["seconds"]) + rows
 
     def run(self, mutants, report=lambda result: None):
         """All results; ``report`` hears of each when it is known."""
@@ -124,7 +124,7 @@ class Campaign:
                     tests = self.selected(mutant)
                     pid, folder = self._start(mutant, tree, tests)
                     crowd = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # others want the machine, too
-                    limit = crowd * (3 * sum(each["seconds"] for each in tests) + 30)
+                    limit = crowd * (3 * sum(test["seconds"] for test in tests) + 30)
                     running[pid] = (mutant, tree, folder, tests, time.monotonic(), limit)
                 time.sleep(0.02)
                 for pid, (mutant, tree, folder, tests, started, limit) in list(running.items()):
@@ -151,7 +151,7 @@ class Campaign:
         shutil.copy2(file, folder / "original")
         file.write_text(mutant.apply(file.read_text()))
         Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
-        names = [each["test"] for each in tests]
+        names = [test["test"] for test in tests]
         return fork(tree, folder, lambda: run_pytest(["-x", *names], Watcher(folder / "failed")), self.memory), folder
 
     def _restore(self, mutant, tree, folder):
@@ -168,7 +168,7 @@ class Campaign:
 
     def failing_without_a_change(self, results):
         """Find the tests that noticed something and fail on the unchanged tree under the same conditions."""
-        names = sorted({each.test for each in results if each.status == "caught"} & set(self.coverage.records))
+        names = sorted({result.test for result in results if result.status == "caught"} & set(self.coverage.records))
         folder = Path(tempfile.mkdtemp(dir=self.trees[0].parent))
 
         class Failures:
@@ -203,14 +203,14 @@ def chosen(args, tree, coverage):
     chance = random.Random(args.seed)
     if args.again:
         rows = json.loads(args.again.read_text())["mutants"]
-        wanted = {tuple(each["key"]) for each in rows if each["status"] == "survived"}
-        found = [[each] for mutants in by_line.values() for each in mutants if each.key in wanted]
+        expected = {tuple(row["key"]) for row in rows if row["status"] == "survived"}
+        result = [[row] for mutants in by_line.values() for row in mutants if row.key in expected]
     elif args.sample:
         lines = chance.sample(sorted(by_line), min(args.sample, len(by_line)))
-        found = [chance.sample(by_line[line], len(by_line[line])) for line in lines]
+        result = [chance.sample(by_line[line], len(by_line[line])) for line in lines]
     else:
-        found = [[each] for mutants in by_line.values() for each in mutants]
-    valid = (next((each for each in mutants if each.apply(texts[each.path])), None) for mutants in found)
+        result = [[row] for mutants in by_line.values() for row in mutants]
+    valid = (next((row for row in mutants if row.apply(texts[row.path])), None) for mutants in result)
     return [mutant for mutant in valid if mutant], unexecuted
 
 
@@ -232,9 +232,9 @@ def say(result):
 def summary(results):
     """Counts per file and in all."""
     by_file = defaultdict(Counter)
-    for each in results:
-        for name in (each.mutant.path, "all"):
-            by_file[name][each.status] += 1
+    for result in results:
+        for name in (result.mutant.path, "all"):
+            by_file[name][result.status] += 1
     width = max(map(len, by_file), default=0)
     print(f"\n{'file':{width}} mutants caught timeout explained survived")
     for path, counts in sorted(by_file.items(), key=lambda item: (item[0] == "all", item[0])):
@@ -243,8 +243,8 @@ def summary(results):
 
 
 def save(path, results, unexecuted):
-    rows = [{**each.mutant._asdict(), **{k: v for k, v in vars(each).items() if k != "mutant"}, "key": each.mutant.key}
-            for each in results]  # fmt: skip
+    rows = [{**item.mutant._asdict(), **{k: v for k, v in vars(item).items() if k != "mutant"}, "key": item.mutant.key}
+            for item in results]  # fmt: skip
     lines = {path: sorted(numbers) for path, numbers in unexecuted.items()}
     path.write_text(json.dumps({"mutants": rows, "unexecuted": lines}, indent=1))
 
@@ -295,13 +295,13 @@ def main(argv=None):
         campaign.unreliable = campaign.failing_without_a_change(results)
         if campaign.unreliable:
             print("Fail without a change, too; once more without them:", *sorted(campaign.unreliable), sep="\n  ")
-            again = [each.mutant for each in results if each.test in campaign.unreliable]
-            results = [each for each in results if each.test not in campaign.unreliable] + campaign.run(again, known)
-    results.sort(key=lambda each: each.mutant)
+            repeated = [item.mutant for item in results if item.test in campaign.unreliable]
+            results = [item for item in results if item.test not in campaign.unreliable] + campaign.run(repeated, known)
+    results.sort(key=lambda item: item.mutant)
     summary(results)
     if args.report:
         save(args.report, results, unexecuted)
-    return 1 if any(each.status == "survived" for each in results) else 0
+    return 1 if any(item.status == "survived" for item in results) else 0
 
 
 if __name__ == "__main__":

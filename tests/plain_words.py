@@ -50,10 +50,10 @@ class Unit(NamedTuple):
 def _rules() -> tuple[re.Pattern[str], re.Pattern[str], set[str]]:
     """Return the idioms, the words that no docstring begins with, and the words that no name contains."""
     rows = [line.split("\t") for line in (HERE / "plain_words.tsv").read_text(encoding="utf-8").splitlines()]
-    found = {kind: [row[1] for row in rows if row[0] == kind] for kind in ("idiom", "opening", "name")}
-    idioms = "|".join(f"\\b(?:{pattern})\\b" for pattern in found["idiom"])
-    opening = rf"(?:{'|'.join(found['opening'])})\b(?! to\b)"
-    return re.compile(idioms, re.IGNORECASE), re.compile(opening), set(found["name"])
+    result = {kind: [row[1] for row in rows if row[0] == kind] for kind in ("idiom", "opening", "name")}
+    idioms = "|".join(f"\\b(?:{pattern})\\b" for pattern in result["idiom"])
+    opening = rf"(?:{'|'.join(result['opening'])})\b(?! to\b)"
+    return re.compile(idioms, re.IGNORECASE), re.compile(opening), set(result["name"])
 
 
 IDIOMS, OPENING, NAME_WORDS = _rules()
@@ -61,7 +61,7 @@ IDIOMS, OPENING, NAME_WORDS = _rules()
 
 def units(root: Path) -> Iterator[Unit]:
     """Yield the units of every file below ``root``, each once."""
-    seen = set()
+    observed = set()
     for path in [root] if root.is_file() else sorted(root.rglob("*")):
         hidden = any(part.startswith(".") for part in path.parts[len(root.parts) :])
         if path.suffix not in (".py", ".md") or hidden:
@@ -70,11 +70,11 @@ def units(root: Path) -> Iterator[Unit]:
         for unit in _python(path, source) if path.suffix == ".py" else _markdown(path, source):
             is_name = unit.kind == "name"
             key = (0 if is_name else unit.line, unit.text)
-            if key in seen or not is_name and len(re.findall(r"[A-Za-z]{2,}|\ba\b", unit.text)) < 3:
+            if key in observed or not is_name and len(re.findall(r"[A-Za-z]{2,}|\ba\b", unit.text)) < 3:
                 continue
-            seen.add(key)
+            observed.add(key)
             yield unit
-        seen.clear()
+        observed.clear()
 
 
 def found_in(unit: Unit) -> list[str]:
@@ -82,9 +82,9 @@ def found_in(unit: Unit) -> list[str]:
     if unit.kind == "name":
         words = set(re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", unit.text).lower().split("_"))
         return sorted(words & NAME_WORDS) + (["_of"] if re.search(r"(?<!multiple)_of$", unit.text) else [])
-    found = [match.group(0).lower() for match in IDIOMS.finditer(NOT_PROSE.sub(" X ", unit.text))]
+    result = [match.group(0).lower() for match in IDIOMS.finditer(NOT_PROSE.sub(" X ", unit.text))]
     opening = OPENING.match(unit.text) if unit.opens else None
-    return found + ([f"opens with {opening.group(0)}"] if opening else [])
+    return result + ([f"opens with {opening.group(0)}"] if opening else [])
 
 
 def rates(root: Path) -> dict[str, tuple[float, float]]:
@@ -115,9 +115,9 @@ def write_ceilings() -> None:
     old = ceilings() if CEILINGS.exists() else {}
     rows = []
     for root in ROOTS:
-        for folder, found in sorted(rates(HERE.parent / root).items()):
-            kept = old.get(folder, (100.0, 100.0))
-            limits = [max(low, min(limit, rate + SLACK)) for limit, rate, low in zip(kept, found, PLAIN)]
+        for folder, actual in sorted(rates(HERE.parent / root).items()):
+            retained = old.get(folder, (100.0, 100.0))
+            limits = [max(low, min(limit, rate + SLACK)) for limit, rate, low in zip(retained, actual, PLAIN)]
             rows.append("\t".join((folder, *(f"{limit:.1f}" for limit in limits))))
     CEILINGS.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
@@ -158,7 +158,7 @@ def _reported(node: ast.AST) -> Iterator[ast.expr]:
         parts = [node.value] if named else []
     for part in parts:
         inner = [part] if isinstance(part, ast.Constant | ast.JoinedStr) else list(ast.iter_child_nodes(part))
-        yield from (each for each in inner if isinstance(each, ast.JoinedStr) or _is_text(each))  # type: ignore[misc]
+        yield from (item for item in inner if isinstance(item, ast.JoinedStr) or _is_text(item))  # type: ignore[misc]
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -167,7 +167,7 @@ def _is_text(node: ast.AST) -> bool:
 
 def _text(node: ast.expr) -> str:
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(each) if isinstance(each, ast.Constant) else "{}" for each in node.values)
+        return "".join(_text(value) if isinstance(value, ast.Constant) else "{}" for value in node.values)
     return str(node.value) if isinstance(node, ast.Constant) else ""
 
 
@@ -201,12 +201,12 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.write_ceilings:
         write_ceilings()
-    for root in (each.resolve() for each in args.roots):
+    for root in (item.resolve() for item in args.roots):
         for folder, (lines, names) in sorted(rates(root).items()):
             print(f"{folder:56}{lines:8.2f} % of lines{names:8.2f} % of names")
-        hits = [(found, unit) for unit in units(root) if (found := found_in(unit))]
-        for found, unit in sorted(hits, key=lambda hit: -len(hit[0]))[: args.list]:
-            print(f"{unit.path}:{unit.line}: {unit.text}  <- {', '.join(found)}")
+        hits = [(actual, unit) for unit in units(root) if (actual := found_in(unit))]
+        for actual, unit in sorted(hits, key=lambda hit: -len(hit[0]))[: args.list]:
+            print(f"{unit.path}:{unit.line}: {unit.text}  <- {', '.join(actual)}")
     return 0
 
 

@@ -27,17 +27,17 @@ class Size(NamedTuple):
 
     def exceeds(self, ceiling: Size) -> bool:
         """Return whether any of the three is above its ceiling."""
-        return any(found > limit for found, limit in zip(self, ceiling))
+        return any(actual > limit for actual, limit in zip(self, ceiling))
 
 
 def sizes(library: Path = LIBRARY) -> dict[str, Size]:
     """Return the size of each package of ``library`` by its path relative to the parent, in alphabetical order."""
-    found: dict[str, Counter[str]] = {}
+    actual: dict[str, Counter[str]] = {}
     for path in sorted(library.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        package = found.setdefault(path.parent.relative_to(library.parent).as_posix(), Counter())
+        package = actual.setdefault(path.parent.relative_to(library.parent).as_posix(), Counter())
         package.update(lines=len(text.splitlines()), any=len(ANY.findall(text)), skips=text.count("# fmt: skip"))
-    return {name: Size(each["lines"], each["any"], each["skips"]) for name, each in found.items()}
+    return {name: Size(item["lines"], item["any"], item["skips"]) for name, item in actual.items()}
 
 
 def total(library: Path = LIBRARY) -> Size:

@@ -83,11 +83,11 @@ def forward_step(iterator, model, forward_only=False):
     def loss_func(logits):
         log_probs = log_probabilities(logits, batch["labels"])
         loss = -(log_probs * batch["loss_mask"]).sum()
-        kept = {"log_probs": log_probs.detach(), "lengths": [LENGTH] * (log_probs.numel() // LENGTH)}
+        retained = {"log_probs": log_probs.detach(), "lengths": [LENGTH] * (log_probs.numel() // LENGTH)}
         if forward_only:
-            return loss, kept
+            return loss, retained
         count = batch["loss_mask"].sum().int()
-        return loss, count, {"loss": loss.detach().clone(), "count": count, **kept}
+        return loss, count, {"loss": loss.detach().clone(), "count": count, **retained}
 
     return output, loss_func
 
@@ -145,7 +145,7 @@ def actor(rank, world_size, layout, packs, per_token):
     get_attr_wrapped_model(model, "config").calculate_per_token_loss = per_token
     run = get_forward_backward_func()
     call = {"model": [model], "num_microbatches": 4, "seq_length": LENGTH, "micro_batch_size": 2}
-    found, difference = [], 0.0
+    actual, difference = [], 0.0
     for batch in global_batches():
         parts = micro_batches(batch, packs)
         model.eval()
@@ -167,17 +167,17 @@ def actor(rank, world_size, layout, packs, per_token):
             assert one["lengths"] == other["lengths"] and other["log_probs"].shape == part["labels"].shape
             difference = max(difference, (one["log_probs"] - other["log_probs"]).abs().max().item())
         if results:
-            total, count = (sum(float(each[name]) for each in results) for name in ("loss", "count"))
-            found.append(total / count)
-    return found, difference
+            total, count = (sum(float(result[name]) for result in results) for name in ("loss", "count"))
+            actual.append(total / count)
+    return actual, difference
 
 
 @pytest.mark.parametrize("packs", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)], ids=["one rank", "TP 2", "PP 2"])
 def test_the_losses_of_an_actor_are_those_of_the_program(gloo_pool, expected, layout, packs):
     ranks = gloo_pool.run(actor, layout[0] * layout[1], layout, packs, True)
-    with_losses = [found for found, _ in ranks if found]
+    with_losses = [with_loss for with_loss, _ in ranks if with_loss]
     assert len(with_losses) == layout[0] and len(expected) == STEPS
-    for found in with_losses:
-        np.testing.assert_allclose(found, expected, rtol=3e-5)
+    for with_loss in with_losses:
+        np.testing.assert_allclose(with_loss, expected, rtol=3e-5)
     assert max(difference for _, difference in ranks) < 1e-5

@@ -52,21 +52,21 @@ def test_checkpoints_are_those_of_the_foreground_bit_for_bit(gloo_pool, tmp_path
     """Training changes every weight, in place, before the writer sees the copy."""
     world_size, flags = LAYOUTS[layout]
     argv = ["--mock-data", *flags, "--save-interval", "3", "--log-interval", "1"]
-    plain, behind = tmp_path / "plain", tmp_path / "behind"
+    plain, previous = tmp_path / "plain", tmp_path / "behind"
     assert gloo_pool.run(train, world_size, [*argv, "--save", str(plain)]) == [0] * world_size
-    codes = gloo_pool.run(train_slowly, world_size, [*argv, "--save", str(behind), "--async-save"], 0.3)
+    codes = gloo_pool.run(train_slowly, world_size, [*argv, "--save", str(previous), "--async-save"], 0.3)
     assert codes == [0] * world_size
-    assert saved_iterations(behind) == saved_iterations(plain) == [8, 6, 3]
+    assert saved_iterations(previous) == saved_iterations(plain) == [8, 6, 3]
     for name in ("iter_0000003", "iter_0000006", "iter_0000008"):
-        CheckpointReader(behind / name).verify()
-        assert digests(behind / name) == digests(plain / name) != {}
-    assert (behind / "metrics.jsonl").read_bytes() == (plain / "metrics.jsonl").read_bytes()
-    records = [each for each in read_records(behind / "timing.jsonl") if each["kind"] == "save"]
-    assert [(each["iteration"], each["background"]) for each in records] == [(3, True), (6, True), (8, False)]
-    for each in records:
-        assert each["bytes"] > 10_000 and 0 < each["stall_seconds"] <= each["seconds"] and each["gb_per_second"] > 0
+        CheckpointReader(previous / name).verify()
+        assert digests(previous / name) == digests(plain / name) != {}
+    assert (previous / "metrics.jsonl").read_bytes() == (plain / "metrics.jsonl").read_bytes()
+    records = [item for item in read_records(previous / "timing.jsonl") if item["kind"] == "save"]
+    assert [(item["iteration"], item["background"]) for item in records] == [(3, True), (6, True), (8, False)]
+    for item in records:
+        assert item["bytes"] > 10_000 and 0 < item["stall_seconds"] <= item["seconds"] and item["gb_per_second"] > 0
     assert records[0]["seconds"] > 0.3
-    kinds = [each["kind"] for each in read_records(plain / "timing.jsonl")]
+    kinds = [item["kind"] for item in read_records(plain / "timing.jsonl")]
     assert (kinds.count("timing"), kinds.count("save")) == (8, 3)
 
 
@@ -97,7 +97,7 @@ def test_a_failed_save_costs_that_save_alone(gloo_pool, tmp_path):
 def test_failures_in_a_row_stop_the_run_with_75(gloo_pool, tmp_path):
     argv = ["--mock-data", "--save", str(tmp_path), "--save-interval", "1", "--async-save", "--max-failed-saves", "2"]
     assert {code for code, _ in gloo_pool.run(train_on_a_full_disk, 2, argv, range(100))} == {75}
-    records = [each for each in read_records(tmp_path / "metrics.jsonl") if each["kind"] == "train"]
+    records = [item for item in read_records(tmp_path / "metrics.jsonl") if item["kind"] == "train"]
     assert 2 <= len(records) <= 4 and not saved_iterations(tmp_path)
 
 
@@ -133,8 +133,8 @@ def test_a_kill_during_the_write_leaves_the_checkpoint_before_it(gloo_pool, tmp_
     save = folder / "save"
     named = read_tracker(save)
     CheckpointReader(save / f"iter_{named:07d}").verify()
-    again = failures.run(Fault("nothing in the background", "none", "ranks", timeout=60.0), folder)
-    assert again.code == 0 and f"at iteration {named}" in again.errors[0], again.errors
+    repeated = failures.run(Fault("nothing in the background", "none", "ranks", timeout=60.0), folder)
+    assert repeated.code == 0 and f"at iteration {named}" in repeated.errors[0], repeated.errors
     assert gloo_pool.run(train, 2, [*Fault("nothing").flags, "--save", str(tmp_path / "whole")]) == [0, 0]
     assert digests(save / "iter_0000008") == digests(tmp_path / "whole/iter_0000008")
     assert Path(save / "metrics.jsonl").read_bytes() == Path(tmp_path / "whole/metrics.jsonl").read_bytes()

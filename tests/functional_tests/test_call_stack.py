@@ -23,20 +23,20 @@ class FirstBatchedGemm(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if not self.calls and "aten.bmm" in str(function):
             # an environment may be inside of the repository
-            own = (each for each in traceback.extract_stack() if "site-packages" not in each.filename)
-            frames = [each for each in own if Path(each.filename).is_relative_to(ROOT)]
-            first = [each.name for each in frames].index("main")
-            calls = [f"{Path(each.filename).relative_to(ROOT)}: {each.name}" for each in frames[first:-1]]
-            self.calls = [each for each in calls if not each.endswith(": call")]  # a frame only before Python 3.11
+            local = (frame for frame in traceback.extract_stack() if "site-packages" not in frame.filename)
+            frames = [frame for frame in local if Path(frame.filename).is_relative_to(ROOT)]
+            first = [frame.name for frame in frames].index("main")
+            calls = [f"{Path(frame.filename).relative_to(ROOT)}: {frame.name}" for frame in frames[first:-1]]
+            self.calls = [frame for frame in calls if not frame.endswith(": call")]  # a frame only before Python 3.11
         return function(*args, **(kwargs or {}))
 
 
 def calls_to_attention(rank, world_size):
     flags = ["--mock-data", "--train-iters", "1", "--lr-warmup-iters", "0", "--eval-iters", "0"]
     argv = ["pretrain_gpt.py", *MODEL_FLAGS, *flags, "--attention-backend", "unfused"]
-    with patch.object(sys, "argv", argv), FirstBatchedGemm() as found:
+    with patch.object(sys, "argv", argv), FirstBatchedGemm() as actual:
         assert pretrain_gpt.main() == 0
-    return found.calls
+    return actual.calls
 
 
 def test_the_documented_calls_lead_from_main_to_the_first_attention_gemm(gloo_pool):

@@ -106,8 +106,8 @@ def test_scripts_predict_further_tokens_whatever_their_loss_function_returns(lau
 def test_a_script_with_dropout_resumes_bit_for_bit(launch, flags, tmp_path):
     """Although it does not know of the sample indices that dropout masks depend on."""
     script = "tests/functional_tests/scripts/pretrain_classic_2024.py"
-    whole, parts = (flags + ["--save", str(tmp_path / name), "--seed", "5"] for name in ("whole", "parts"))
-    launch(script, whole)
+    full, parts = (flags + ["--save", str(tmp_path / name), "--seed", "5"] for name in ("whole", "parts"))
+    launch(script, full)
     launch(script, parts + ["--exit-interval", "4"])
     launch(script, parts + ["--load", str(tmp_path / "parts")])
     assert (tmp_path / "whole/metrics.jsonl").read_bytes() == (tmp_path / "parts/metrics.jsonl").read_bytes()
@@ -133,12 +133,12 @@ def evaluations(folder):
     return [record["lm loss"] for record in read_records(folder / "metrics.jsonl") if record["kind"] != "train"]
 
 
-def check_script(gloo_pool, folder, script, layout, argv, own):
+def check_script(gloo_pool, folder, script, layout, argv, local):
     """A script in a layout has the training and evaluation losses of the run in ``own``."""
     world_size, flags = LAYOUTS[layout]
     assert set(gloo_pool.run(run_script, world_size, script, [*argv, *flags, "--save", str(folder)])) == {0}
-    np.testing.assert_allclose(losses(folder), losses(own), rtol=2e-5)
-    np.testing.assert_allclose(evaluations(folder), evaluations(own), rtol=2e-5)
+    np.testing.assert_allclose(losses(folder), losses(local), rtol=2e-5)
+    np.testing.assert_allclose(evaluations(folder), evaluations(local), rtol=2e-5)
 
 
 @pytest.fixture(scope="module")
@@ -156,13 +156,13 @@ def own_hard_run(gloo_pool, flags, tmp_path_factory):
 )
 def test_scripts_that_read_data_on_some_ranks_match_our_program(gloo_pool, own_hard_run, tmp_path, script, layout):
     """They build data on the first tensor-parallel rank of the outer pipeline stages and give middle stages nothing."""
-    argv, own = own_hard_run
-    check_script(gloo_pool, tmp_path, f"pretrain_classic_{script}", layout, argv, own)
+    argv, local = own_hard_run
+    check_script(gloo_pool, tmp_path, f"pretrain_classic_{script}", layout, argv, local)
 
 
 def test_a_model_provider_beside_parsed_settings_is_used(gloo_pool, own_hard_run, tmp_path):
-    argv, own = own_hard_run
-    check_script(gloo_pool, tmp_path, "pretrain_classic_2026", "tp2-pp2", [*argv, "--own-model"], own)
+    argv, local = own_hard_run
+    check_script(gloo_pool, tmp_path, "pretrain_classic_2026", "tp2-pp2", [*argv, "--own-model"], local)
 
 
 def test_settings_that_a_script_assigns_after_parsing_hold(gloo_pool, flags, tmp_path):
@@ -238,14 +238,14 @@ def own_masked_runs(gloo_pool, tmp_path_factory):
 )  # fmt: skip
 def test_masked_scripts_match_our_programs(gloo_pool, own_masked_runs, tmp_path, family, layout, more):
     """One micro-batch is the global batch: the scripts' BERT loss is a mean of micro-batches' means."""
-    argv, own = own_masked_runs[family]
+    argv, local = own_masked_runs[family]
     world_size, flags = LAYOUTS.get(layout, (1, []))
     argv = [*argv, *flags, *more, "--save", str(tmp_path)]
     assert set(gloo_pool.run(run_script, world_size, "pretrain_classic_masked", argv)) == {0}
     for name in ("lm loss", "sop loss")[: 2 if family == "bert" else 1]:
-        found, expected = (
+        actual, expected = (
             [record[name] for record in read_records(folder / "metrics.jsonl") if name in record]
-            for folder in (tmp_path, own)
+            for folder in (tmp_path, local)
         )
-        assert len(found) == 6
-        np.testing.assert_allclose(found, expected, rtol=2e-5)
+        assert len(actual) == 6
+        np.testing.assert_allclose(actual, expected, rtol=2e-5)

@@ -261,10 +261,10 @@ def test_the_teacher_stays_as_it_was_and_its_bytes_are_estimated_exactly(gloo_po
     without = estimate_memory(configure([*MODEL, *one.layout.split()], one.world_size, "fp64"), VOCAB_SIZE)
     for rank, (differing, size, modes, stages) in enumerate(results):
         assert not differing and modes == {False} and stages == {True}
-        memory, alone = (memories[rank * len(estimate) // one.world_size] for memories in (estimate, without))
-        assert (memory.frozen, memory.weights) == (size, alone.weights + size)
-        assert (memory.gradients, memory.optimizer) == (alone.gradients, alone.optimizer)
-        assert memory.activations == alone.activations and memory.working > alone.working
+        memory, single = (memories[rank * len(estimate) // one.world_size] for memories in (estimate, without))
+        assert (memory.frozen, memory.weights) == (size, single.weights + size)
+        assert (memory.gradients, memory.optimizer) == (single.gradients, single.optimizer)
+        assert memory.activations == single.activations and memory.working > single.working
 
 
 RUN = ["--mock-data", *VOCABULARY, "--num-layers", "4", "--train-iters", "4", "--save-interval", "2"]
@@ -276,18 +276,18 @@ def test_resuming_changes_no_bit_and_the_checkpoint_has_no_teacher(gloo_pool, te
         argv = [*RUN, *layout.split(), "--teacher", str(teacher), "--save", str(folder), *map(str, flags)]
         assert gloo_pool.run(train, ranks, argv, False, FAMILY) == [0] * ranks
 
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(whole)
+    full, parts = tmp_path / "whole", tmp_path / "parts"
+    run(full)
     run(parts, "--exit-interval", 2)
     run(parts, "--load", parts)
-    assert (whole / "metrics.jsonl").read_bytes() == (parts / "metrics.jsonl").read_bytes()
-    readers = [CheckpointReader(folder / "iter_0000004") for folder in (whole, parts)]
+    assert (full / "metrics.jsonl").read_bytes() == (parts / "metrics.jsonl").read_bytes()
+    readers = [CheckpointReader(folder / "iter_0000004") for folder in (full, parts)]
     assert readers[0].names == readers[1].names and len(readers[0].names) > 40
     for name in readers[0].names:
         assert torch.equal(*(reader.read(name).view(torch.uint8) for reader in readers)), name
     layers = {name.split(".layers.")[1].split(".")[0] for name in readers[0].names if ".layers." in name}
     assert layers == {"0", "1", "2", "3"}  # the teacher has six
-    assert {each["kind"] for each in read_records(whole / "metrics.jsonl")} >= {"train", "valid"}
+    assert {read_record["kind"] for read_record in read_records(full / "metrics.jsonl")} >= {"train", "valid"}
 
 
 def test_a_hugging_face_folder_is_a_teacher(gloo_pool, teacher, tmp_path):

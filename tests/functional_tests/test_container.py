@@ -45,7 +45,7 @@ def test_the_copy_leaves_out_what_a_machine_made():
 def test_its_steps_give_an_environment_in_which_a_recipe_runs(tmp_path):
     tree = tmp_path / "megatron"
     shutil.copytree(
-        ROOT, tree, ignore=lambda folder, names: [n for n in names if any(fnmatch(n, each) for each in IGNORED)]
+        ROOT, tree, ignore=lambda folder, names: [n for n in names if any(fnmatch(n, item) for item in IGNORED)]
     )
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     pip = tmp_path / "venv/bin/pip"  # this environment's, for the new one: installing another takes 4 s
@@ -53,8 +53,8 @@ def test_its_steps_give_an_environment_in_which_a_recipe_runs(tmp_path):
     pip.chmod(0o755)
     site = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
     (Path(site) / "packages_of_this_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHON", "DATA_PATH")}
-    env = {**ours, "PATH": f"{tmp_path / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"}
+    native = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHON", "DATA_PATH")}
+    env = {**native, "PATH": f"{tmp_path / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"}
 
     def run(command):
         result = subprocess.run(["bash", "-c", command], cwd=tree, env=env, capture_output=True, text=True)

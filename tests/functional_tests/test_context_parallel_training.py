@@ -52,7 +52,7 @@ def test_the_program_logs_the_losses_of_one_rank(gloo_pool, tmp_path_factory, tm
     gloo_pool.run(train, 2, [*shared, "--context-parallel-size", "2", "--cp-comm-type", form, "--exit-interval", "4"])
     gloo_pool.run(train, 1, [*shared, "--load", str(tmp_path / "two")])
     one, two = (read_records(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
-    assert [each["kind"] for each in one].count("valid") >= 4 and one[-1]["kind"] == "test"
-    assert [(each["kind"], each["iteration"]) for each in one] == [(each["kind"], each["iteration"]) for each in two]
+    assert [item["kind"] for item in one].count("valid") >= 4 and one[-1]["kind"] == "test"
+    assert [(item["kind"], item["iteration"]) for item in one] == [(item["kind"], item["iteration"]) for item in two]
     for first, second in zip(one, two):
         np.testing.assert_allclose(second["lm loss"], first["lm loss"], rtol=2e-5, err_msg=str(first))

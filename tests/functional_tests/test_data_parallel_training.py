@@ -83,10 +83,10 @@ def test_every_layout_trains_like_one_rank(gloo_pool, dataset, tmp_path, kind, t
         if (kind, tied) != ("adam", True) and name not in ("sharded 4", "fsdp2 2", "tp and sharded"):
             continue
         folder = run(gloo_pool, world_size, dataset, tmp_path / name, [*flags, *layout], fp64=True)
-        found = tensors(folder / "iter_0000004")
-        assert found.keys() == expected.keys(), name
+        actual = tensors(folder / "iter_0000004")
+        assert actual.keys() == expected.keys(), name
         for key, tensor in expected.items():
-            assert torch.allclose(found[key], tensor, rtol=1e-9, atol=1e-11), (name, key)
+            assert torch.allclose(actual[key], tensor, rtol=1e-9, atol=1e-11), (name, key)
         for record, reference_record in zip(train_records(folder), records, strict=True):
             for field in ("lm loss", "grad_norm", "params_norm"):
                 assert record[field] == pytest.approx(reference_record[field], rel=1e-9), (name, field)
@@ -183,11 +183,11 @@ def test_resuming_on_the_same_layout_changes_no_bit(gloo_pool, dataset, one_rank
     """A ramp of the batch size and evaluations whose last batch is ragged included; replicas are checked."""
     world_size, layout = KINDS_OF_STATE[name]
     flags = [*layout, *RAMP]
-    whole, parts = run(gloo_pool, world_size, dataset, tmp_path / "whole", flags), tmp_path / "parts"
+    full, parts = run(gloo_pool, world_size, dataset, tmp_path / "whole", flags), tmp_path / "parts"
     run(gloo_pool, world_size, dataset, parts, [*flags, "--load", str(parts), "--exit-interval", "3"])
     run(gloo_pool, world_size, dataset, parts, [*flags, "--load", str(parts)])
-    assert (whole / "metrics.jsonl").read_bytes() == (parts / "metrics.jsonl").read_bytes()
-    assert digests(whole / "iter_0000006") == digests(parts / "iter_0000006")
-    sizes = [record["consumed_samples"] for record in train_records(whole)]
+    assert (full / "metrics.jsonl").read_bytes() == (parts / "metrics.jsonl").read_bytes()
+    assert digests(full / "iter_0000006") == digests(parts / "iter_0000006")
+    sizes = [record["consumed_samples"] for record in train_records(full)]
     assert sizes == [12, 24, 36, 60, 84, 108]
-    assert losses(one_rank_with_a_ramp) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses(one_rank_with_a_ramp) == pytest.approx(losses(full), rel=1e-5)

@@ -97,15 +97,15 @@ def weights_of_blocks(rank, world_size):
     values = [weight.detach().clone(), torch.randn(16, 8)]
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01), [ddp])
     assert ("0.weight" in optimizer.storage) == (rank == 0)
-    found = [weight.detach().clone()]
+    result = [weight.detach().clone()]
     weight.data.copy_(values[1])
     optimizer.reload_model_params()
-    return [*found, weight.detach().clone()], values
+    return [*result, weight.detach().clone()], values
 
 
 def test_every_rank_reads_blocks_before_the_first_step(gloo_pool):
-    for found, values in gloo_pool.run(weights_of_blocks, 2):
-        for weight, value in zip(found, values, strict=True):
+    for actual, values in gloo_pool.run(weights_of_blocks, 2):
+        for weight, value in zip(actual, values, strict=True):
             blocks = Blocks(torch.empty_like(value))
             blocks.kept = torch.empty_like(value)
             blocks.write(value)

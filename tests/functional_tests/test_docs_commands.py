@@ -124,21 +124,21 @@ def workplace(environment, tmp_path):
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?%?(?![\w.])")
 
 
-def same_line(shown, printed):
+def same_line(displayed, printed):
     """Whether a line is the shown one: numbers may differ by 2 percent, and ``…`` stands for any text."""
-    parts = shown.strip().split("…")
+    parts = displayed.strip().split("…")
     pattern = ".*".join(f"({NUMBER.pattern})".join(map(re.escape, NUMBER.split(part))) for part in parts)
-    found = re.fullmatch(pattern, printed.strip())
-    numbers = [float(each.rstrip("%")) for part in parts for each in NUMBER.findall(part)]
-    values = [float(each.rstrip("%")) for each in found.groups()] if found else []
-    return found is not None and all(abs(a - b) <= 0.02 * abs(a) for a, b in zip(numbers, values, strict=True))
+    result = re.fullmatch(pattern, printed.strip())
+    numbers = [float(group.rstrip("%")) for part in parts for group in NUMBER.findall(part)]
+    values = [float(group.rstrip("%")) for group in result.groups()] if result else []
+    return result is not None and all(abs(a - b) <= 0.02 * abs(a) for a, b in zip(numbers, values, strict=True))
 
 
-def differences(shown, printed):
+def differences(displayed, printed):
     """Return the shown lines that were not printed in this order. A line ``…`` stands for any lines; without it, lines
     follow each other; lines before the first and after the last are free."""
     lines, at, free, missing = printed.splitlines(), 0, True, []
-    for line in shown.splitlines():
+    for line in displayed.splitlines():
         if line.strip() == "…":
             free = True
             continue
@@ -191,8 +191,8 @@ def test_commands_run_in_the_order_of_the_page(page, workplace, environment, tmp
     if page == ROOT / "README.md":  # one page's programs start from nothing
         environment = environment_of(sys.executable, tmp_path_factory.mktemp("bin"))
     if any("tokenizer.json" in block.text for block in scripts):
-        made = "python tools/train_tokenizer.py --input data.jsonl --vocab-size 300 --output . "
-        assert run(made, workplace, environment).returncode == 0
+        created = "python tools/train_tokenizer.py --input data.jsonl --vocab-size 300 --output . "
+        assert run(created, workplace, environment).returncode == 0
     printed = ""
     for block in blocks:
         if block.mark == "output":
@@ -217,6 +217,6 @@ def test_commands_run_in_the_order_of_the_page(page, workplace, environment, tmp
 def test_shown_output_is_the_output(block, workplace, environment):
     if not runs_here(block):
         pytest.skip(block.mark)
-    command, _, shown = re.sub(r"\\\n\s*", "", block.text).partition("\n")
+    command, _, printed = re.sub(r"\\\n\s*", "", block.text).partition("\n")
     result = run(command.removeprefix("$ "), workplace, environment)
-    assert result.stdout.strip() == shown.strip()
+    assert result.stdout.strip() == printed.strip()

@@ -55,7 +55,7 @@ def problems_of(tmp_path):
 ])  # fmt: skip
 def test_all_problems_are_found_without_torch(problems_of, flags, expected):
     errors = problems_of(flags)
-    assert all(each in errors for each in expected) and f"{len(expected)} problem" in errors, errors
+    assert all(item in errors for item in expected) and f"{len(expected)} problem" in errors, errors
 
 
 def write_checkpoint(folder, flags, iteration=3, tokenizer="", **objects):
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_does_not_fit_is_found_without_torch(problems_of, tmp_
     write_checkpoint(tmp_path / "a", stored)
     data = "" if "--data-path" in flags else "--mock-data"
     errors = problems_of(f"{NULL} {data} {flags}")
-    assert all(each in errors for each in expected) and f"{len(expected)} problem" in errors, errors
+    assert all(item in errors for item in expected) and f"{len(expected)} problem" in errors, errors
 
 
 PLAN = schedule_plan(validate_args(parse_args(f"{TINY} {NULL} --mock-data".split()), 1).flat)

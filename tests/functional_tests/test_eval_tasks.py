@@ -25,7 +25,7 @@ def tasks(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
+    (tmp_path / "tasks" / "data.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     for name in NAMES:
         common = COMMON.format(data=tmp_path / "tasks" / "data.jsonl")
         text = f"task: {name}\n{common}{TASKS[name.removeprefix('tiny_')]}metadata: {{version: 1}}\n"
@@ -48,8 +48,8 @@ def test_scores_are_logged_and_equal_those_of_the_checkpoint(gloo_pool, tasks, l
             "--save-interval", "4"]  # fmt: skip
     scores = ["--eval-tasks", *NAMES, "--eval-tasks-interval", "2", "--eval-tasks-path", str(tasks / "tasks")]
     board = ["--tensorboard-dir", str(tasks / "board")]
-    found = gloo_pool.run(offline, 2, [*argv, *scores, *board, "--save", str(tasks / "run")], str(tasks / "cache"))
-    assert [code for code, _ in found] == [0, 0], found
+    actual = gloo_pool.run(offline, 2, [*argv, *scores, *board, "--save", str(tasks / "run")], str(tasks / "cache"))
+    assert [code for code, _ in actual] == [0, 0], actual
     assert [code for code, _ in gloo_pool.run(run, 2, [*argv, "--save", str(tasks / "plain")], False)] == [0, 0]
     records, plain = (list(read_metrics(tasks / name / "metrics.jsonl")) for name in ("run", "plain"))
     assert [x for x in records if x["kind"] == "train"] == [x for x in plain if x["kind"] == "train"]

@@ -42,15 +42,15 @@ def test_experts_move_between_layouts_in_the_middle_of_a_run(gloo_pool, dataset,
         records += train_records(folder)
         load = ["--load", str(folder)]
     expected = train_records(whole)
-    assert [each["iteration"] for each in records] == [1, 2, 3, 4, 5, 6]
-    for record, wanted in zip(records, expected):
+    assert [item["iteration"] for item in records] == [1, 2, 3, 4, 5, 6]
+    for record, requested in zip(records, expected):
         for field in ("lm loss", "global_load_balancing_loss", "z_loss", "grad_norm"):
-            assert record[field] == pytest.approx(wanted[field], rel=1e-9), (record["iteration"], field)
-        assert record["statistics"] == pytest.approx(wanted["statistics"], rel=1e-9)
-    found, wanted = tensors(folder / "iter_0000006"), tensors(whole / "iter_0000006")
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert (found[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max() + 1e-11, name
+            assert record[field] == pytest.approx(requested[field], rel=1e-9), (record["iteration"], field)
+        assert record["statistics"] == pytest.approx(requested["statistics"], rel=1e-9)
+    actual, requested = tensors(folder / "iter_0000006"), tensors(whole / "iter_0000006")
+    assert actual.keys() == requested.keys()
+    for name, tensor in requested.items():
+        assert (actual[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max() + 1e-11, name
 
 
 @pytest.mark.parametrize("name", ["ep4", "tp2 ep2 zero"])
@@ -64,9 +64,9 @@ def test_resuming_experts_on_the_same_layout_changes_no_bit(gloo_pool, dataset, 
     bits = digests(one / "iter_0000006")
     assert bits == digests(parts / "iter_0000006")
     for buffer in BUFFERS:
-        assert sum(each.endswith(buffer) for each in bits) == 2, buffer
+        assert sum(bit.endswith(buffer) for bit in bits) == 2, buffer
     changed = digests(parts / "iter_0000003")
-    assert all(changed[each] != bits[each] for each in bits if each.endswith(BUFFERS)), "they take part in training"
+    assert all(changed[bit] != bits[bit] for bit in bits if bit.endswith(BUFFERS)), "they take part in training"
 
 
 BALANCE = "--moe-router-load-balancing-type"

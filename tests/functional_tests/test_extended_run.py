@@ -9,7 +9,7 @@ KEEP, STRETCH = "--use-checkpoint-opt_param-scheduler", "--override-opt_param-sc
 
 
 def rates(folder):
-    return [each["learning_rate"] for each in read_records(folder / "metrics.jsonl") if each["kind"] == "train"]
+    return [item["learning_rate"] for item in read_records(folder / "metrics.jsonl") if item["kind"] == "train"]
 
 
 @pytest.fixture

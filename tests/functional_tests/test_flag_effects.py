@@ -42,8 +42,8 @@ class Runs:
             out.mkdir()
             if {"{checkpoint}", "{used}"} & set(argv) and "used" not in self.places:
                 self.places |= files.write_checkpoints(self)
-            seen = self.pool.run(observe, row.ranks, self.placed(argv, out), str(out), row.count, row.pretend)
-            self.seen[key] = [pickle.loads(each) for each in seen]
+            observed = self.pool.run(observe, row.ranks, self.placed(argv, out), str(out), row.count, row.pretend)
+            self.seen[key] = [pickle.loads(each) for each in observed]
         return self.seen[key]
 
 
@@ -87,10 +87,10 @@ def test_flag_decides(runs, probe, tmp_path):
 
 def test_every_flag_has_a_row():
     """A flag that is in neither table is a flag that may do nothing."""
-    known = {each.flag for each in table.TABLE} | set(table.EXEMPT)
-    missing, stale = [], set(known)
+    registered = {each.flag for each in table.TABLE} | set(table.EXEMPT)
+    missing, stale = [], set(registered)
     for spec in flag_specs():
-        has = known & set(spec.names)
+        has = registered & set(spec.names)
         stale -= has
         if not has:
             missing.append(spec.names[0])

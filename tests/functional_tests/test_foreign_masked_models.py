@@ -27,23 +27,23 @@ def our_task(family):
 def test_logits_loss_and_gradients_equal_those_of_transformers(name):
     family = FAMILIES[name]
     foreign, arrays = build(family), random_arrays(family)
-    ours = our_task(family).model_provider()
+    native = our_task(family).model_provider()
 
     weights = to_ours(family, dict(foreign.named_parameters()))
-    zero = {key for key, _ in ours.named_parameters()} - weights.keys()
+    zero = {key for key, _ in native.named_parameters()} - weights.keys()
     assert all(key.endswith("bias") for key in zero), f"{zero} are not in their model"
     with torch.no_grad():
-        for key, parameter in ours.named_parameters():
+        for key, parameter in native.named_parameters():
             parameter.zero_()
             if key in weights:
                 parameter[: len(weights[key])].copy_(weights[key])
-    compare_losses(family, ours, foreign, arrays)
+    compare_losses(family, native, foreign, arrays)
     gradients = to_ours(family, {key: value.grad for key, value in foreign.named_parameters()}, gradients=True)
-    for key, parameter in ours.named_parameters():
+    for key, parameter in native.named_parameters():
         if key in zero:
             continue
         rows = len(gradients[key])
         first = int(key == "embedding.word_embeddings.weight")  # theirs keeps the row of padding as it is
         assert_close(f"gradient of {key}", parameter.grad[first:rows], gradients[key][first:])
         assert not parameter.grad[rows:].any(), f"the padding of {key} has a gradient"
-    assert sum(weight.numel() for weight in weights.values()) == sum(each.numel() for each in foreign.parameters())
+    assert sum(weight.numel() for weight in weights.values()) == sum(item.numel() for item in foreign.parameters())

@@ -27,25 +27,25 @@ def our_model(model):
 
 def both_models(model):
     """The model of transformers and the local one, with equal weights."""
-    foreign, ours = build(model), our_model(model)
+    foreign, native = build(model), our_model(model)
     weights = to_ours(foreign.state_dict(), model)
     with torch.no_grad():
-        biases = [(key, each) for key, each in ours.named_buffers() if key.endswith("expert_bias")]
-        for key, parameter in (*ours.named_parameters(), *biases):
+        biases = [(key, item) for key, item in native.named_buffers() if key.endswith("expert_bias")]
+        for key, parameter in (*native.named_parameters(), *biases):
             value = weights[key].reshape(-1, *parameter.shape[1:])
             assert len(value) <= len(parameter), key
             parameter[: len(value)].copy_(value)
-    return foreign, ours
+    return foreign, native
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_loss_and_gradients_equal_those_of_transformers(name):
     model = FAMILIES[name]
-    foreign, ours = both_models(model)
-    compare_losses(ours, foreign)
+    foreign, native = both_models(model)
+    compare_losses(native, foreign)
     gradients = {key: value.grad for key, value in foreign.named_parameters()}
-    compared = compare_gradients(ours, to_ours(gradients, model))
-    assert compared == sum(each.numel() for each in foreign.parameters()), "a weight of theirs has no place here"
+    compared = compare_gradients(native, to_ours(gradients, model))
+    assert compared == sum(item.numel() for item in foreign.parameters()), "a weight of theirs has no place here"
 
 
 def test_the_table_holds_thirty_models():

@@ -92,16 +92,16 @@ def wired(rank, world_size, gathers):
     assert not installed.called, "no step writes rounded values"
     name = "layers.0.mlp.linear_fc1.weight"
     weight = block.get_parameter(name)
-    kept = [weight.untyped_storage().nbytes(), weight.isnan().all().item()]
-    shown = ddp.state_dict()[name].detach().clone()
+    retained = [weight.untyped_storage().nbytes(), weight.isnan().all().item()]
+    printed = ddp.state_dict()[name].detach().clone()
     ddp.gather_exact_weights()
     exact = ddp.state_dict()[name].detach().clone()
     ddp.zero_grad_buffer()
-    kept += [weight.untyped_storage().nbytes(), weight.isnan().all().item()]
+    retained += [weight.untyped_storage().nbytes(), weight.isnan().all().item()]
     ddp.gather_exact_weights()
     assert torch.equal(ddp.state_dict()[name], exact)
     optimizer.reload_model_params()
-    kept += [weight.untyped_storage().nbytes(), weight.isnan().all().item()]
+    retained += [weight.untyped_storage().nbytes(), weight.isnan().all().item()]
     ddp.broadcast_params()
     assert torch.equal(ddp.state_dict()[name], exact)
     ddp.zero_grad_buffer()
@@ -109,20 +109,20 @@ def wired(rank, world_size, gathers):
     optimizer.reload_model_params()
     ddp.gather_exact_weights()
     assert all(torch.equal(value, start[name]) for name, value in ddp.state_dict().items() if name in start)
-    return sum(sizes), shown.float(), exact.float(), kept
+    return sum(sizes), printed.float(), exact.float(), retained
 
 
 def test_half_of_the_bytes_are_sent_and_weights_are_complete_on_demand(gloo_pool):
-    (plain, _, exact, kept), _ = gloo_pool.run(wired, 2, False)
-    (halved, shown, gathered, of_copies), (_, of_other, also, _) = gloo_pool.run(wired, 2, True)
-    assert kept[0] > exact.nbytes and not kept[1] and of_copies == [2, True] * 3
+    (plain, _, exact, retained), _ = gloo_pool.run(wired, 2, False)
+    (halved, printed, gathered, of_copies), (_, of_other, also, _) = gloo_pool.run(wired, 2, True)
+    assert retained[0] > exact.nbytes and not retained[1] and of_copies == [2, True] * 3
     matrices = 64 * 64 * 4 + 2 * 4 * 64 * 64
     assert plain - halved == matrices  # norms are gathered in bf16 in both
     assert torch.equal(gathered, exact) and torch.equal(also, exact)
     # each rank shows its shard exactly and the rest as GEMMs read it
-    assert not torch.equal(shown, exact) and not torch.equal(of_other, exact)
-    torch.testing.assert_close(shown, exact, rtol=0.07, atol=1e-3)
-    assert torch.equal(torch.where(shown == exact, shown, of_other), exact)
+    assert not torch.equal(printed, exact) and not torch.equal(of_other, exact)
+    torch.testing.assert_close(printed, exact, rtol=0.07, atol=1e-3)
+    assert torch.equal(torch.where(printed == exact, printed, of_other), exact)
 
 
 # ---- fully sharded
@@ -206,4 +206,4 @@ def test_fully_sharded_weights_are_sent_in_fp8_and_read_by_fp8_layers_only(gloo_
     matrices = 64 * 64 * 4 + 2 * 4 * 64 * 64
     assert plain - halved == 2 * matrices, "in forward and in backward"
     assert torch.equal(out, expected) and torch.equal(after, doubled) and not torch.equal(out, after)
-    assert not errors and all("only fp8 layers can read it" in each for each in refused) and refused
+    assert not errors and all("only fp8 layers can read it" in item for item in refused) and refused

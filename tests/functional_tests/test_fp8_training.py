@@ -87,9 +87,9 @@ def test_losses_follow_bf16(gloo_pool, dataset, tmp_path):
     sizes = RECIPES["blockwise"][4:]
     plain = losses(run(gloo_pool, dataset, tmp_path / "bf16", *flags, *sizes))
     for recipe, fp8 in RECIPES.items():
-        found = losses(run(gloo_pool, dataset, tmp_path / recipe, *flags, *fp8, *sizes))
-        assert found != plain and plain[-1] < 0.9 * plain[0]
-        np.testing.assert_allclose(found, plain, rtol=0.02, err_msg=recipe)
+        result = losses(run(gloo_pool, dataset, tmp_path / recipe, *flags, *fp8, *sizes))
+        assert result != plain and plain[-1] < 0.9 * plain[0]
+        np.testing.assert_allclose(result, plain, rtol=0.02, err_msg=recipe)
 
 
 @pytest.fixture(scope="module")
@@ -109,20 +109,20 @@ def test_a_bf16_checkpoint_continues_in_fp8(gloo_pool, dataset, tmp_path, recipe
     """Delayed scales are calibrated by the first step: its loss equals the loss with tensorwise scales, to the bit."""
     base = run(gloo_pool, dataset, tmp_path / "base", "--bf16", "--exit-interval", 4)
     plain = continued(gloo_pool, dataset, tmp_path / "bf16", base)
-    found = continued(gloo_pool, dataset, tmp_path / recipe, base, *RECIPES[recipe])
+    result = continued(gloo_pool, dataset, tmp_path / recipe, base, *RECIPES[recipe])
     current = continued(gloo_pool, dataset, tmp_path / "current", base, *RECIPES["tensorwise"])
-    assert len(found) == len(plain) == 4 and found != plain and found[0] == current[0]
-    np.testing.assert_allclose(found, plain, rtol=0.02)
+    assert len(result) == len(plain) == 4 and result != plain and result[0] == current[0]
+    np.testing.assert_allclose(result, plain, rtol=0.02)
 
 
 def test_an_fp8_checkpoint_continues_in_bf16_and_with_another_recipe(gloo_pool, dataset, tmp_path, delayed):
     same = continued(gloo_pool, dataset, tmp_path / "same", delayed, *DELAYED)
     for name, flags in (("bf16", []), ("tensorwise", RECIPES["tensorwise"])):
-        found = continued(gloo_pool, dataset, tmp_path / name, delayed, *flags)
-        assert found != same
-        np.testing.assert_allclose(found, same, rtol=0.02)
-    again = continued(gloo_pool, dataset, tmp_path / "again", delayed, *DELAYED, "--fp8-margin", 1)
-    assert again[0] == same[0] != again[1], "a margin is seen at the next update of scales"
+        result = continued(gloo_pool, dataset, tmp_path / name, delayed, *flags)
+        assert result != same
+        np.testing.assert_allclose(result, same, rtol=0.02)
+    repeated = continued(gloo_pool, dataset, tmp_path / "again", delayed, *DELAYED, "--fp8-margin", 1)
+    assert repeated[0] == same[0] != repeated[1], "a margin is seen at the next update of scales"
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -17,13 +17,13 @@ pytest.importorskip("transformers", reason="pip install transformers: it is what
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_text_equals_that_of_transformers(name):
-    foreign, ours = both_models(FAMILIES[name])
+    foreign, native = both_models(FAMILIES[name])
     rng = random.Random(1)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (1, 5, 11, 17)]
-    engine = Engine(ours, Limits(max_length=64, max_tokens=7, max_sequences=3), num_pages=20, page_size=4)
+    engine = Engine(native, Limits(max_length=64, max_tokens=7, max_sequences=3), num_pages=20, page_size=4)
     greedy = {"max_new_tokens": 10, "sampling": Sampling(temperature=0)}
-    done = engine.generate([Request(prompt=prompt, **greedy) for prompt in prompts])
-    for prompt, completion in zip(prompts, done, strict=True):
+    finished = engine.generate([Request(prompt=prompt, **greedy) for prompt in prompts])
+    for prompt, completion in zip(prompts, finished, strict=True):
         ids = torch.tensor([prompt])
         with torch.no_grad():
             for _ in range(10):

@@ -42,15 +42,15 @@ PRECISIONS = {
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_resuming_changes_no_bit(gloo_pool, dataset, tmp_path, world_size, flags):
     """Train 8 iterations; train 4, resume, train 4: equal metrics files, equal weights, moments and counters."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    full, parts = tmp_path / "whole", tmp_path / "parts"
     argv = flags + ["--save-interval", "4"]
-    assert gloo_pool.run(train, world_size, argv + data_flags(dataset, whole)) == [0] * world_size
+    assert gloo_pool.run(train, world_size, argv + data_flags(dataset, full)) == [0] * world_size
     resumable = argv + data_flags(dataset, parts) + ["--load", str(parts)]
     assert gloo_pool.run(train, world_size, resumable + ["--exit-interval", "4"]) == [0] * world_size
     assert (parts / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert gloo_pool.run(train, world_size, resumable) == [0] * world_size
-    assert (whole / "metrics.jsonl").read_bytes() == (parts / "metrics.jsonl").read_bytes()
-    assert digests(whole / "iter_0000008") == digests(parts / "iter_0000008") != {}
+    assert (full / "metrics.jsonl").read_bytes() == (parts / "metrics.jsonl").read_bytes()
+    assert digests(full / "iter_0000008") == digests(parts / "iter_0000008") != {}
 
 
 def test_ranks_and_micro_batches_change_no_loss(gloo_pool, dataset, tmp_path):
@@ -144,9 +144,9 @@ def test_a_second_start_into_a_used_folder_is_refused_or_starts_over(gloo_pool, 
     assert not any(messages[1:]), "the first rank says it for all"
     assert contents(save) == before
     assert gloo_pool.run(train, world_size, [*argv, "--start-over"]) == [0] * world_size
-    kept = {path for path in before if path.parent != save}
-    assert kept and all(contents(save / "set-aside-001")[save / "set-aside-001" / path.relative_to(save)]
-                        == before[path] for path in kept)  # fmt: skip
+    retained = {path for path in before if path.parent != save}
+    assert retained and all(contents(save / "set-aside-001")[save / "set-aside-001" / path.relative_to(save)]
+                        == before[path] for path in retained)  # fmt: skip
     assert digests(save / "iter_0000008") == digests(save / "set-aside-001" / "iter_0000008"), "the same run again"
 
 

@@ -59,13 +59,13 @@ def our_model(settings):
     return WithoutTokenizer(cfg).model_provider()
 
 
-def fill(ours, interchange):
+def fill(native, interchange):
     """Load as a checkpoint would be: every tensor of the model, by its global name and shape."""
     from megatron.core import parallel_state
     from megatron.core.sharding.sharded_tensor import module_tensors
 
-    stored = module_tensors(ours, groups=parallel_state.get_process_groups(), prefix="model.")
-    assert {each.name for each in stored.values()} == set(interchange.tensors)
+    stored = module_tensors(native, groups=parallel_state.get_process_groups(), prefix="model.")
+    assert {item.name for item in stored.values()} == set(interchange.tensors)
     for tensor in stored.values():
         lazy = interchange.tensors[tensor.name]
         assert tensor.global_shape == lazy.shape == tuple(lazy.read().shape) and lazy.read().dtype == lazy.dtype
@@ -85,16 +85,16 @@ def saved(name, tmp_path, dtype=torch.float32):
 def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformers(name, tmp_path):
     foreign, folder = saved(name, tmp_path)
     model = load_hf(folder)
-    ours = our_model(model.settings)
-    fill(ours, model)
-    compare_losses(ours, foreign)
+    native = our_model(model.settings)
+    fill(native, model)
+    compare_losses(native, foreign)
     # their gradients, saved as if they were weights, are read by the same tables
     with torch.no_grad():
         for parameter in foreign.parameters():
             parameter.copy_(parameter.grad)
     foreign.save_pretrained(tmp_path / "gradients")
     gradients = load_hf(tmp_path / "gradients").tensors
-    compare_gradients(ours, {key.removeprefix("model."): gradient.read() for key, gradient in gradients.items()})
+    compare_gradients(native, {key.removeprefix("model."): gradient.read() for key, gradient in gradients.items()})
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -113,13 +113,13 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
         assert value.dtype == after[key].dtype and value.shape == after[key].shape, key
         assert torch.equal(value.view(-1).view(torch.uint8), after[key].view(-1).view(torch.uint8)), key
 
-    foreign, again = (
+    foreign, repeated = (
         transformers.AutoModelForCausalLM.from_pretrained(
             path, attn_implementation="eager", experts_implementation="eager"
         ).eval() for path in (folder, tmp_path / "again")
     )  # fmt: skip
-    assert type(again) is type(foreign) and again.dtype == dtype
-    pairs = {key: (value, again.config.to_dict().get(key)) for key, value in foreign.config.to_dict().items()}
+    assert type(repeated) is type(foreign) and repeated.dtype == dtype
+    pairs = {key: (value, repeated.config.to_dict().get(key)) for key, value in foreign.config.to_dict().items()}
     # null means what the other one says: the default
     # transformers writes no layers of multi-token prediction of any config
     # where SmolLM3's layers are listed, their interval has no effect
@@ -127,7 +127,7 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
     different = {key: pair for key, pair in pairs.items() if pair[0] not in (None, pair[1]) and key not in free}
     assert not different
     tokens = random_text()[0]
-    assert torch.equal(again(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
+    assert torch.equal(repeated(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
 
 
 def rotating(name, **settings):
@@ -162,9 +162,9 @@ def test_exported_dynamic_scaling_begins_where_that_of_a_longer_training_did(tmp
     foreign.save_pretrained(tmp_path / "theirs")
     model = load_hf(tmp_path / "theirs")
     save_hf(dataclasses.replace(model, settings={**model.settings, "max_position_embeddings": 64}), tmp_path / "again")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
+    repeated = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
     tokens = random_text()[0]
-    assert torch.equal(again(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
+    assert torch.equal(repeated(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
 
 
 def test_a_family_that_pads_with_a_high_id_takes_a_small_vocabulary(tmp_path):
@@ -181,7 +181,7 @@ def test_a_key_that_is_missing_means_what_transformers_takes_for_it_or_is_refuse
     chosen = {"feed_forward_proj", "scale_decoder_outputs", "tie_word_embeddings"} if name == "t5" else set()
     for key in sorted(read & config.keys() - files_tell - chosen):
         try:
-            assert family.load_settings({each: value for each, value in config.items() if each != key}) == settings, key
+            assert family.load_settings({item: value for item, value in config.items() if item != key}) == settings, key
         except UserError as error:
             assert key in needed and (f"{key} is missing" in str(error) or key == "rope_parameters")
 
@@ -193,12 +193,12 @@ def test_experts_without_groups_are_one_group_of_deepseek(tmp_path):
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert (config["n_group"], config["topk_group"]) == (1, 1)
     foreign = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    again = load_hf(tmp_path / "ours")
-    ours = our_model(again.settings).eval()
-    fill(ours, again)
+    repeated = load_hf(tmp_path / "ours")
+    native = our_model(repeated.settings).eval()
+    fill(native, repeated)
     tokens = random_text()[0]
-    found = ours(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))[..., :VOCAB]
-    torch.testing.assert_close(found, foreign(input_ids=tokens).logits.to(found.dtype), rtol=1e-4, atol=1e-4)
+    result = native(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))[..., :VOCAB]
+    torch.testing.assert_close(result, foreign(input_ids=tokens).logits.to(result.dtype), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -231,16 +231,16 @@ def test_transformers_reads_our_layers_of_multi_token_prediction(name, attention
     # HF's pattern is a constant for the published number of layers
     monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[23]\..*"])
     foreign = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    found = MtpModel.from_pretrained(foreign).state_dict()
+    result = MtpModel.from_pretrained(foreign).state_dict()
     weights = load_hf(tmp_path / "ours").tensors
     for depth in range(2):
-        here, there = f"model.mtp.layers.{depth}", f"layers.{depth}"
-        for ours, theirs in (
+        local, other = f"model.mtp.layers.{depth}", f"layers.{depth}"
+        for native, theirs in (
             ("enorm", "enorm"), ("hnorm", "hnorm"), ("eh_proj", "eh_proj"), ("final_layernorm", "post_norm"),
             tuple(f"{block}.{part}" for block, part in zip(("mtp_model_layer", "mtp_block"), attention)),
             ("mtp_model_layer.mlp.router", "mtp_block.mlp.gate"),
         ):  # fmt: skip
-            assert torch.equal(found[f"{there}.{theirs}.weight"], weights[f"{here}.{ours}.weight"].read()), theirs
-        experts = weights[f"{here}.mtp_model_layer.mlp.experts.linear_fc1.weight"].read().flatten(1, 2)
-        assert torch.equal(found[f"{there}.mtp_block.mlp.experts.gate_up_proj"], experts)
+            assert torch.equal(result[f"{other}.{theirs}.weight"], weights[f"{local}.{native}.weight"].read()), theirs
+        experts = weights[f"{local}.mtp_model_layer.mlp.experts.linear_fc1.weight"].read().flatten(1, 2)
+        assert torch.equal(result[f"{other}.mtp_block.mlp.experts.gate_up_proj"], experts)
     assert foreign.config.num_mtp_layers == 2 and foreign.config.num_hidden_layers == LAYERS

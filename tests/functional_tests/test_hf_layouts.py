@@ -47,12 +47,12 @@ def test_hub_folder_trains_on_two_ranks_as_on_one_and_is_exported(gloo_pool, nam
         for code, errors in gloo_pool.run(run, 1 + bool(more), [*argv, *more, "--save", str(tmp_path / layout)]):
             assert code == 0, errors
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
-    one, two = (tmp_path / each / "hf" / "iter_0000002" for each in ("one", "two"))
-    found, expected = (load_hf(each).tensors for each in (two, one))
-    assert found.keys() == expected.keys()
+    one, two = (tmp_path / item / "hf" / "iter_0000002" for item in ("one", "two"))
+    actual, expected = (load_hf(item).tensors for item in (two, one))
+    assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(found[key].read(), value.read(), rtol=1e-7, atol=1e-9)
-    before, after = (json.loads((each / "config.json").read_text()) for each in (folder, two))
+        torch.testing.assert_close(actual[key].read(), value.read(), rtol=1e-7, atol=1e-9)
+    before, after = (json.loads((item / "config.json").read_text()) for item in (folder, two))
     assert (after["model_type"], after["architectures"]) == (before["model_type"], before["architectures"])
     assert before["vocab_size"] == after["vocab_size"] == VOCAB
     reloaded, report = transformers.AutoModelForCausalLM.from_pretrained(two, output_loading_info=True)
@@ -77,8 +77,8 @@ def test_kimi_k2_computes_as_deepseek_v3_and_keeps_its_name(tmp_path, capsys):
     save_hf(load_hf(folder), tmp_path / "kept")
     assert json.loads((tmp_path / "kept" / "config.json").read_text())["model_type"] == "kimi_k2"
     save_hf(load_hf(folder), tmp_path / "renamed", family="deepseek_v3")
-    first, *others = (load_file(tmp_path / each / "model.safetensors") for each in ("hub", "kept", "renamed"))
-    for other in others:
+    first, *remaining = (load_file(tmp_path / item / "model.safetensors") for item in ("hub", "kept", "renamed"))
+    for other in remaining:
         assert first.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in first.items())
     _, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "renamed", output_loading_info=True)
     assert not any(report.values()), report

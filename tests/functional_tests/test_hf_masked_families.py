@@ -47,13 +47,13 @@ def our_model(settings):
     return WithoutTokenizer(validate_args(cfg, 1)).model_provider().eval()
 
 
-def fill(ours, interchange):
+def fill(native, interchange):
     """Load as a checkpoint would be: every tensor of the model, by its global name and shape."""
     from megatron.core import parallel_state
     from megatron.core.sharding.sharded_tensor import module_tensors
 
-    stored = module_tensors(ours, groups=parallel_state.get_process_groups(), prefix="model.")
-    assert {each.name for each in stored.values()} == set(interchange.tensors)
+    stored = module_tensors(native, groups=parallel_state.get_process_groups(), prefix="model.")
+    assert {item.name for item in stored.values()} == set(interchange.tensors)
     for tensor in stored.values():
         assert tensor.global_shape == interchange.tensors[tensor.name].shape
         with torch.no_grad():
@@ -65,16 +65,16 @@ def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformer
     foreign, arrays = build(FAMILIES[name]), random_arrays(FAMILIES[name])
     foreign.save_pretrained(tmp_path / "theirs")
     model = load_hf(tmp_path / "theirs")
-    ours = our_model(model.settings)
-    fill(ours, model)
-    compare_losses(FAMILIES[name], ours, foreign, arrays)
+    native = our_model(model.settings)
+    fill(native, model)
+    compare_losses(FAMILIES[name], native, foreign, arrays)
     # their gradients, saved as if they were weights, are read by the same tables
     with torch.no_grad():
         for parameter in foreign.parameters():
             parameter.copy_(parameter.grad)
     foreign.save_pretrained(tmp_path / "gradients")
     gradients = load_hf(tmp_path / "gradients").tensors
-    for key, parameter in ours.named_parameters():
+    for key, parameter in native.named_parameters():
         expected = gradients[f"model.{key}"].read()
         expected = expected.reshape(-1, *parameter.shape[1:])
         rows = torch.arange(len(expected))
@@ -91,37 +91,37 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
     assert (as_on_the_hub(tmp_path / "theirs") / "model.safetensors.index.json").is_file()
     save_hf(load_hf(tmp_path / "theirs"), tmp_path / "again")
     assert verify.main([str(tmp_path / "again"), *(["--decoder-seq-length", "8"] if FAMILIES[name].is_t5 else [])]) == 0
-    before, after = (weights_in(tmp_path / each) for each in ("theirs", "again"))
+    before, after = (weights_in(tmp_path / item) for item in ("theirs", "again"))
     assert before.keys() == after.keys()
     for key, value in before.items():
         assert value.dtype == after[key].dtype and value.shape == after[key].shape, key
         assert torch.equal(value.view(-1).view(torch.uint8), after[key].view(-1).view(torch.uint8)), key
-    again, report = type(foreign).from_pretrained(tmp_path / "again", output_loading_info=True)
+    repeated, report = type(foreign).from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not any(report.values()), report
-    pairs = {key: (value, again.config.to_dict().get(key)) for key, value in foreign.config.to_dict().items()}
+    pairs = {key: (value, repeated.config.to_dict().get(key)) for key, value in foreign.config.to_dict().items()}
     assert not {key: pair for key, pair in pairs.items() if pair[0] not in (None, pair[1]) and key != "_name_or_path"}
     tokens = random_arrays(FAMILIES[name])["tokens"]
-    models = (again, type(foreign).from_pretrained(tmp_path / "theirs"))
+    models = (repeated, type(foreign).from_pretrained(tmp_path / "theirs"))
     more = {"decoder_input_ids": tokens} if FAMILIES[name].is_t5 else {}
-    found, expected = (model.eval()(input_ids=tokens, **more).to_tuple()[0] for model in models)
-    assert torch.equal(found, expected)
+    actual, expected = (model.eval()(input_ids=tokens, **more).to_tuple()[0] for model in models)
+    assert torch.equal(actual, expected)
 
 
 def test_files_of_the_published_bert_have_older_names_and_copies(tmp_path):
     build(FAMILIES["bert"]).save_pretrained(tmp_path / "theirs")
     file = tmp_path / "theirs" / "model.safetensors"
     today = {key: value.read().clone() for key, value in load_hf(tmp_path / "theirs").tensors.items()}
-    held = {key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+    retained = {key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
             for key, value in load_file(file).items()}  # fmt: skip
-    held["cls.predictions.decoder.weight"] = held["bert.embeddings.word_embeddings.weight"].clone()
-    held["cls.predictions.decoder.bias"] = held["cls.predictions.bias"].clone()
-    held["bert.embeddings.position_ids"] = torch.arange(64)[None]
-    save_file(held, file, {"format": "pt"})
+    retained["cls.predictions.decoder.weight"] = retained["bert.embeddings.word_embeddings.weight"].clone()
+    retained["cls.predictions.decoder.bias"] = retained["cls.predictions.bias"].clone()
+    retained["bert.embeddings.position_ids"] = torch.arange(64)[None]
+    save_file(retained, file, {"format": "pt"})
     older = load_hf(tmp_path / "theirs")
     assert older.tensors.keys() == today.keys()
     assert all(torch.equal(older.tensors[key].read(), value) for key, value in today.items())
-    held["cls.predictions.decoder.bias"] += 1
-    save_file(held, file, {"format": "pt"})
+    retained["cls.predictions.decoder.bias"] += 1
+    save_file(retained, file, {"format": "pt"})
     with pytest.raises(UserError, match="cls.predictions.decoder.bias: differs from cls.predictions.bias"):
         load_hf(tmp_path / "theirs")
 
@@ -159,22 +159,22 @@ def test_an_encoder_without_heads_begins_with_random_ones(name, architecture, op
     dense = model.tensors["model.lm_head.dense.weight"].read()
     assert absent <= {ORDER, POOLER} or float(dense.std()) == pytest.approx(0.02, rel=0.1)
     save_hf(model, tmp_path / "again")
-    again, report = getattr(transformers, FAMILIES[name].architecture).from_pretrained(
+    repeated, report = getattr(transformers, FAMILIES[name].architecture).from_pretrained(
         tmp_path / "again", output_loading_info=True
     )
     assert not any(report.values()), report
-    prefix = "" if hasattr(foreign, again.base_model_prefix) else f"{again.base_model_prefix}."
-    written = again.state_dict()
+    prefix = "" if hasattr(foreign, repeated.base_model_prefix) else f"{repeated.base_model_prefix}."
+    written = repeated.state_dict()
     without_pooler = "roberta" in name  # the masked model lacks it
     for key, value in foreign.state_dict().items():
         assert (without_pooler and "pooler" in key) or torch.equal(value, written[prefix + key])
-    ours, arrays = our_model(model.settings), random_arrays(FAMILIES[name])
-    fill(ours, model)
+    native, arrays = our_model(model.settings), random_arrays(FAMILIES[name])
+    fill(native, model)
     types = arrays["types"] if "model.embedding.tokentype_embeddings.weight" in model.tensors else None
     more = {} if types is None else {"token_type_ids": types}
-    expected = again.eval()(input_ids=arrays["tokens"], attention_mask=arrays["real"].long(), **more).to_tuple()[0]
-    found = ours(arrays["tokens"], arrays["real"], types)[0][..., :VOCAB]
-    assert_close("logits", found[arrays["real"]], expected[arrays["real"]])
+    expected = repeated.eval()(input_ids=arrays["tokens"], attention_mask=arrays["real"].long(), **more).to_tuple()[0]
+    actual = native(arrays["tokens"], arrays["real"], types)[0][..., :VOCAB]
+    assert_close("logits", actual[arrays["real"]], expected[arrays["real"]])
 
 
 def test_comparison_of_a_conversion_gives_both_models_the_heads_that_the_folder_lacks(tmp_path, capsys):
@@ -199,11 +199,11 @@ def test_a_head_with_some_of_its_tensors_is_damaged(name, lost, tmp_path):
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_random_weights_of_flags_write_is_read_back(name, tmp_path):
-    ours = random_model(flags_of(FAMILIES[name]), VOCAB, model_family="bert")
+    native = random_model(flags_of(FAMILIES[name]), VOCAB, model_family="bert")
     # a model without pairs of texts is BertForMaskedLM where nothing else is asked for
-    save_hf(ours, tmp_path / "theirs", family=name if name == "distilbert" else None)
-    again = load_hf(tmp_path / "theirs")
-    assert all(torch.equal(again.tensors[key].read(), value.read()) for key, value in ours.tensors.items())
+    save_hf(native, tmp_path / "theirs", family=name if name == "distilbert" else None)
+    repeated = load_hf(tmp_path / "theirs")
+    assert all(torch.equal(repeated.tensors[key].read(), value.read()) for key, value in native.tensors.items())
     assert not (tmp_path / "theirs" / "generation_config.json").exists()
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert config["architectures"] == [FAMILIES[name].architecture]
@@ -220,19 +220,19 @@ def test_a_bert_trained_without_pairs_is_the_masked_model_there(name, tmp_path):
     assert config["architectures"] == [masked] and config["type_vocab_size"] == 1
     foreign, report = getattr(transformers, masked).from_pretrained(tmp_path / "theirs", output_loading_info=True)
     assert not any(report.values()), report
-    again = load_hf(tmp_path / "theirs")
-    assert again.tensors.keys() == exported.tensors.keys() and not again.settings["bert_binary_head"]
-    assert all(torch.equal(again.tensors[key].read(), value.read()) for key, value in exported.tensors.items())
-    ours, arrays = our_model(again.settings), random_arrays(FAMILIES[name])
-    fill(ours, again)
+    repeated = load_hf(tmp_path / "theirs")
+    assert repeated.tensors.keys() == exported.tensors.keys() and not repeated.settings["bert_binary_head"]
+    assert all(torch.equal(repeated.tensors[key].read(), value.read()) for key, value in exported.tensors.items())
+    native, arrays = our_model(repeated.settings), random_arrays(FAMILIES[name])
+    fill(native, repeated)
     inputs = {"input_ids": arrays["tokens"], "attention_mask": arrays["real"].long()}
     logits = foreign.eval()(**inputs).logits
-    found = ours(arrays["tokens"], arrays["real"])[0][..., :VOCAB]
-    assert_close("logits", found[arrays["real"]], logits[arrays["real"]])
+    result = native(arrays["tokens"], arrays["real"])[0][..., :VOCAB]
+    assert_close("logits", result[arrays["real"]], logits[arrays["real"]])
     file = tmp_path / "theirs" / "model.safetensors"
-    held = load_file(file)
-    held["bert.embeddings.token_type_embeddings.weight"] += 1
-    save_file(held, file, {"format": "pt"})
+    retained = load_file(file)
+    retained["bert.embeddings.token_type_embeddings.weight"] += 1
+    save_file(retained, file, {"format": "pt"})
     with pytest.raises(UserError, match="token_type_embeddings.weight: is not zero"):
         load_hf(tmp_path / "theirs")
 
@@ -269,7 +269,7 @@ def test_comparison_with_transformers_sees_swapped_inputs_of_encoder_and_decoder
 
 
 def test_a_t5_with_a_bias_after_its_shared_output_layer_has_no_family(tmp_path):
-    flags = [each for each in flags_of(FAMILIES["t5"]) if each != "--scale-decoder-outputs"]
+    flags = [item for item in flags_of(FAMILIES["t5"]) if item != "--scale-decoder-outputs"]
     with pytest.raises(UserError, match="t5: scale_decoder_outputs is False, a shared output layer is scaled"):
         save_hf(random_model(flags, VOCAB, model_family="t5"), tmp_path / "theirs")
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def problems(flags, world_size):
     cfg = resolve(parse_args([*MODEL, *flags.split()], needs_data=False), world_size)
-    return cfg, [str(each) for each in check(cfg)]
+    return cfg, [str(item) for item in check(cfg)]
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_what_is_accepted_can_be_laid_out():
         words = [f"{flag} {value}" for flag, value in drawn.items() if value is not None]
         words += [switch for switch in SWITCHES if generator.random() < 0.3]
         world_size = generator.choice([1, 2, 4, 6, 8, 12, 16, 24])
-        cfg, found = problems(" ".join(words), world_size)
-        if found:
+        cfg, actual = problems(" ".join(words), world_size)
+        if actual:
             continue
         accepted += 1
         model = cfg.model

@@ -153,8 +153,8 @@ def test_installed_commands_go_from_text_to_generated_text(warm_shell):
     log = shell(f"{torchrun} -m megatron pretrain gpt {flags} --load run")
     assert "successfully loaded checkpoint" in log
     manifest = json.loads((shell.folder / "run/iter_0000002/metadata.json").read_text())
-    found = manifest["objects"]["environment"]
-    assert found["version"] == __version__ and found["host"] == os.uname().nodename and found["torch"]
+    result = manifest["objects"]["environment"]
+    assert result["version"] == __version__ and result["host"] == os.uname().nodename and result["torch"]
     shell("megatron convert --load-dir run --saver hf --save-dir hf --no-checking")
     assert "tensors" in shell("megatron inspect hf")
     assert "whole" in shell("megatron verify run")

@@ -48,15 +48,15 @@ def train(rank, world_size, row, offload, waits=True):
     task = with_synthetic_data(task_class(row.family), VOCAB_SIZE)(cfg)
     with late_streams(waits) if offload else contextlib.nullcontext():
         parts = build_components(cfg, task, initialize_megatron(cfg))
-        found = {}
+        result = {}
         with ExitConditions(cfg) as exits:
             trainer = Trainer(cfg, parts, exits)
             for step in range(STEPS):
                 metrics = trainer.step.run()
                 values = {**metrics.losses, **metrics.statistics, "norm": metrics.grad_norm}
-                found |= {f"{name} {step}": torch.as_tensor(value).clone() for name, value in values.items()}
-        found |= {shard.name: shard.local.detach().clone() for shard in weight_shards(parts)}
-        return {name: value.double().numpy() for name, value in found.items()}, parts.optimizer._updates.overlaps
+                result |= {f"{name} {step}": torch.as_tensor(value).clone() for name, value in values.items()}
+        result |= {shard.name: shard.local.detach().clone() for shard in weight_shards(parts)}
+        return {name: value.double().numpy() for name, value in result.items()}, parts.optimizer._updates.overlaps
 
 
 def differences(pool, row, waits=True):

@@ -17,17 +17,17 @@ def train(pool, world_size, dataset, save, *flags):
 
 
 def test_a_run_resumes_bit_for_bit_and_goes_on_in_any_layout(gloo_pool, dataset, tmp_path):
-    whole, parts, other = (tmp_path / name for name in ("whole", "parts", "other"))
+    full, parts, other = (tmp_path / name for name in ("whole", "parts", "other"))
     sizes = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
     layout = [*sizes, "--sequence-parallel", "--use-distributed-optimizer", "--ckpt-step", 4]
     runs = [
-        train(gloo_pool, 1, dataset, whole),
+        train(gloo_pool, 1, dataset, full),
         train(gloo_pool, 1, dataset, parts, "--exit-interval", 4),
         train(gloo_pool, 1, dataset, parts, "--load", parts),
-        train(gloo_pool, 4, dataset, other, "--load", whole, *layout),
+        train(gloo_pool, 4, dataset, other, "--load", full, *layout),
     ]
-    assert [code for each in runs for code, _ in each] == [0] * 7, runs
-    assert (parts / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    np.testing.assert_allclose(losses(other), losses(whole)[4:], rtol=1e-11)
-    (refused,) = train(gloo_pool, 1, dataset, tmp_path / "changed", "--load", whole, "--mscale-all-dim", 0.5)
+    assert [code for run in runs for code, _ in run] == [0] * 7, runs
+    assert (parts / "metrics.jsonl").read_bytes() == (full / "metrics.jsonl").read_bytes()
+    np.testing.assert_allclose(losses(other), losses(full)[4:], rtol=1e-11)
+    (refused,) = train(gloo_pool, 1, dataset, tmp_path / "changed", "--load", full, "--mscale-all-dim", 0.5)
     assert refused[0] and "mscale_all_dim is 0.5, the checkpoint has 1.0" in refused[1]

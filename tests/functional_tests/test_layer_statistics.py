@@ -51,10 +51,10 @@ def test_layer_statistics_match_single_rank(gloo_pool, dataset, tmp_path, flags,
     assert names >= {"weight_norm", "grad_norm", "update_norm", "max_attention_logit"}
     assert {"layer 1/grad_norm", "layer 2/grad_norm", "decoder.final_layernorm/grad_norm"} <= expected[2].keys()
     for name, (world_size, layout) in layouts.items():
-        found = run(gloo_pool, world_size, dataset, tmp_path / name, [*flags, *layout])
+        actual = run(gloo_pool, world_size, dataset, tmp_path / name, [*flags, *layout])
         for iteration in (2, 4):
-            assert found[iteration].keys() == expected[iteration].keys(), name
-            for key, value in found[iteration].items():
+            assert actual[iteration].keys() == expected[iteration].keys(), name
+            for key, value in actual[iteration].items():
                 assert value == pytest.approx(expected[iteration][key], rel=1e-9), (name, iteration, key)
 
 
@@ -68,10 +68,10 @@ PRECISIONS = {
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_layer_norms_add_up_to_the_norms_of_the_model(gloo_pool, dataset, tmp_path, precision):
     flags, fp64, tolerance = PRECISIONS[precision]
-    found = run(gloo_pool, 2, dataset, tmp_path, [*DENSE, *SHARDED, "--log-params-norm", *flags], fp64)
+    result = run(gloo_pool, 2, dataset, tmp_path, [*DENSE, *SHARDED, "--log-params-norm", *flags], fp64)
     record = read_records(tmp_path / "metrics.jsonl")[-1]
     for kind, total in ("grad_norm", record["grad_norm"]), ("weight_norm", record["params_norm"]):
-        squares = [value**2 for name, value in found[4].items() if name.endswith(f"/{kind}")]
+        squares = [value**2 for name, value in result[4].items() if name.endswith(f"/{kind}")]
         assert math.sqrt(sum(squares)) == pytest.approx(total, rel=tolerance)
 
 
@@ -80,9 +80,9 @@ def test_the_norm_of_an_sgd_update_is_that_of_the_unscaled_gradient(gloo_pool, d
     flags, fp64, tolerance = PRECISIONS[precision]
     flags = [*DENSE, "--optimizer", "sgd", "--sgd-momentum", "0", "--weight-decay", "0", *flags]
     flags += ["--lr-decay-style", "constant", "--clip-grad", "0", "--lr-warmup-iters", "0"]
-    found = run(gloo_pool, 1, dataset, tmp_path, flags, fp64)
+    result = run(gloo_pool, 1, dataset, tmp_path, flags, fp64)
     for label in ("layer 1", "layer 2", "embedding.word_embeddings"):
-        update, gradient = found[2][f"{label}/update_norm"], found[2][f"{label}/grad_norm"]
+        update, gradient = result[2][f"{label}/update_norm"], result[2][f"{label}/grad_norm"]
         assert update == pytest.approx(1e-2 * gradient, rel=max(tolerance, 1e-9))
 
 

@@ -194,7 +194,7 @@ def first_step(rank, world_size, one):
     """A task of the pool: (losses, {(name, rectangle): hash of the gradient}) of the first step on this rank."""
     with running(one, world_size) as traces:
         _, step = itertools.islice(traces, 2)
-        return step.losses, {(each.name, each.rectangle): int(tensor_hash(each.local)) for each in step.gradients}
+        return step.losses, {(item.name, item.rectangle): int(tensor_hash(item.local)) for item in step.gradients}
 
 
 @pytest.mark.parametrize("model, tp", [("full", 4), ("full-latent", 2)])
@@ -205,7 +205,7 @@ def test_sequence_parallelism_changes_no_bit_of_split_parameters(matrix, model, 
     cfg = configure(one.argv, tp, "fp32")
     params = cfg.describe(VOCAB_SIZE).params()
     tensor_parallel = {param.name for param in params if "tp" in param.mesh and param.tied_to is None}
-    plain, sequence = (matrix.pool.run(first_step, tp, each) for each in (one, split))
+    plain, sequence = (matrix.pool.run(first_step, tp, item) for item in (one, split))
     for (losses, gradients), (other_losses, other_gradients) in zip(plain, sequence):
         assert losses == other_losses and gradients.keys() == other_gradients.keys()
         assert {name for name, _ in gradients} > tensor_parallel

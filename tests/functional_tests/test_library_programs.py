@@ -38,9 +38,9 @@ print("loss of the last step", loss.item() < 10.9, flush=True)
 def torchrun(*command, python=sys.executable):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*launcher, *command], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done
+    finished = subprocess.run([*launcher, *command], capture_output=True, text=True, env=environment, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return finished
 
 
 def test_the_simple_loop_trains_and_its_checkpoint_holds_the_model(warm_python, tmp_path):
@@ -55,11 +55,11 @@ def test_the_program_of_the_guides_runs_unchanged(tmp_path):
     """It neither starts torch.distributed, nor names the layout in its configuration, nor pads its vocabulary: what
     is done for it is in the log once, though the program has not set up any logging."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = torchrun(str(tmp_path / "program.py"))
+    finished = torchrun(str(tmp_path / "program.py"))
     # the two ranks write to one pipe word by word
-    assert [done.stdout.count(words) for words in ("loss of the last step", "True", "False")] == [2, 2, 0]
-    assert done.stderr.count("padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)") == 1
-    assert done.stderr.count("starting torch.distributed with gloo, world size 2") == 1
+    assert [finished.stdout.count(words) for words in ("loss of the last step", "True", "False")] == [2, 2, 0]
+    assert finished.stderr.count("padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)") == 1
+    assert finished.stderr.count("starting torch.distributed with gloo, world size 2") == 1
 
 
 def test_what_was_started_for_a_program_ends_with_it(tmp_path):

@@ -60,17 +60,17 @@ def train(pool, world_size, dataset, save, *flags):
 
 
 def test_a_run_resumes_bit_for_bit_and_continues_in_another_layout(gloo_pool, dataset, tmp_path):
-    whole, parts, other = (tmp_path / name for name in ("whole", "parts", "other"))
+    full, parts, other = (tmp_path / name for name in ("whole", "parts", "other"))
     sizes = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
     layout = [*sizes, "--sequence-parallel", "--use-distributed-optimizer", "--ckpt-step", 4]
     runs = [
-        train(gloo_pool, 1, dataset, whole),
+        train(gloo_pool, 1, dataset, full),
         train(gloo_pool, 1, dataset, parts, "--exit-interval", 4),
         train(gloo_pool, 1, dataset, parts, "--load", parts),
-        train(gloo_pool, 4, dataset, other, "--load", whole, *layout),
+        train(gloo_pool, 4, dataset, other, "--load", full, *layout),
     ]
     assert [code for ranks in runs for code, _ in ranks] == [0] * 7, runs
-    assert (parts / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    np.testing.assert_allclose(losses(other), losses(whole)[4:], rtol=1e-11)
-    ((code, text),) = train(gloo_pool, 1, dataset, tmp_path / "changed", "--load", whole, "--linear-conv-kernel-dim", 3)
+    assert (parts / "metrics.jsonl").read_bytes() == (full / "metrics.jsonl").read_bytes()
+    np.testing.assert_allclose(losses(other), losses(full)[4:], rtol=1e-11)
+    ((code, text),) = train(gloo_pool, 1, dataset, tmp_path / "changed", "--load", full, "--linear-conv-kernel-dim", 3)
     assert code and "linear_conv_kernel_dim is 3, the checkpoint has 4" in text

@@ -189,12 +189,12 @@ def test_ten_steps_logits_and_merged_logits_equal_peft(gloo_pool, tmp_path, case
     expected = train_there(model.double(), samples, STEPS)
     assert losses == pytest.approx(expected, rel=1e-7) and losses[-1] != losses[0]
     model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = adapters_in(tmp_path / "exported"), adapters_in(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys() and ours
+    native, foreign = adapters_in(tmp_path / "exported"), adapters_in(tmp_path / "theirs")
+    assert native.keys() == foreign.keys() and native
     # transformers computes the router's softmax in fp32; AdamW amplifies that in experts with few tokens
-    tolerance = 3e-5 if any("experts" in name for name in ours) else 5e-6
-    for name in ours:
-        assert_close(ours[name], theirs[name].double(), tolerance)
+    tolerance = 3e-5 if any("experts" in name for name in native) else 5e-6
+    for name in native:
+        assert_close(native[name], foreign[name].double(), tolerance)
     logits = logits_of(model)
     assert_close(
         logits_of(peft.PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "exported")), logits, 1e-6
@@ -227,10 +227,10 @@ def test_imported_adapters_train_in_a_layout_as_with_peft(gloo_pool, tmp_path, l
     model, losses, samples = trained(gloo_pool, tmp_path, "llama, queries and values", layout.split(), ranks)
     assert losses == pytest.approx(train_there(model.double(), samples, STEPS), rel=1e-7)
     model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = adapters_in(tmp_path / "exported"), adapters_in(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert_close(ours[name], theirs[name].double(), 5e-6)
+    native, foreign = adapters_in(tmp_path / "exported"), adapters_in(tmp_path / "theirs")
+    assert native.keys() == foreign.keys()
+    for name in native:
+        assert_close(native[name], foreign[name].double(), 5e-6)
 
 
 # ---- generation

@@ -64,18 +64,18 @@ def test_a_folder_trains_on_two_layouts_and_is_exported_with_its_tokenizer(gloo_
             assert code == 0, errors
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "tp"), rel=1e-10)
     exported = tmp_path / "one" / "hf" / "iter_0000002"
-    config, first = (json.loads((each / "config.json").read_text()) for each in (exported, tmp_path / "hf"))
+    config, first = (json.loads((item / "config.json").read_text()) for item in (exported, tmp_path / "hf"))
     assert config["architectures"] == first["architectures"] and config["model_type"] == first["model_type"]
     assert load_hf(exported).tensors.keys() == load_hf(tmp_path / "hf").tensors.keys()
     # its tokenizer, and that of a run that goes on from the export
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
-    ours = build_tokenizer(tiny_tokenizers.flags(WORDPIECE[1], vocab_file=vocabulary, vocab_extra_ids=5))
-    theirs = transformers.AutoTokenizer.from_pretrained(exported)
-    assert theirs(TEXT)["input_ids"] == [ours.cls, *ours.tokenize(TEXT), ours.sep]
-    assert (theirs.mask_token_id, theirs.pad_token_id, len(theirs)) == (ours.mask, ours.pad, ours.vocab_size)
-    again = [*RUN, *OWN[kind], "--load-hf", str(exported), "--save", str(tmp_path / "again")]
-    ((code, errors),) = gloo_pool.run(run, 1, again, kind)
+    native = build_tokenizer(tiny_tokenizers.flags(WORDPIECE[1], vocab_file=vocabulary, vocab_extra_ids=5))
+    foreign = transformers.AutoTokenizer.from_pretrained(exported)
+    assert foreign(TEXT)["input_ids"] == [native.cls, *native.tokenize(TEXT), native.sep]
+    assert (foreign.mask_token_id, foreign.pad_token_id, len(foreign)) == (native.mask, native.pad, native.vocab_size)
+    repeated = [*RUN, *OWN[kind], "--load-hf", str(exported), "--save", str(tmp_path / "again")]
+    ((code, errors),) = gloo_pool.run(run, 1, repeated, kind)
     assert code == 0, errors
 
 
@@ -85,14 +85,14 @@ def test_pieces_of_a_t5_are_read_as_ours(tmp_path, monkeypatch):
     pieces = tmp_path / "pieces.model"
     tiny_tokenizers.sentence_piece_model(pieces, pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
     values = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(pieces), "vocab_extra_ids": 7}
-    ours = build_tokenizer(tiny_tokenizers.flags(**values))
-    model = random_model(MODELS["t5 1.1"][1].split(), ours.vocab_size, model_family="t5")
+    native = build_tokenizer(tiny_tokenizers.flags(**values))
+    model = random_model(MODELS["t5 1.1"][1].split(), native.vocab_size, model_family="t5")
     model.settings |= values
     model.assets["tokenizer/pieces.model"] = pieces
     save_hf(model, tmp_path / "hf")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    foreign = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "The quick brown fox <extra_id_1> jumps  over <extra_id_0> the lazy dog; Ω"
-    assert theirs(text)["input_ids"] == [*ours.tokenize(text), ours.eos] and len(theirs) == ours.vocab_size
+    assert foreign(text)["input_ids"] == [*native.tokenize(text), native.eos] and len(foreign) == native.vocab_size
 
 
 @pytest.mark.parametrize(("kind", "said"), [

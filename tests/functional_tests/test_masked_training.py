@@ -36,22 +36,22 @@ def last_validation(folder):
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_run_moves_between_layouts(gloo_pool, tmp_path, kind):
-    whole = run(gloo_pool, kind, "one", tmp_path / "whole", [], fp64=True)
+    full = run(gloo_pool, kind, "one", tmp_path / "whole", [], fp64=True)
     load, records = [], []
     for name in ("tp2 sp zero", "fsdp", "pp2 cp2"):
         rows = ["--use-packed-sequence"] if kind == "bert" and name == "pp2 cp2" else []
         folder = run(gloo_pool, kind, name, tmp_path / name, [*load, *rows, "--exit-interval", "2"], fp64=True)
         records += train_records(folder)
         load = ["--load", str(folder)]
-    for record, wanted in zip(records, train_records(whole), strict=True):
+    for record, train_record in zip(records, train_records(full), strict=True):
         for field in ("iteration", *LOSSES[kind], "grad_norm"):
-            assert record[field] == pytest.approx(wanted[field], rel=1e-9), (record["iteration"], field)
+            assert record[field] == pytest.approx(train_record[field], rel=1e-9), (record["iteration"], field)
     for name in LOSSES[kind]:
-        assert last_validation(folder)[name] == pytest.approx(last_validation(whole)[name], rel=1e-9)
-    found, wanted = tensors(folder / "iter_0000006"), tensors(whole / "iter_0000006")
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert (found[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max() + 1e-11, name
+        assert last_validation(folder)[name] == pytest.approx(last_validation(full)[name], rel=1e-9)
+    actual, train_record = tensors(folder / "iter_0000006"), tensors(full / "iter_0000006")
+    assert actual.keys() == train_record.keys()
+    for name, tensor in train_record.items():
+        assert (actual[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max() + 1e-11, name
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -61,4 +61,4 @@ def test_resuming_on_the_same_layout_changes_no_bit(gloo_pool, tmp_path, kind):
     run(gloo_pool, kind, name, parts, [*flags, "--load", str(parts), "--exit-interval", "2"])
     run(gloo_pool, kind, name, parts, [*flags, "--load", str(parts)])
     assert digests(one / "iter_0000004") == digests(parts / "iter_0000004")
-    assert [each["lm loss"] for each in train_records(one)] == [each["lm loss"] for each in train_records(parts)]
+    assert [item["lm loss"] for item in train_records(one)] == [item["lm loss"] for item in train_records(parts)]

@@ -32,7 +32,7 @@ def test_mbridge_converts_without_changes(tmp_path, family, ranks):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
                "tests/test_utils/mbridge_run.py", str(tmp_path / "source"), str(tmp_path / "target")]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"difference"')))
-    assert found["difference"] < 1e-5 and found["names"] and all(found["same"])
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    result = json.loads(next(line for line in finished.stdout.splitlines() if line.startswith('{"difference"')))
+    assert result["difference"] < 1e-5 and result["names"] and all(result["same"])

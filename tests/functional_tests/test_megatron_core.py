@@ -57,13 +57,13 @@ def run_there(world, port, tp=1, pp=1, **options):
         for rank in range(world)
     ]  # fmt: skip
     try:
-        said = [each.communicate(timeout=240)[0] for each in ranks]
+        messages = [each.communicate(timeout=240)[0] for each in ranks]
     finally:
         for each in ranks:
             each.kill()
-    if "Unknown sharding_type" in said[0]:
+    if "Unknown sharding_type" in messages[0]:
         pytest.skip(f"this version has no {options['sharding_type']}")
-    assert not any(each.returncode for each in ranks), said[0][-3000:]
+    assert not any(each.returncode for each in ranks), messages[0][-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +104,8 @@ def test_a_run_begun_there_goes_on_here_with_its_losses(there, tmp_path, tp):
     subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=240)
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = {each["iteration"]: each["lm loss"] for each in records if "lm loss" in each}
-    theirs = json.loads((there / "losses.json").read_text())
-    np.testing.assert_allclose([losses[i] for i in range(SWITCH + 1, END + 1)], theirs, rtol=1e-5)
+    foreign = json.loads((there / "losses.json").read_text())
+    np.testing.assert_allclose([losses[i] for i in range(SWITCH + 1, END + 1)], foreign, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
@@ -116,8 +116,8 @@ def test_what_we_write_goes_on_there_with_its_losses(there, tmp_path, tp, pp):
         tp * pp, 29650 + tp, tp, pp, until=[END], data=str(there / "data.npy"), load=str(tmp_path),
         load_iteration=SWITCH, losses=str(tmp_path / "losses.json"),
     )  # fmt: skip
-    theirs = json.loads((there / "losses.json").read_text())
-    np.testing.assert_allclose(json.loads((tmp_path / "losses.json").read_text()), theirs, rtol=1e-5)
+    foreign = json.loads((there / "losses.json").read_text())
+    np.testing.assert_allclose(json.loads((tmp_path / "losses.json").read_text()), foreign, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable", "fully_sharded_model_space"])
@@ -156,10 +156,10 @@ def masked_samples(kind, path):
     from megatron.training.tasks.language_model import mock_data, task_class
 
     sizes = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=4"]
-    longest = f"--max-position-embeddings={MASKED_LENGTH}"
+    max_length = f"--max-position-embeddings={MASKED_LENGTH}"
     more = [f"--decoder-seq-length={DECODER_LENGTH}"] if kind == "t5" else []
     flags = [each for each in MASKED_FLAGS if each not in ("--use-checkpoint-args", "--no-load-rng")]
-    cfg = validate_args(parse_args([*flags, *sizes, longest, *more], model_family=kind), 1)
+    cfg = validate_args(parse_args([*flags, *sizes, max_length, *more], model_family=kind), 1)
     task = task_class(kind)(cfg, NullTokenizer(VOCABULARY))
     train = mock_data(task, (END * BATCH, 0, 0))[0]
     samples = [train[index] for index in range(END * BATCH)]
@@ -171,10 +171,10 @@ def masked_samples(kind, path):
 def test_encoders_begun_there_go_on_here_with_their_losses_and_back(kind, tp, pp, tmp_path):
     masked_samples(kind, tmp_path / "data.npz")
     common = {"data": str(tmp_path / "data.npz"), "kind": kind, "args": MASKED_ARGS}
-    kept = {"save": str(tmp_path), "losses": str(tmp_path / "losses.json")}
-    run_there(tp * pp, 29670, tp, pp, until=[SWITCH], formats=["torch_dist", "torch"], **common, **kept)
-    run_there(1, 29672, until=[END], load=str(tmp_path / "torch_dist"), load_iteration=SWITCH, **common, **kept)
-    theirs = json.loads((tmp_path / "losses.json").read_text())
+    retained = {"save": str(tmp_path), "losses": str(tmp_path / "losses.json")}
+    run_there(tp * pp, 29670, tp, pp, until=[SWITCH], formats=["torch_dist", "torch"], **common, **retained)
+    run_there(1, 29672, until=[END], load=str(tmp_path / "torch_dist"), load_iteration=SWITCH, **common, **retained)
+    foreign = json.loads((tmp_path / "losses.json").read_text())
     same(load_megatron_torch(tmp_path / "torch"), load_megatron_torch_dist(tmp_path / "torch_dist"))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     paths = [f"--load-dir={tmp_path}/torch_dist", f"--save-dir={tmp_path}/native"]
@@ -186,8 +186,8 @@ def test_encoders_begun_there_go_on_here_with_their_losses_and_back(kind, tp, pp
     subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=240)
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = {each["iteration"]: each["lm loss"] for each in records if "lm loss" in each}
-    np.testing.assert_allclose([losses[i] for i in range(SWITCH + 1, END + 1)], theirs, rtol=1e-5)
+    np.testing.assert_allclose([losses[i] for i in range(SWITCH + 1, END + 1)], foreign, rtol=1e-5)
     save_megatron_torch_dist(load_megatron_torch(tmp_path / "torch", padded_vocabulary=True), tmp_path / "ours")
     run_there(tp, 29674, tp, until=[END], load=str(tmp_path / "ours"), load_iteration=SWITCH, **common,
               losses=str(tmp_path / "back.json"))  # fmt: skip
-    np.testing.assert_allclose(json.loads((tmp_path / "back.json").read_text()), theirs, rtol=1e-5)
+    np.testing.assert_allclose(json.loads((tmp_path / "back.json").read_text()), foreign, rtol=1e-5)

@@ -58,16 +58,16 @@ ENCODERS = {
 
 
 def run(data, folder, family, *flags, gpu):
-    program, own = ENCODERS.get(family) or ("pretrain_gpt.py", FAMILIES[family])
+    program, local = ENCODERS.get(family) or ("pretrain_gpt.py", FAMILIES[family])
     source = ["--data-path", str(data)] if family in FAMILIES else ["--mock-data", "--short-seq-prob", "0.5"]
-    argv = [*COMMON.split(), *own.split(), *source, "--save", str(folder), *flags]
+    argv = [*COMMON.split(), *local.split(), *source, "--save", str(folder), *flags]
     environment = os.environ if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, program, *argv], env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
-    records = [each for each in read_records(folder / "metrics.jsonl") if each["kind"] == "train"]
-    return [np.array([each[name] for each in records]) for name in ("lm loss", "grad_norm")]
+    assert finished.returncode == 0, finished.stdout[-1500:] + finished.stderr[-3000:]
+    records = [read_record for read_record in read_records(folder / "metrics.jsonl") if read_record["kind"] == "train"]
+    return [np.array([read_record[name] for read_record in records]) for name in ("lm loss", "grad_norm")]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS])
@@ -77,6 +77,6 @@ def test_a_gpu_has_the_losses_of_a_cpu(tmp_path, family):
     if family in FAMILIES:
         assert expected[-1] < expected[0] - 0.1  # it learns, so that wrong gradients would show
     for flags, rtol in ([], 2e-4), (["--bf16"], 2e-2):
-        found, found_norms = run(data, tmp_path / f"gpu{len(flags)}", family, *flags, gpu=True)
-        np.testing.assert_allclose(found, expected, rtol=rtol)
+        actual, found_norms = run(data, tmp_path / f"gpu{len(flags)}", family, *flags, gpu=True)
+        np.testing.assert_allclose(actual, expected, rtol=rtol)
         np.testing.assert_allclose(found_norms, norms, rtol=5 * rtol)

@@ -29,12 +29,12 @@ def test_a_run_resumes_bit_for_bit_and_on_another_layout(gloo_pool, data, tmp_pa
     run(2, "parts", *PP2, "--load", str(folders["parts"]))
     assert (folders["whole"] / "metrics.jsonl").read_bytes() == (folders["parts"] / "metrics.jsonl").read_bytes()
     np.testing.assert_allclose(losses(folders["elsewhere"]), losses(folders["whole"])[4:], rtol=1e-9)
-    later = [[each[name] for name in ("lm loss", "mtp_1 loss", "mtp_2 loss")]
-             for each in read_records(folders["whole"] / "metrics.jsonl") if each["kind"] == "train"]  # fmt: skip
+    later = [[item[name] for name in ("lm loss", "mtp_1 loss", "mtp_2 loss")]
+             for item in read_records(folders["whole"] / "metrics.jsonl") if item["kind"] == "train"]  # fmt: skip
     assert np.all(np.array(later[-1]) < np.array(later[0]))  # every depth learns
 
 
 def test_a_checkpoint_without_depths_is_refused(gloo_pool, data, tmp_path):
-    plain = [each for each in data if each not in FLAGS[:2]]
+    plain = [item for item in data if item not in FLAGS[:2]]
     assert gloo_pool.run(train, 1, [*plain, "--save", str(tmp_path)]) == [0]
     assert gloo_pool.run(train, 1, [*data, "--load", str(tmp_path), "--save", str(tmp_path / "other")]) != [0]

@@ -43,10 +43,10 @@ def test_sharding_changes_no_bit(gloo_pool, dataset, tmp_path, precision):
 def test_resumed_runs_have_the_bits_of_uninterrupted_ones(gloo_pool, dataset, tmp_path, name):
     world_size, layout = LAYOUTS[name]
     flags = [*MUON, *layout]
-    whole = run(gloo_pool, world_size, dataset, tmp_path / "whole", flags)
+    full = run(gloo_pool, world_size, dataset, tmp_path / "whole", flags)
     half = run(gloo_pool, world_size, dataset, tmp_path / "half", [*flags, "--exit-interval", "2"])
     rest = run(gloo_pool, world_size, dataset, tmp_path / "rest", [*flags, "--load", str(half)])
-    assert digests(rest / "iter_0000004") == digests(whole / "iter_0000004")
+    assert digests(rest / "iter_0000004") == digests(full / "iter_0000004")
 
 
 def resumed(pool, dataset, folder, save, *flags):

@@ -36,7 +36,7 @@ def settings(text="", world_size=1):
 
 
 def losses(folder):
-    return [each["lm loss"] for each in read_records(folder / "metrics.jsonl") if each["kind"] == "train"]
+    return [item["lm loss"] for item in read_records(folder / "metrics.jsonl") if item["kind"] == "train"]
 
 
 def run(pool, folder, *flags, ranks=1):
@@ -46,8 +46,8 @@ def run(pool, folder, *flags, ranks=1):
 
 
 def test_training_learns_resumes_bit_for_bit_and_answers(gloo_pool, tmp_path, capsys):
-    found = run(gloo_pool, tmp_path / "whole")
-    assert found[0] > 2 and found[-1] < 0.5  # 0.69 without the numbers
+    result = run(gloo_pool, tmp_path / "whole")
+    assert result[0] > 2 and result[-1] < 0.5  # 0.69 without the numbers
     parts = tmp_path / "parts"
     run(gloo_pool, parts, "--exit-interval", 20, "--save-interval", 20)
     run(gloo_pool, parts, "--load", parts)
@@ -60,8 +60,8 @@ def test_training_learns_resumes_bit_for_bit_and_answers(gloo_pool, tmp_path, ca
 def test_a_checkpoint_loads_on_another_layout_and_keeps_its_sizes(gloo_pool, tmp_path):
     first = run(gloo_pool, tmp_path, "--train-iters", 4, "--numbers-hidden-size", 8, "--lr-decay-iters", 40)
     load = "--load", tmp_path, "--use-checkpoint-args", "--train-iters", 6, "--lr-decay-iters", 40
-    found = run(gloo_pool, tmp_path, *load, *f"{TP2} --sequence-parallel {PP2}".split(), ranks=4)
-    assert found[:4] == first and found[-1] < found[0]
+    result = run(gloo_pool, tmp_path, *load, *f"{TP2} --sequence-parallel {PP2}".split(), ranks=4)
+    assert result[:4] == first and result[-1] < result[0]
 
 
 def test_other_families_and_sizes_are_rejected(gloo_pool, tmp_path, capfd):
@@ -83,10 +83,10 @@ def test_the_description_equals_the_built_model():
     cfg = settings()
     task = with_synthetic_data(task_class(FAMILY), VOCAB_SIZE)(cfg)
     described = cfg.describe(VOCAB_SIZE)
-    built = {name: tuple(each.spec.shape) for name, each in task.model_provider().named_parameters()}
-    assert built == {each.name: each.shape for each in described.params() if not each.tied_to}
-    encoder = [each for each in described.params() if each.name.startswith("numbers")]
-    assert sum(each.numel for each in encoder) == 48 + 2 * 3_280 + 32 + 512
+    built = {name: tuple(param.spec.shape) for name, param in task.model_provider().named_parameters()}
+    assert built == {param.name: param.shape for param in described.params() if not param.tied_to}
+    encoder = [param for param in described.params() if param.name.startswith("numbers")]
+    assert sum(param.numel for param in encoder) == 48 + 2 * 3_280 + 32 + 512
 
 
 def test_the_dry_run_counts_both_transformers():
@@ -94,7 +94,7 @@ def test_the_dry_run_counts_both_transformers():
     report = dry_run_report(cfg)
     assert f"{cfg.describe(16).num_parameters:,}, of which" in report and "FLOPs per token" in report
     assert larger.describe(16).flops_per_sample > cfg.describe(16).flops_per_sample
-    ranks = [estimate_memory(each, 16) for each in (cfg, larger)]
+    ranks = [estimate_memory(item, 16) for item in (cfg, larger)]
     assert ranks[1][0].weights > ranks[0][0].weights and ranks[1][-1].weights == ranks[0][-1].weights
 
 
@@ -122,9 +122,9 @@ def test_families_are_found_by_module():
 
 @pytest.fixture(scope="module")
 def matrix(gloo_pool):
-    found = Matrix(gloo_pool)
-    yield found
-    found.close()
+    result = Matrix(gloo_pool)
+    yield result
+    result.close()
 
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"

@@ -99,7 +99,7 @@ def test_parameters_and_flops_are_those_of_the_built_model():
                    "--attention-backend unfused")  # fmt: skip
     model, described = built_model(cfg), cfg.describe(VOCAB_SIZE)
     assert {name: spec.shape for name, _, spec in named_specs(model)} == {
-        each.name: each.shape for each in described.params()
+        param.name: param.shape for param in described.params()
     }
     tokens = torch.randint(0, VOCAB_SIZE, (1, cfg.data.seq_length))
     with FlopCounterMode(display=False) as counter:
@@ -145,15 +145,15 @@ def test_stages_are_balanced_by_what_its_branches_cost():
     """The recurrence, at this width a third of a decoder layer on top, makes the third layer the longest."""
     described = settings(MIXED).describe(VOCAB_SIZE)
     layers = described.costs.layers
-    assert [len(own) for own in layers] == [2, 2, 3, 2]
+    assert [len(layer) for layer in layers] == [2, 2, 3, 2]
     assert sum(layers[2]) == pytest.approx(sum(layers[0]) + layers[1][0])
     cfg = settings(f"{MIXED} --pipeline-model-parallel-size 2", 2)
     stages = run_stages(cfg, VOCAB_SIZE)
     cut = stages[0].branches.stop
     costs = [*described.costs.branches]
     costs[-1] += described.costs.head
-    found = max(sum(costs[:cut]), sum(costs[cut:]))
-    assert found <= 1.01 * min(max(sum(costs[:at]), sum(costs[at:])) for at in range(1, len(costs)))
+    result = max(sum(costs[:cut]), sum(costs[cut:]))
+    assert result <= 1.01 * min(max(sum(costs[:at]), sum(costs[at:])) for at in range(1, len(costs)))
 
 
 def test_a_layout_that_its_layers_do_not_have_is_refused():
@@ -210,16 +210,16 @@ def train(pool, world_size, dataset, save, *flags):
 
 
 def test_a_run_resumes_bit_for_bit_and_goes_on_in_any_layout(gloo_pool, dataset, tmp_path):
-    whole = train(gloo_pool, 1, dataset, tmp_path / "whole")
+    full = train(gloo_pool, 1, dataset, tmp_path / "whole")
     parts = tmp_path / "parts"
     train(gloo_pool, 1, dataset, parts, "--exit-interval", 4)
     first = (parts / "metrics.jsonl").read_bytes()
     train(gloo_pool, 1, dataset, parts, "--load", parts)
-    assert (parts / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes() > first
+    assert (parts / "metrics.jsonl").read_bytes() == (full / "metrics.jsonl").read_bytes() > first
     other = tmp_path / "other"
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer --ckpt-step 4"
-    train(gloo_pool, 4, dataset, other, "--load", whole, *layout.split())
-    np.testing.assert_allclose(losses(other), losses(whole)[4:], rtol=1e-11)
+    train(gloo_pool, 4, dataset, other, "--load", full, *layout.split())
+    np.testing.assert_allclose(losses(other), losses(full)[4:], rtol=1e-11)
 
 
 def test_a_checkpoint_of_other_settings_of_its_layers_is_refused():
@@ -357,13 +357,13 @@ def scanned(rank, size, order):
     shape, generator = (16, 2, 8), torch.Generator().manual_seed(1)
     keep, new, grad = (torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(3))
     results = []
-    for here in (TokenLayout(), layout):
-        leaves = [here.local(x, 0).clone().requires_grad_() for x in (keep, new)]
-        states = scan(*leaves, here)
-        states.backward(here.local(grad, 0))
+    for local in (TokenLayout(), layout):
+        leaves = [local.local(x, 0).clone().requires_grad_() for x in (keep, new)]
+        states = scan(*leaves, local)
+        states.backward(local.local(grad, 0))
         results.append([states.detach(), *(x.grad for x in leaves)])
     return max(
-        ((layout.local(one, 0) - found).norm() / one.norm()).item() for one, found in zip(*results, strict=True)
+        ((layout.local(one, 0) - actual).norm() / one.norm()).item() for one, actual in zip(*results, strict=True)
     )
 
 

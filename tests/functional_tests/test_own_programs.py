@@ -95,15 +95,15 @@ assert len(steps.iterations) == 12 and built
 def run(python, *command):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([python, *command], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done
+    finished = subprocess.run([python, *command], env=environment, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return finished
 
 
 def test_data_layers_and_hooks_of_a_program_run_again_and_again_in_one_process(warm_python, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = run(warm_python, str(tmp_path / "program.py"), *MODEL_FLAGS, "--train-iters", "3")
-    assert done.stderr.count("error: no such numbers") == 1
+    finished = run(warm_python, str(tmp_path / "program.py"), *MODEL_FLAGS, "--train-iters", "3")
+    assert finished.stderr.count("error: no such numbers") == 1
 
 
 def test_the_simple_loop_needs_no_launcher(warm_python):

@@ -33,7 +33,7 @@ def digests(checkpoint):
     """Name -> sha256 of every tensor, random states included, and the counters."""
     reader = CheckpointReader(checkpoint)
     data = {name: reader.read(name).view(torch.uint8).numpy().tobytes() for name in reader.names}
-    hashes = {name: hashlib.sha256(each).hexdigest() for name, each in data.items()}
+    hashes = {name: hashlib.sha256(item).hexdigest() for name, item in data.items()}
     return {**hashes, **{key: reader.objects[key] for key in ("train_state", "optimizer", "scheduler")}}
 
 
@@ -41,14 +41,14 @@ def evaluations(folder):
     return [record["lm loss"] for record in read_records(folder / "metrics.jsonl") if record["kind"] != "train"]
 
 
-def assert_same_run(found, expected, iteration="iter_0000008"):
+def assert_same_run(actual, expected, iteration="iter_0000008"):
     """Losses of every step, evaluations, weights and moments agree to fp64 rounding, under the same names."""
-    np.testing.assert_allclose(losses(found), losses(expected), rtol=1e-12)
-    np.testing.assert_allclose(evaluations(found), evaluations(expected), rtol=1e-10)
-    assert len(evaluations(found)) >= 2
-    mine, theirs = tensors(found / iteration), tensors(expected / iteration)
-    assert mine.keys() == theirs.keys()
-    for name, tensor in theirs.items():
+    np.testing.assert_allclose(losses(actual), losses(expected), rtol=1e-12)
+    np.testing.assert_allclose(evaluations(actual), evaluations(expected), rtol=1e-10)
+    assert len(evaluations(actual)) >= 2
+    mine, foreign = tensors(actual / iteration), tensors(expected / iteration)
+    assert mine.keys() == foreign.keys()
+    for name, tensor in foreign.items():
         torch.testing.assert_close(mine[name], tensor, rtol=1e-6, atol=1e-10, msg=name)
 
 
@@ -86,13 +86,13 @@ def test_rising_batch_sizes_give_any_number_of_micro_batches(gloo_pool, dataset,
 
 @pytest.mark.parametrize("flags", [PP2, [*VPP2, "--bf16"]], ids=["1f1b", "interleaved bf16"])
 def test_resuming_a_pipeline_changes_no_bit(gloo_pool, dataset, tmp_path, flags):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    full, parts = tmp_path / "whole", tmp_path / "parts"
     argv = [*flags, "--save-interval", "4"]
-    run(gloo_pool, 2, dataset, whole, *argv, fp64=False)
+    run(gloo_pool, 2, dataset, full, *argv, fp64=False)
     run(gloo_pool, 2, dataset, parts, *argv, "--load", parts, "--exit-interval", "4", fp64=False)
     run(gloo_pool, 2, dataset, parts, *argv, "--load", parts, fp64=False)
-    assert (whole / "metrics.jsonl").read_bytes() == (parts / "metrics.jsonl").read_bytes()
-    assert digests(whole / "iter_0000008") == digests(parts / "iter_0000008") != {}
+    assert (full / "metrics.jsonl").read_bytes() == (parts / "metrics.jsonl").read_bytes()
+    assert digests(full / "iter_0000008") == digests(parts / "iter_0000008") != {}
 
 
 def test_a_checkpoint_continues_on_other_stages(gloo_pool, dataset, tmp_path, one_rank):
@@ -117,10 +117,10 @@ def test_a_checkpoint_of_cut_layers_continues_on_other_stages(gloo_pool, dataset
         run(gloo_pool, world_size, dataset, folder, *flags, *stop)
     np.testing.assert_allclose(losses(folder), losses(one_rank), rtol=1e-12)
     expected = tensors(one_rank / "iter_0000008")
-    found = tensors(folder / "iter_0000008")
-    assert found.keys() == expected.keys()
+    actual = tensors(folder / "iter_0000008")
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-10, msg=name)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-6, atol=1e-10, msg=name)
 
 
 def provider_of_old(pre_process=True, post_process=True):
@@ -169,7 +169,7 @@ def library_loop(rank, world_size):
 
 def test_a_program_of_its_own_runs_interleaved_chunks(gloo_pool):
     """The provider takes no stage; losses come out on the last rank, one per micro-batch."""
-    (first, no_losses, first_complete), (second, found, second_complete) = gloo_pool.run(library_loop, 2)
-    assert first_complete and second_complete and no_losses == [] and [1 < loss < 10 for loss in found] == [True] * 3
+    (first, no_losses, first_complete), (second, actual, second_complete) = gloo_pool.run(library_loop, 2)
+    assert first_complete and second_complete and no_losses == [] and [1 < loss < 10 for loss in actual] == [True] * 3
     layers = sorted({int(name.split(".")[2]) for name in first + second if name.startswith("decoder.layers")})
     assert layers == [0, 1, 2, 3, 4] and not set(first) & set(second)

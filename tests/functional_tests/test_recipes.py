@@ -83,8 +83,8 @@ def small(recipe):
 def environment(warm_python):
     """The environment of a user: nothing set that a recipe or a launcher reads."""
     ours = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NNODES", "TP", "PP", "SAVE", "DATA_PATH"}
-    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
-    return {**kept, "PYTHON": warm_python, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    retained = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
+    return {**retained, "PYTHON": warm_python, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def start(recipe, *flags, env, cwd):

@@ -32,11 +32,11 @@ def test_the_program_is_the_reference(gloo_pool, folder, tmp_path, name, monkeyp
     flags, precision = ROWS[name]
     argv = reference_runs.command_line(flags)
     words = [*argv, *reference_runs.TOKENIZER]
-    found = gloo_pool.run(reference_runs.program, 1, words, precision == "fp64", str(folder), str(tmp_path))[0]
-    overflows = reference_runs.overflows(found[0]) if precision == "fp16" else []
+    actual = gloo_pool.run(reference_runs.program, 1, words, precision == "fp64", str(folder), str(tmp_path))[0]
+    overflows = reference_runs.overflows(actual[0]) if precision == "fp16" else []
     assert len(overflows) <= 12 and bool(overflows) == (precision == "fp16" and "--loss-scale" not in flags)
     expected = training.train(settings.read(argv), reference_runs.corpora(), overflows)
-    differences = reference_runs.compare(found, expected, precision)
+    differences = reference_runs.compare(actual, expected, precision)
     assert not differences, "\n".join(differences[:8])
     if name == "fp16-patient":  # overflows after one to three clean iterations, in the middle of a window of 4
         assert {2, 3, 4} & {later - before for before, later in zip(overflows, overflows[1:])}
@@ -44,8 +44,8 @@ def test_the_program_is_the_reference(gloo_pool, folder, tmp_path, name, monkeyp
 
 def test_every_setting_takes_another_value_than_its_default():
     rows = [settings.read(reference_runs.command_line(flags)) for flags, _ in ROWS.values()]
-    for kind, others in masked_table.ROWS.items():
-        rows += [settings.read(masked_runs.command_line(kind, flags)) for flags, _ in others.values()]
+    for kind, remaining in masked_table.ROWS.items():
+        rows += [settings.read(masked_runs.command_line(kind, flags)) for flags, _ in remaining.values()]
     for name, default in settings.DEFAULTS.items():
         values = {repr(getattr(row, name)) for row in rows}
         assert len(values) > 1 or values != {repr(default)}, f"no row sets {name}"

@@ -48,8 +48,8 @@ def pair(name, more=""):
     return foreign, arrange, Model(c, leaves, batch, routers, len(batch.tokens), training=False), batch
 
 
-def assert_close(name, found, expected):
-    error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
+def assert_close(name, actual, expected):
+    error = (actual - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
     assert math.isfinite(error) and error <= TOLERANCE, f"{name} is off by {error:.1e} of its largest entry"
 
 
@@ -66,7 +66,7 @@ def test_the_reference_computes_the_losses_and_gradients_of_transformers(name):
     gradients = arrange({key: value.grad for key, value in foreign.named_parameters()})
     for key, leaf in model.weights.items():
         assert_close(f"gradient of {key}", leaf.grad.reshape(-1), gradients[key].reshape(-1))
-    assert sum(leaf.numel() for leaf in model.weights.values()) == sum(each.numel() for each in foreign.parameters())
+    assert sum(leaf.numel() for leaf in model.weights.values()) == sum(item.numel() for item in foreign.parameters())
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
@@ -81,8 +81,8 @@ def test_the_balancing_loss_is_theirs_over_the_number_of_chosen_experts(name):
     model.losses()
     (terms,) = model.aux_losses.values()
     assert len(terms) == len(expected) == 2 and all(coefficient == 0.1 for coefficient, _ in terms)
-    for (_, term), theirs in zip(terms, expected):
-        assert_close("balancing loss", term.detach(), theirs.detach())
+    for (_, term), reference in zip(terms, expected):
+        assert_close("balancing loss", term.detach(), reference.detach())
     sum(term for _, term in terms).backward()
     sum(expected).backward()
     gradients = arrange({key: value.grad for key, value in foreign.named_parameters() if value.grad is not None})
@@ -98,11 +98,11 @@ def test_tokens_further_ahead_are_predicted_as_by_transformers(name):
 
     foreign, arrange, model, batch = pair(name, "--mtp-num-layers 2")
     torch.manual_seed(3)
-    further = MtpModel(foreign, 2).double().eval()
-    own = {key: value for key, value in further.state_dict().items() if key.startswith("layers.")}
-    for value in own.values():
+    additional = MtpModel(foreign, 2).double().eval()
+    local = {key: value for key, value in additional.state_dict().items() if key.startswith("layers.")}
+    for value in local.values():
         value.copy_(torch.randn(value.shape) * 0.2 + float(value.dim() == 1))
-    parts = [(int(key.split(".")[1]), key.split(".", 2)[2].removeprefix("mtp_block."), own[key]) for key in own]
+    parts = [(int(key.split(".")[1]), key.split(".", 2)[2].removeprefix("mtp_block."), local[key]) for key in local]
     as_published = {f"model.layers.{LAYERS + depth}.{name.replace('post_norm', 'shared_head.norm')}": value
                     for depth, name, value in parts}  # fmt: skip
     for key, value in arrange(as_published).items():
@@ -112,13 +112,13 @@ def test_tokens_further_ahead_are_predicted_as_by_transformers(name):
         else:
             model.weights[key] = value
 
-    tokens, labels, mask = (torch.from_numpy(each) for each in (batch.tokens, batch.labels, batch.loss_mask))
+    tokens, labels, mask = (torch.from_numpy(item) for item in (batch.tokens, batch.labels, batch.loss_mask))
     x, positions = foreign.model(input_ids=tokens).last_hidden_state, torch.arange(LENGTH)[None]
     model.training = True
     model.losses()
     for depth, (total, count) in enumerate(model.later_losses):
-        tokens, labels, mask = (torch.nn.functional.pad(each[:, 1:], (0, 1)) for each in (tokens, labels, mask))
-        x = further.forward_layer(depth, x, positions + depth + 1, None, input_ids=tokens)
+        tokens, labels, mask = (torch.nn.functional.pad(item[:, 1:], (0, 1)) for item in (tokens, labels, mask))
+        x = additional.forward_layer(depth, x, positions + depth + 1, None, input_ids=tokens)
         logits = foreign.lm_head(x).transpose(1, 2)
         expected = (torch.nn.functional.cross_entropy(logits, labels, reduction="none") * mask).sum()
         assert_close("loss", total.sum().detach(), expected.detach())

@@ -42,21 +42,21 @@ def test_the_reference_computes_the_losses_and_gradients_of_transformers(name):
             width, epsilon = module.weight.shape, module.variance_epsilon
             module.forward = partial(F.rms_norm, normalized_shape=width, weight=module.weight, eps=epsilon)
 
-    def assert_close(what, found, expected):
-        error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
+    def assert_close(what, actual, expected):
+        error = (actual - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
         assert math.isfinite(error) and error <= limit, f"{what} is off by {error:.1e} of its largest entry"
 
     weights = to_ours(family, dict(foreign.named_parameters()))
     leaves = {key: value.detach().clone().requires_grad_() for key, value in weights.items()}
-    assert sum(leaf.numel() for leaf in leaves.values()) == sum(each.numel() for each in foreign.parameters())
+    assert sum(leaf.numel() for leaf in leaves.values()) == sum(parameter.numel() for parameter in foreign.parameters())
     model = reference_model(family, leaves, arrays)
     logits, order, expected = run_foreign(family, foreign, arrays)
     x = model.hidden()
     if family.is_t5:
         assert_close("logits", model.logits(x).detach(), logits.detach())
     else:
-        found = model.logits(model.transformed(x)).detach()
-        assert_close("logits", found[arrays["real"]], logits.detach()[arrays["real"]])
+        actual = model.logits(model.transformed(x)).detach()
+        assert_close("logits", actual[arrays["real"]], logits.detach()[arrays["real"]])
     if order is not None:
         assert_close("logits of the order", model.order(x).detach(), order.detach())
     loss = sum(total / count for total, count in model.terms().values())

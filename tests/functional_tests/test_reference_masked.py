@@ -51,7 +51,7 @@ def test_sentences_are_taken_until_the_target_is_reached(sizes, least, length, e
 
 def test_a_map_holds_whole_epochs_and_short_targets():
     sizes = [[len(sentence) for sentence in document] for document in documents()]
-    one, more = (sample_map(sizes, wanted, 61, 0.1, 3, 2) for wanted in (None, 50))
+    one, more = (sample_map(sizes, expected, 61, 0.1, 3, 2) for expected in (None, 50))
     assert len(one) < 50 <= len(more) and len(more) % len(one) < 10  # epochs differ by their short targets
     short = {target for *_, target in sample_map(sizes, 2000, 61, 0.1, 3, 2)} - {61}
     assert short and all(target % 10 == 2 for target in short)  # multiples of gcd(10, 60), and 2
@@ -87,7 +87,7 @@ def test_what_t5_reads_and_writes_make_the_text():
         assert [written[start] for start in starts] == list(VOCABULARY.sentinels[: len(starts)])
         spans = {written[start]: written[start + 1 : stop] for start, stop in zip(starts, [*starts[1:], None])}
         read = sample["text_enc"][: sample["enc_mask"].sum()]
-        joined = [token for each in read for token in spans.get(each, [each])]
+        joined = [token for item in read for token in spans.get(item, [item])]
         assert joined == list(np.concatenate(texts[row][first:end])[:target])
 
 

@@ -46,7 +46,7 @@ def test_a_run_that_continues_has_one_page_with_both_processes(gloo_pool, argv, 
     parts = [
         record["parts_seconds"] for record in read_records(tmp_path / "timing.jsonl") if record["kind"] == "timing"
     ]
-    assert all(value >= 0 for each in parts for value in each.values())
+    assert all(value >= 0 for part in parts for value in part.values())
 
 
 def test_an_error_is_the_reason_on_the_page(gloo_pool, argv, tmp_path):

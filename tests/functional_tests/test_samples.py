@@ -52,37 +52,37 @@ def samples_in(folder):
 def test_texts_do_not_change_the_training_or_with_the_layout(gloo_pool, argv, one_rank, tmp_path, layout):
     argv = [*argv, *layout.split()]
     for name, more in {"with": SAMPLES, "without": []}.items():
-        found = gloo_pool.run(run, 2, [*argv, *more, "--save", str(tmp_path / name)])
-        assert [code for code, _ in found] == [0, 0], found
+        result = gloo_pool.run(run, 2, [*argv, *more, "--save", str(tmp_path / name)])
+        assert [code for code, _ in result] == [0, 0], result
     written, plain = ((tmp_path / name / "metrics.jsonl").read_bytes().splitlines() for name in ("with", "without"))
     assert [line for line in written if b'"kind": "sample"' not in line] == plain
-    found = samples_in(tmp_path / "with")
-    assert [(x["iteration"], x["number"], x.get("final", False)) for x in found] == [
+    result = samples_in(tmp_path / "with")
+    assert [(x["iteration"], x["number"], x.get("final", False)) for x in result] == [
         (3, 1, False), (3, 2, False), (5, 1, True), (5, 2, True)
     ]  # fmt: skip
-    assert layout == EXPERTS or found == one_rank
+    assert layout == EXPERTS or result == one_rank
 
 
 def test_texts_are_those_of_the_checkpoint_and_appear_in_every_output(gloo_pool, argv, tmp_path, capfd):
     flags = ["--sample-interval", "2", "--sample-temperature", "0.7", "--seed", "7", "--save", str(tmp_path)]
     flags += ["--tensorboard-dir", str(tmp_path / "board"), "--save-interval", "4"]
     assert gloo_pool.run(run, 1, [*argv, *SAMPLES, *flags], False) == [(0, "")]
-    found = samples_in(tmp_path)
-    assert [x["iteration"] for x in found[::2]] == [2, 4, 5]
-    assert [x.get("cut") for x in found] == [True] * 4 + [None, True]  # the fifth is a complete document
-    assert [x["prompt"] for x in found[:2]] == PROMPTS and len({x["text"] for x in found}) > 2
+    result = samples_in(tmp_path)
+    assert [x["iteration"] for x in result[::2]] == [2, 4, 5]
+    assert [x.get("cut") for x in result] == [True] * 4 + [None, True]  # the fifth is a complete document
+    assert [x["prompt"] for x in result[:2]] == PROMPTS and len({x["text"] for x in result}) > 2
 
     arguments = ["--load", str(tmp_path), "--prompt", PROMPTS[0], "--max-new-tokens", "9", "--temperature", "0.7"]
     capfd.readouterr()
     assert run_tool("generate", [*arguments, "--top-p", "0", "--seed", "7", "--ckpt-step", "4"]) == 0
-    assert found[2]["prompt"] + found[2]["text"] in capfd.readouterr().out
+    assert result[2]["prompt"] + result[2]["text"] in capfd.readouterr().out
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "board"))
     events.Reload()
     texts = events.Tensors("sample 2/text_summary")
-    assert [each.step for each in texts] == [2, 4, 5]
+    assert [text.step for text in texts] == [2, 4, 5]
     assert texts[0].tensor_proto.string_val[0].decode().startswith("    <b>Night</b> &")
     page = (tmp_path / "report.html").read_text()
     section = re.search('<section id="samples">.*?</section>', page, re.DOTALL)[0]
@@ -113,6 +113,6 @@ def test_unusable_prompts_and_layouts_end_the_start_with_one_message(gloo_pool, 
         ([*SAMPLES, *context], "--sample-prompts Once upon <b>Night</b> &: is not supported with"),
     ]
     for flags, message in wrong:
-        found = gloo_pool.run(run, 2, [*argv, *flags])
-        assert [code for code, _ in found] == [2, 2]
-        assert sum(message in errors for _, errors in found) == 1, found
+        result = gloo_pool.run(run, 2, [*argv, *flags])
+        assert [code for code, _ in result] == [2, 2]
+        assert sum(message in errors for _, errors in result) == 1, result

@@ -32,7 +32,7 @@ def test_a_served_folder_answers_until_ctrl_c(tmp_path):
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 5
         program.send_signal(signal.SIGINT)
         assert program.wait(60) == 0, program.stderr.read()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as selected:
+        port = str(selected.getsockname()[1])
         refused = subprocess.run([*command, port], capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and f"--port {port}: cannot listen" in refused.stderr

@@ -61,8 +61,8 @@ def test_a_mistake_in_a_table_is_found_without_the_weights(mistake, tmp_path, ca
     path.write_text(json.dumps({**json.loads(path.read_text()), "sliding_window": None, **settings}))
     assert converted(tmp_path / "theirs", tmp_path / "right", capsys)[0] == 0
     monkeypatch.setattr(rule, "load", load)
-    code, said = converted(tmp_path / "theirs", tmp_path / "wrong", capsys)
-    assert code == 1 and ": DIFFERENT; " in said, said
+    code, messages = converted(tmp_path / "theirs", tmp_path / "wrong", capsys)
+    assert code == 1 and ": DIFFERENT; " in messages, messages
 
 
 def test_a_short_window_is_exceeded_in_the_comparison_of_the_weights_too(tmp_path, capsys, monkeypatch):
@@ -73,8 +73,8 @@ def test_a_short_window_is_exceeded_in_the_comparison_of_the_weights_too(tmp_pat
     path.write_text(json.dumps({**json.loads(path.read_text()), "sliding_window": 40}))
     assert "98 tokens in fp32: equal" in converted(tmp_path / "theirs", tmp_path / "right", capsys)[1]
     monkeypatch.setattr(Window, "load", WRONG["a window of 40 taken for none"][2])
-    code, said = converted(tmp_path / "theirs", tmp_path / "wrong", capsys)
-    assert code == 1 and ": DIFFERENT; " in said, said
+    code, messages = converted(tmp_path / "theirs", tmp_path / "wrong", capsys)
+    assert code == 1 and ": DIFFERENT; " in messages, messages
 
 
 def test_without_transformers_a_conversion_says_that_nothing_was_compared(tmp_path, capsys, monkeypatch):

@@ -46,7 +46,7 @@ def test_a_whole_run_has_the_losses_of_one_rank(gloo_pool, dataset, one_rank, tm
     np.testing.assert_allclose(losses(folder), losses(one_rank), rtol=2e-5)
     records = [read_records(path / "metrics.jsonl") for path in (folder, one_rank)]
     for key in ("lm loss", "grad_norm"):
-        mine, reference = ([record[key] for record in each if key in record] for each in records)
+        mine, reference = ([record[key] for record in item if key in record] for item in records)
         assert len(mine) == len(reference) >= 4
         np.testing.assert_allclose(mine, reference, rtol=2e-4, err_msg=key)
 

@@ -57,21 +57,21 @@ def test_the_first_loss_is_that_of_the_dense_model(gloo_pool, dataset, dense, ag
     if "topk 1" in flags:  # one weight of a sigmoid's kind depends on the logit, which a zero router makes constant
         flags += " --init-method-std 1e-12"
     folder = upcycled(gloo_pool, dataset, dense, tmp_path / "moe", flags)
-    found = train_records(folder)
-    assert found[0]["lm loss"] == pytest.approx(again[0]["lm loss"], rel=1e-9)
+    result = train_records(folder)
+    assert result[0]["lm loss"] == pytest.approx(again[0]["lm loss"], rel=1e-9)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("slices", [1, 2])
 def test_every_layout_starts_with_the_same_experts(gloo_pool, dataset, dense, tmp_path, layout, slices):
     flags = f"--moe-upcycling-granularity {slices} --moe-ffn-hidden-size {48 // slices} --exit-interval 1"  # of rate 0
-    ranks, own = LAYOUTS[layout]
+    ranks, local = LAYOUTS[layout]
     expected = tensors(upcycled(gloo_pool, dataset, dense, tmp_path / "one", flags) / "iter_0000001")
-    found = tensors(upcycled(gloo_pool, dataset, dense, tmp_path / "moe", f"{flags} {own}", ranks) / "iter_0000001")
+    actual = tensors(upcycled(gloo_pool, dataset, dense, tmp_path / "moe", f"{flags} {local}", ranks) / "iter_0000001")
     weights = [name for name in expected if name.startswith("model.")]
-    assert found.keys() >= set(weights)
+    assert actual.keys() >= set(weights)
     for name in weights:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0)
     router = expected["model.decoder.layers.0.mlp.router.weight"]
     assert router.std() > 0.01 and torch.equal(router[0], router[1]) is (slices == 2)
 
@@ -82,7 +82,7 @@ def test_a_started_model_is_an_ordinary_one_and_the_same_command_continues_it(gl
     for iteration in (1, 2):
         folder = run(gloo_pool, 1, dataset, tmp_path / "moe", flags, fp64=True)
         assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == str(iteration)
-    records = [each["iteration"] for each in read_records(folder / "metrics.jsonl") if each["kind"] == "train"]
+    records = [item["iteration"] for item in read_records(folder / "metrics.jsonl") if item["kind"] == "train"]
     assert records == [1, 2]
     plain = f"{DENSE} --num-experts 4 --load {folder} --train-iters 3".split()
     assert train_records(run(gloo_pool, 1, dataset, tmp_path / "plain", plain, fp64=True))[0]["iteration"] == 3

@@ -42,9 +42,9 @@ def test_layout_equals_one_rank(matrix, name):
 def test_the_rule_changes_the_numbers(matrix):
     """Otherwise the rows above would prove nothing."""
     row = dataclasses.replace(LAYOUTS["zero2-gather"], steps=4)
-    ours, adam = (read_reference(matrix.reference_of(each)) for each in (dataclasses.replace(row, wrap=WRAP), row))
+    native, adam = (read_reference(matrix.reference_of(item)) for item in (dataclasses.replace(row, wrap=WRAP), row))
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    assert not torch.allclose(ours[-1].tensors["weight"][name], adam[-1].tensors["weight"][name], rtol=1e-3)
+    assert not torch.allclose(native[-1].tensors["weight"][name], adam[-1].tensors["weight"][name], rtol=1e-3)
 
 
 def undeclared(rank, world_size):

@@ -15,7 +15,7 @@ DYNAMIC = ["--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", "16"]
 
 
 def records(folder, kind="train"):
-    return [each for each in read_records(folder / "metrics.jsonl") if each["kind"] == kind]
+    return [read_record for read_record in read_records(folder / "metrics.jsonl") if read_record["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,10 @@ def test_the_program_logs_the_losses_of_one_rank(gloo_pool, one_rank, tmp_path, 
             if kind == "train":
                 assert first["num_tokens"] == second["num_tokens"]
                 assert first["plan"]["tokens"] == second["plan"]["tokens"]
-    plans = [each["plan"] for each in records(tmp_path)]
+    plans = [record["plan"] for record in records(tmp_path)]
     assert {"1", "2"} <= {size for plan in plans for size in plan["cp_sizes"]}
     assert all(0 <= plan["imbalance"] < 1 for plan in plans)
-    assert {size for each in records(folder) for size in each["plan"]["cp_sizes"]} == {"1"}
+    assert {size for record in records(folder) for size in record["plan"]["cp_sizes"]} == {"1"}
 
 
 def test_a_resume_within_an_epoch_writes_the_same_bytes(gloo_pool, one_rank, tmp_path):
@@ -50,8 +50,8 @@ def test_a_resume_within_an_epoch_writes_the_same_bytes(gloo_pool, one_rank, tmp
     parts = [*flags, "--save", str(tmp_path / "parts")]
     gloo_pool.run(train, 2, [*parts, "--exit-interval", "3"])
     gloo_pool.run(train, 2, [*parts, "--load", str(tmp_path / "parts")])
-    whole, resumed = (records(tmp_path / name) for name in ("whole", "parts"))
-    assert len(whole) == 8 and json.dumps(whole) == json.dumps(resumed)
+    full, resumed = (records(tmp_path / name) for name in ("whole", "parts"))
+    assert len(full) == 8 and json.dumps(full) == json.dumps(resumed)
 
 
 def test_mock_lengths_are_logged_with_their_tail(gloo_pool, tmp_path):

@@ -76,22 +76,22 @@ def hosts_are_possible():
 @pytest.fixture(scope="module")
 def outcome(request, tmp_path_factory):
     """The outcome of a fault; the faults of all selected tests run together."""
-    wanted = {item.callspec.params["fault"]: None for item in request.session.items
+    expected = {item.callspec.params["fault"]: None for item in request.session.items
               if item.path == request.path and hasattr(item, "callspec")}  # fmt: skip
     if any("resumes" in item.name for item in request.session.items if item.path == request.path):
-        wanted = {KILLED_IN_A_SAVE: None, UNDISTURBED: None} | wanted
+        expected = {KILLED_IN_A_SAVE: None, UNDISTURBED: None} | expected
 
     def run(fault):
         first = failures.run(fault, folder / str(fault))
         return (first, failures.run(THE_SAME_AGAIN, first.folder)) if fault == KILLED_IN_A_SAVE else first
 
-    wanted = sorted(wanted, key=lambda fault: not fault.what.startswith(LONGEST))  # they wait while others compute
+    expected = sorted(expected, key=lambda fault: not fault.what.startswith(LONGEST))  # they wait while others compute
     if not hosts_are_possible():
-        wanted = [fault for fault in wanted if fault.launcher != "hosts"]
+        expected = [fault for fault in expected if fault.launcher != "hosts"]
     mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
     folder = tmp_path_factory.mktemp("faults")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        futures = {fault: pool.submit(run, fault) for fault in wanted}
+        futures = {fault: pool.submit(run, fault) for fault in expected}
         yield lambda fault: futures[fault].result()
 
 
@@ -165,8 +165,8 @@ def test_what_is_no_failure_disturbs_nobody(outcome, fault):
 
 
 def test_the_same_command_resumes_from_the_last_checkpoint_after_a_failure(outcome):
-    (run, again), undisturbed = outcome(KILLED_IN_A_SAVE), outcome(UNDISTURBED)
+    (run, repeated), undisturbed = outcome(KILLED_IN_A_SAVE), outcome(UNDISTURBED)
     check_end(run)
     assert run.first_word(1).startswith("watchdog: rank 0 failed first: its process"), run.errors[1]
-    assert again.code == 0 and "successfully loaded checkpoint" in again.errors[0], again.output
+    assert repeated.code == 0 and "successfully loaded checkpoint" in repeated.errors[0], repeated.output
     assert losses(run.folder / "save") == losses(undisturbed.folder / "save")

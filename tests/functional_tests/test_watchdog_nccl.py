@@ -59,5 +59,5 @@ def test_the_gpus_of_a_failed_run_can_be_used_again_at_once(tmp_path):
     """Nothing of a run that was killed in a save keeps a GPU or the save folder: the same command resumes."""
     run = failures.run(nccl("is killed in the second save", 0), tmp_path / "run")
     assert run.code != 0 and not run.left, run.errors
-    again = failures.run(Fault("nothing", "none", interpreter=True, device="cuda", timeout=10.0), run.folder)
-    assert again.code == 0 and "successfully loaded checkpoint" in again.errors[0], again.output
+    repeated = failures.run(Fault("nothing", "none", interpreter=True, device="cuda", timeout=10.0), run.folder)
+    assert repeated.code == 0 and "successfully loaded checkpoint" in repeated.errors[0], repeated.output

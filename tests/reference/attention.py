@@ -34,8 +34,8 @@ def attention(net, x: Tensor, at: str, number: int, source: Tensor | None = None
         query, key, value = grouped_heads(net, x, at, number)
     scores = query @ key.transpose(2, 3) * (c.softmax_scale or softmax_scale / math.sqrt(query.shape[-1]))
     scores = capped(scores, c.attn_logit_softcapping) + (0 if source is not None else net.position_bias())
-    seen = net.visible(number) if source is None else net.visible_of_source()
-    scores = scores.masked_fill(~seen, UNSEEN)
+    observed = net.visible(number) if source is None else net.visible_of_source()
+    scores = scores.masked_fill(~observed, UNSEEN)
     if c.softmax_type != "vanilla":  # one more logit per head, dropped after the softmax
         learned = net.weights.get(f"{at}.core_attention.softmax_offset")
         sink = scores.new_zeros(1) if learned is None else learned
@@ -91,7 +91,7 @@ def latent_heads(net, x: Tensor, at: str) -> tuple[Tensor, Tensor, Tensor]:
     for all heads that comes from x directly, are rotated.
     """
     c, a = net.c, net.c.num_attention_heads
-    plain, turned = c.qk_head_dim, c.qk_pos_emb_head_dim
+    plain, transposed = c.qk_head_dim, c.qk_pos_emb_head_dim
 
     def up(latent: Tensor, part: str) -> Tensor:
         latent = net.norm(latent, f"{at}.{part}_layernorm") if c.qk_layernorm else latent
@@ -101,10 +101,10 @@ def latent_heads(net, x: Tensor, at: str) -> tuple[Tensor, Tensor, Tensor]:
         query = net.linear(x, f"{at}.linear_q_proj").unflatten(-1, (a, -1))
     else:
         query = up(net.linear(x, f"{at}.linear_q_down_proj"), "q")
-    latent, shared = net.linear(x, f"{at}.linear_kv_down_proj").split((c.kv_lora_rank, turned), dim=-1)
+    latent, shared = net.linear(x, f"{at}.linear_kv_down_proj").split((c.kv_lora_rank, transposed), dim=-1)
     key, value = up(latent, "kv").split((plain, c.v_head_dim), dim=-1)
     is_yarn = c.rope_type != "rope"
-    width = turned if is_yarn else int(turned * c.rotary_percent)
+    width = transposed if is_yarn else int(transposed * c.rotary_percent)
     of_query, of_key = (rotated(y, c, is_yarn, width, True) for y in (query[..., plain:], shared[:, :, None]))
     query = torch.cat((query[..., :plain], of_query), dim=-1)
     key = torch.cat((key, of_key.expand(-1, -1, a, -1)), dim=-1)
@@ -127,11 +127,11 @@ def in_reach(c: Settings, number: int, length: int, causal: bool) -> Tensor:
     """Keys that a query sees by its position [q, k]: not later ones if ``causal``, at most the window to both sides."""
     place = torch.arange(length)
     back = place[:, None] - place
-    seen = back >= 0 if causal else torch.ones_like(back, dtype=torch.bool)
+    observed = back >= 0 if causal else torch.ones_like(back, dtype=torch.bool)
     if has_window(c, number):
         left, right = c.window_size
-        seen = seen & (back <= left if left >= 0 else True) & (-back <= right if right >= 0 else True)
-    return seen
+        observed = observed & (back <= left if left >= 0 else True) & (-back <= right if right >= 0 else True)
+    return observed
 
 
 def rotated(x: Tensor, c: Settings, is_yarn: bool, width: int, interleaved: bool) -> Tensor:

@@ -93,8 +93,8 @@ class Bert(Model):
 def recipe(v: Vocabulary) -> Recipe:
     """Training on documents of sentences."""
 
-    def cut(c: Settings, documents: list, wanted: int | None) -> list[dict]:
+    def cut(c: Settings, documents: list, expected: int | None) -> list[dict]:
         pair, how = not c.bert_no_binary_head, Masking(c.mask_prob)
-        return bert_samples(documents, wanted, c.seq_length, c.short_seq_prob, c.seed, v, how, pair)
+        return bert_samples(documents, expected, c.seq_length, c.short_seq_prob, c.seed, v, how, pair)
 
     return Recipe(cut, batch_of, Bert, initial_weights)

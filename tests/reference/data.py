@@ -17,13 +17,13 @@ from tests.reference.settings import Settings
 Corpus = list  # of int arrays
 
 
-def cut(c: Settings, documents: Corpus, wanted: int | None) -> list:
+def cut(c: Settings, documents: Corpus, expected: int | None) -> list:
     """Return samples of s + 1 tokens in training order: at least ``wanted``, or one epoch."""
     length, seed = c.seq_length, c.seed
     per_epoch = sum(map(len, documents))
-    epochs = 1 if wanted is None else max(1, math.ceil((wanted * length + 1) / per_epoch))
+    epochs = 1 if expected is None else max(1, math.ceil((expected * length + 1) / per_epoch))
     before_last = ((epochs - 1) * per_epoch - 1) // length
-    apart = epochs > 1 and wanted - before_last < int(0.80 * ((per_epoch - 1) // length))
+    apart = epochs > 1 and expected - before_last < int(0.80 * ((per_epoch - 1) // length))
     random = np.random.RandomState(seed)
     order = np.tile(np.arange(len(documents)), epochs)
     first = len(order) - len(documents) if apart else len(order)
@@ -44,12 +44,12 @@ def _shuffled(order, first: int, random: np.random.RandomState):
 
 def blend(sets: list[list], weights: list[float], size: int) -> list:
     """Draw at step k from the set with the largest deficit w max(k, 1) - taken."""
-    taken, result = [0] * len(sets), []
+    selected, result = [0] * len(sets), []
     for step in range(size):
-        errors = [weight * max(step, 1) - count for weight, count in zip(weights, taken)]
+        errors = [weight * max(step, 1) - count for weight, count in zip(weights, selected)]
         chosen = errors.index(max(errors))
-        result.append(sets[chosen][taken[chosen]])
-        taken[chosen] += 1
+        result.append(sets[chosen][selected[chosen]])
+        selected[chosen] += 1
     return result
 
 
@@ -60,33 +60,33 @@ def split_of(documents: Corpus, shares: tuple, which: int) -> Corpus:
     return documents[first:last]
 
 
-def samples_of(c: Settings, corpora: dict[str, Corpus], which: int, wanted: int | None, make: Callable) -> list[list]:
+def samples_of(c: Settings, corpora: dict[str, Corpus], which: int, expected: int | None, make: Callable) -> list[list]:
     """The data sets of a split (0 train, 1 valid, 2 test): one, or several under --multiple-validation-sets; ``make``
     is ``cut`` or another model's equivalent."""
-    own = (c.train_data_path, c.valid_data_path, c.test_data_path)[which]
-    source = c.data_path if own is None else own
-    if source is None or wanted == 0:
+    local = (c.train_data_path, c.valid_data_path, c.test_data_path)[which]
+    source = c.data_path if local is None else local
+    if source is None or expected == 0:
         return []
     entries = source if isinstance(source, list) else [source]
     names = [entry for entry in entries if isinstance(entry, str)]
     weights = [entry for entry in entries if not isinstance(entry, str)]
-    shares = (1.0, 0.0, 0.0) if own is not None else c.split
-    parts = [split_of(corpora[name], shares, 0 if own is not None else which) for name in names]
+    shares = (1.0, 0.0, 0.0) if local is not None else c.split
+    parts = [split_of(corpora[name], shares, 0 if local is not None else which) for name in names]
     if not any(parts):
         return []
     if which == 1 and c.multiple_validation_sets:
-        return [make(c, part, wanted) for part in parts]
+        return [make(c, part, expected) for part in parts]
     if weights:
         shares = [weight / sum(weights) for weight in weights]
-        counts = [math.ceil(wanted * share) for share in shares]
+        counts = [math.ceil(expected * share) for share in shares]
         room = 1 + c.mid_level_dataset_surplus
         sets = [make(c, part, math.ceil(count * room)) for part, count in zip(parts, counts)]
         return [blend(sets, shares, sum(counts))]
     if len(parts) == 1:
-        return [make(c, parts[0], wanted)]
+        return [make(c, parts[0], expected)]
     sets = [make(c, part, None) for part in parts]  # each once, interleaved by size
     total = sum(map(len, sets))
-    return [blend(sets, [len(each) / total for each in sets], total if wanted is None else min(wanted, total))]
+    return [blend(sets, [len(item) / total for item in sets], total if expected is None else min(expected, total))]
 
 
 @dataclass

@@ -50,10 +50,10 @@ def mixture(net, x: Tensor, at: str) -> Tensor:
     c, router = net.c, net.routers.setdefault(at, Router(net.c))
     logits = net.linear(x, f"{at}.router")
     parts = [within_capacity(c, *choose(c, part, router, net.training)) for part in logits.split(net.micro_batch_size)]
-    weights, used = (torch.cat(each) for each in zip(*parts))
+    weights, used = (torch.cat(item) for item in zip(*parts))
     if net.training:
-        wanted = best(scores_of(c, logits), c.moe_router_topk)
-        router.used, router.wanted = router.used + used.sum((0, 1)), router.wanted + wanted.sum((0, 1))
+        expected = best(scores_of(c, logits), c.moe_router_topk)
+        router.used, router.wanted = router.used + used.sum((0, 1)), router.wanted + expected.sum((0, 1))
         # a layer that is applied several times balances as much as one
         times = c.mtp_num_layers if c.mtp_use_repeated_layer and at.startswith("mtp.") else 1
         for name, term in aux_losses(net, logits, router, times):
@@ -72,15 +72,15 @@ def mixture(net, x: Tensor, at: str) -> Tensor:
 
 def in_fp8(net, x: Tensor, at: str, weights: Tensor, used: Tensor) -> Tensor:
     """Return the weighted sum [b, s, h]. Casts see the tokens that experts compute, and the weighted input of fc2."""
-    weights_ebs, used_ebs = (each.permute(2, 0, 1)[..., None] for each in (weights, used))
+    weights_ebs, used_ebs = (item.permute(2, 0, 1)[..., None] for item in (weights, used))
 
     def linear(rows: Tensor, name: str) -> Tensor:
         settings = net.histories, net.micro_batch_size, net.training
         return fp8.expert_linear(net.c, rows, net.weights[f"{name}.weight"], name, *settings)
 
     def bias(name: str) -> Tensor | float:
-        found = net.weights.get(f"{name}.bias")
-        return 0.0 if found is None else found[:, None, None]
+        result = net.weights.get(f"{name}.bias")
+        return 0.0 if result is None else result[:, None, None]
 
     fc1, fc2 = f"{at}.experts.linear_fc1", f"{at}.experts.linear_fc2"
     y = net.activation(linear(used_ebs * x, fc1) + bias(fc1)) * weights_ebs
@@ -158,12 +158,12 @@ def within_capacity(c: Settings, weights: Tensor, chosen: Tensor) -> tuple[Tenso
         return weights, chosen
     m, s, e = chosen.shape
     capacity = math.ceil(m * s * c.moe_router_topk / e * c.moe_expert_capacity_factor)
-    taken = chosen.transpose(0, 1).flatten(0, 1)  # [t, e]
-    worth = weights.transpose(0, 1).flatten(0, 1) if c.moe_token_drop_policy == "probs" else torch.ones_like(taken)
-    order = torch.where(taken == 1, worth, -1.0).argsort(dim=0, descending=True, stable=True)
+    selected = chosen.transpose(0, 1).flatten(0, 1)  # [t, e]
+    worth = weights.transpose(0, 1).flatten(0, 1) if c.moe_token_drop_policy == "probs" else torch.ones_like(selected)
+    order = torch.where(selected == 1, worth, -1.0).argsort(dim=0, descending=True, stable=True)
     place = order.argsort(dim=0)
-    kept = (taken * (place < capacity)).view(s, m, e).transpose(0, 1)
-    return weights * kept, kept
+    retained = (selected * (place < capacity)).view(s, m, e).transpose(0, 1)
+    return weights * retained, retained
 
 
 def scores_of(c: Settings, logits: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def aux_losses(net, logits: Tensor, router: Router, times: int):
         return sum(share.sum() * of(part) for share, part in parts)
 
     both = c.moe_router_load_balancing_type, c.moe_aux_loss_coeff
-    for kind, coefficient in zip(*(each if isinstance(each, list) else [each] for each in both)):
+    for kind, coefficient in zip(*(item if isinstance(item, list) else [item] for item in both)):
         if kind in PREFIX and coefficient:
             shares = router.shares if kind == "global_aux_loss" else None
             size = net.micro_batch_size if kind == "aux_loss" else 1

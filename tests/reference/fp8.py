@@ -170,8 +170,8 @@ def expert_linear(
 
 
 def is_calibrated(c: Settings, name: str, histories: Histories) -> bool:
-    found = [histories.get(f"{name}.{matrix}") for matrix in ("input", "gradient")]
-    return c.fp8_recipe != "delayed" or all(each is not None and each.factor is not None for each in found)
+    result = [histories.get(f"{name}.{matrix}") for matrix in ("input", "gradient")]
+    return c.fp8_recipe != "delayed" or all(item is not None and item.factor is not None for item in result)
 
 
 class _Linear(torch.autograd.Function):
@@ -214,5 +214,5 @@ def cast(c: Settings, x: Tensor, to: Format, name: str, histories: Histories, tr
 def cast_weight(c: Settings, weight: Tensor) -> Tensor:
     """Values of a weight [o, i] or of experts [e, o, i], always scaled by the weight of this step."""
     if weight.dim() == 3:
-        return torch.stack([cast_weight(c, each) for each in weight])
+        return torch.stack([cast_weight(c, item) for item in weight])
     return (in_blocks(weight, E4M3, BLOCK) if c.fp8_recipe == "blockwise" else per_tensor(weight, E4M3)).values

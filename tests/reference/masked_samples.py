@@ -45,7 +45,7 @@ class Masking:
 # ---- which sentences make a sample
 
 
-def sample_map(sizes: list[list[int]], wanted: int | None, length: int, short: float, seed: int, least: int) -> list:
+def sample_map(sizes: list[list[int]], expected: int | None, length: int, short: float, seed: int, least: int) -> list:
     """Return (document, first sentence, last sentence + 1, target length) of each sample, in training order.
 
     ``sizes`` are the lengths of each document's sentences. Whole epochs, at least ``wanted`` samples, or one epoch; a
@@ -57,7 +57,7 @@ def sample_map(sizes: list[list[int]], wanted: int | None, length: int, short: f
         draw = int(random.randint(0, 2**32, dtype=np.uint32)) if ratio else 0
         return length if not ratio or draw % ratio else 2 + draw % (length - 1)
 
-    while not rows or len(rows) < (wanted or 0):
+    while not rows or len(rows) < (expected or 0):
         for document, sentences in enumerate(sizes):
             if len(sentences) < least or len(sentences) > 1 and max(sentences) > LONGEST_SENTENCE:
                 continue
@@ -107,23 +107,23 @@ def masked(tokens: list[int], target: int, random, v: Vocabulary, how: Masking, 
     weights = np.array([1 / n for n in range(1, how.most_words + 1)])
     weights = (weights / weights.sum())[:: -1 if how.longer else 1]
     most = min(how.probability * target, max(1, round(len(tokens) * how.probability)))
-    starts, spans, taken = list(range(len(words))), [], 0
+    starts, spans, selected = list(range(len(words))), [], 0
     random.shuffle(starts)
     for start in starts:
-        if taken >= most:
+        if selected >= most:
             break
         if how.geometric:
             n = min(random.geometric(0.2), how.most_words)
         else:
             n = random.choice(np.arange(1, how.most_words + 1), p=weights / weights.sum())
         options = [sum(words[start : start + count], []) for count in range(n, 0, -1)]
-        span = next((each for each in options if taken + len(each) <= most), [])
+        span = next((option for option in options if selected + len(option) <= most), [])
         if any(position in earlier for earlier in spans for position in span) or not span:
             continue
         spans.append({position: tokens[position] for position in span})
         for position in span:
             tokens[position] = replacement(tokens[position])
-        taken += len(span)
+        selected += len(span)
     return sorted(spans, key=min)
 
 
@@ -187,7 +187,7 @@ def t5_sample(sentences: list, target: int, lengths: tuple, seed: int, v: Vocabu
         rest = max(span) + 1
         decoder += [sentinel, *span.values()]
     encoder += tokens[rest:]
-    text_enc, text_dec = (padded(each, length, v.pad) for each, length in zip((encoder, decoder), lengths))
+    text_enc, text_dec = (padded(item, length, v.pad) for item, length in zip((encoder, decoder), lengths))
     labels = padded([*decoder[1:], v.eos], lengths[1], -1)
     return {
         "text_enc": np.where(text_enc == v.pad, 0, text_enc),
@@ -211,9 +211,9 @@ def bert_samples(documents: list, wanted: int | None, length: int, short: float,
             for index, (row, first, end, target) in enumerate(rows)]  # fmt: skip
 
 
-def t5_samples(documents: list, wanted: int | None, lengths: tuple, short: float, seed: int, v: Vocabulary,
+def t5_samples(documents: list, expected: int | None, lengths: tuple, short: float, seed: int, v: Vocabulary,
                how: Masking) -> list[dict]:  # fmt: skip
-    rows = sample_map(_sizes(documents), wanted, lengths[0] - 2, short, seed, 1)
+    rows = sample_map(_sizes(documents), expected, lengths[0] - 2, short, seed, 1)
     return [t5_sample(documents[row][first:end], target, lengths, seed + index, v, how)
             for index, (row, first, end, target) in enumerate(rows)]  # fmt: skip
 

@@ -97,7 +97,7 @@ class Model:
         return x
 
     def layer(self, x: Tensor, at: str, number: int) -> Tensor:
-        behind, c = self.c.apply_residual_connection_post_layernorm, self.c
+        previous, c = self.c.apply_residual_connection_post_layernorm, self.c
         factor = c.residual_multiplier
 
         def norm(y: Tensor, name: str, unless: str) -> Tensor:
@@ -106,13 +106,13 @@ class Model:
         normed = norm(x, "input", "post")
         branch = norm(attention(self, normed, f"{at}.self_attention", number), "post_self_attention", "pre")
         x = normed if c.embed_layernorm and number == 1 else x
-        seen, x = x, (normed if behind else x) + factor * self.dropout(branch, *self.site(number), "attention output")
+        seen, x = x, (normed if previous else x) + factor * self.dropout(branch, *self.site(number), "attention output")
         x = self.between(x, at, number)
         if not c.share_parallel_norm:
             normed = norm(seen if c.use_parallel_residual else x, "pre_mlp", "post")
         has_experts = f"{at}.mlp.router.weight" in self.weights
         branch = norm((mixture if has_experts else Model.mlp)(self, normed, f"{at}.mlp"), "post_mlp", "pre")
-        return (normed if behind else x) + factor * self.dropout(branch, *self.site(number), "mlp output")
+        return (normed if previous else x) + factor * self.dropout(branch, *self.site(number), "mlp output")
 
     def logits(self, x: Tensor) -> Tensor:
         tied = not self.c.untie_embeddings_and_output_weights
@@ -158,8 +158,8 @@ class Model:
         row = 0
         if is_attention:
             sample, row = sample[..., None], torch.arange(x.shape[1])[:, None].numpy()
-        kept = torch.from_numpy(random_numbers.keep_mask(rate, key, sample, position, row, x.shape[-1]))
-        return torch.where(kept, x / random_numbers.kept_share(rate), 0)
+        retained = torch.from_numpy(random_numbers.keep_mask(rate, key, sample, position, row, x.shape[-1]))
+        return torch.where(retained, x / random_numbers.kept_share(rate), 0)
 
     def mlp(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         y = self.activation(self.linear(x, f"{name}.linear_fc1", expert))

@@ -23,14 +23,14 @@ CUBIC = [(3.3656576, -3.3420992, 0), (2.5744352, -1.4957376, 0), (2.5368962, -1.
 
 
 def triples(c):
-    found = {
+    result = {
         "simple": SIMPLE, "cans": CANS, "quintic": QUINTIC, "cubic5": CUBIC, "polar_express": POLAR_EXPRESS,
         "deepseekv4": SIMPLE * 8 + [(2.0, -1.5, 0.5)],
     }[c.muon_coefficient_type]  # fmt: skip
     steps = int(c.muon_num_ns_steps)
     if c.muon_coefficient_type in ("cans", "polar_express", "deepseekv4"):
-        return (found + found[-1:] * steps)[:steps]
-    return (found * steps)[:steps]
+        return (result + result[-1:] * steps)[:steps]
+    return (result * steps)[:steps]
 
 
 def newton_schulz(matrix, c):
@@ -121,7 +121,7 @@ def update_weight(name, weight, gradient, momentum, second, c, lr, decay):
         return
     moments = (momentum, second) if c.optimizer == "adaptive_muon" else (momentum,)
     for rows in rows_of_matrices(name, len(weight), c):
-        old = dict(zip(("momentum", "second"), (each[rows] for each in moments)))
+        old = dict(zip(("momentum", "second"), (item[rows] for item in moments)))
         weight[rows], *new = muon_step(weight[rows], gradient[rows], c=c, lr=lr, decay=decay, **old)
         for moment, value in zip(moments, new):
             moment[rows] = value

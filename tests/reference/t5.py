@@ -102,16 +102,16 @@ class T5(Model):
         normed = x if before is None else self.norm(x, before)
         branch = attention(self, normed, f"{at}.cross_attention", number, self.encoded)
         branch = branch if after is None else self.norm(branch, after)
-        behind = self.c.apply_residual_connection_post_layernorm
-        return (normed if behind else x) + self.dropout(branch, *self.site(number), "cross attention output")
+        previous = self.c.apply_residual_connection_post_layernorm
+        return (normed if previous else x) + self.dropout(branch, *self.site(number), "cross attention output")
 
     def site(self, number: int) -> tuple[str, int]:
         return "layer", number + (depths(self.c)["encoder"] if self.part == "decoder" else 0)
 
     def visible(self, number: int) -> Tensor:
         is_decoder = self.part == "decoder"
-        seen = in_reach(self.c, number, self.length, causal=is_decoder)
-        return seen if is_decoder else seen & self.visible_of_source()
+        observed = in_reach(self.c, number, self.length, causal=is_decoder)
+        return observed if is_decoder else observed & self.visible_of_source()
 
     def visible_of_source(self) -> Tensor:
         return torch.from_numpy(self.batch.real)[:, None, None]
@@ -143,9 +143,9 @@ def bucket(c: Settings, distance: Tensor, part: str) -> Tensor:
 def recipe(v: Vocabulary) -> Recipe:
     """Return the recipe for training on documents of several sentences, or of one each."""
 
-    def cut(c: Settings, documents: list, wanted: int | None) -> list[dict]:
+    def cut(c: Settings, documents: list, expected: int | None) -> list[dict]:
         lengths = c.seq_length, c.decoder_seq_length
         how = Masking(c.mask_prob, 10, geometric=True)
-        return t5_samples(documents, wanted, lengths, c.short_seq_prob, c.seed, v, how)
+        return t5_samples(documents, expected, lengths, c.short_seq_prob, c.seed, v, how)
 
     return Recipe(cut, batch_of, T5, initial_weights)

@@ -108,10 +108,10 @@ CASES = {
 
 def facts(kernel):
     """Return the number of reads that the compiler duplicated, and the order of reads (r), barriers (|), writes (w)."""
-    written, made = (len(re.findall(r"\btt\.load\b", kernel.asm[form])) for form in ("ttir", "ttgir"))
+    written, created = (len(re.findall(r"\btt\.load\b", kernel.asm[form])) for form in ("ttir", "ttgir"))
     steps = re.findall(r"\b(?:ld\.global|st\.global|bar\.sync)\b", kernel.asm["ptx"])
     order = "".join({"l": "r", "s": "w", "b": "|"}[step[0]] for step in steps)
-    return {"doubled": made - written, "order": order}
+    return {"doubled": created - written, "order": order}
 
 
 if __name__ == "__main__":

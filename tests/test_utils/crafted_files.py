@@ -219,8 +219,8 @@ def read_blend(**names: str) -> Callable[[Path], Any]:
 
         paths = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
                  "per_split_data_args_path", "mock_data")  # fmt: skip
-        given = {name: str(folder / file) for name, file in names.items()}
-        return get_blend_and_blend_per_split(SimpleNamespace(**{**dict.fromkeys(paths), **given}))
+        inputs = {name: str(folder / file) for name, file in names.items()}
+        return get_blend_and_blend_per_split(SimpleNamespace(**{**dict.fromkeys(paths), **inputs}))
 
     return read
 
@@ -365,7 +365,7 @@ def outcome(kind: Kind, folder: Path) -> tuple[str, Any]:
         except (UserError, OSError) as error:
             message, kind_of_error = str(error), type(error).__name__
     assert message and len(message) < LONGEST, f"{kind_of_error}: {message[:200]}"
-    assert all(each.isprintable() or each in "\n\t" for each in message), f"control characters: {message[:200]!r}"
+    assert all(item.isprintable() or item in "\n\t" for item in message), f"control characters: {message[:200]!r}"
     return "error", message
 
 

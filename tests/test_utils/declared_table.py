@@ -106,29 +106,29 @@ def axes_of(cfg, world_size: int) -> set[str]:
     tp, cp, ep = model.tensor_model_parallel_size, model.context_parallel_size, model.expert_model_parallel_size
     dp = world_size // (tp * cp * cfg.model.pipeline_model_parallel_size)
     etp = cfg.model.expert_tensor_parallel_size or tp
-    found = {
+    result = {
         f"tp{tp}{' sp' if cfg.model.sequence_parallel else ''}": tp > 1, "cp": cp > 1, "dp": dp > 1,
         "micro-batches": cfg.training.global_batch_size > cfg.training.micro_batch_size * dp,
         "zero": cfg.distributed.use_distributed_optimizer,
         "fsdp": cfg.distributed.use_torch_fsdp2, "ep": ep > 1, "etp > tp": etp > tp, "etp < tp": etp < tp,
     }  # fmt: skip
-    return {name for name, present in found.items() if present}
+    return {name for name, present in result.items() if present}
 
 
 def parts_of(row: Layout, cfg, vocab_size: int) -> set[str]:
     """The parameters of a row's model, as ``family: name (how it is split)`` without layer numbers, and its losses."""
 
-    found = set()
+    result = set()
     for param in cfg.describe(vocab_size).params():
         name = re.sub(r"\.\d+\.", ".*.", param.name)
-        found.add(f"{row.family}: {name} (split over {', '.join(param.mesh) or 'nothing'})")
+        result.add(f"{row.family}: {name} (split over {', '.join(param.mesh) or 'nothing'})")
     if cfg.model.mtp_num_layers:
-        found.add("loss: multi-token prediction")
+        result.add("loss: multi-token prediction")
     if cfg.model.num_moe_experts:
         kinds = zip(cfg.model.moe_router_load_balancing_type, cfg.model.moe_aux_loss_coeff)
-        found |= {f"loss: {kind}" for kind, value in kinds if value}
-        found |= {"loss: router z-loss"} if cfg.model.moe_z_loss_coeff else set()
-    return found
+        result |= {f"loss: {kind}" for kind, value in kinds if value}
+        result |= {"loss: router z-loss"} if cfg.model.moe_z_loss_coeff else set()
+    return result
 
 
 def missing_axes(models: Iterable[Layout], rows: Iterable[Layout], vocab_size: int) -> dict[str, list[str]]:

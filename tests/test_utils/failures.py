@@ -140,11 +140,11 @@ def script_flags(fault, folder):
 
 def torchrun(fault, folder, shell=False):
     """The command line, or the part of it that follows ``torchrun`` in a process that has it loaded."""
-    own = ["--standalone", "--nproc-per-node", str(RANKS), "--redirects", "3", "--log-dir", str(folder / "logs")]
+    local = ["--standalone", "--nproc-per-node", str(RANKS), "--redirects", "3", "--log-dir", str(folder / "logs")]
     if shell:
-        start = [sys.executable, "-m", "torch.distributed.run", *own]
+        start = [sys.executable, "-m", "torch.distributed.run", *local]
     else:
-        start = [*own, "--start-method", "fork", "--run-path"]
+        start = [*local, "--start-method", "fork", "--run-path"]
     return [*start, str(SCRIPT), *script_flags(fault, folder)]
 
 

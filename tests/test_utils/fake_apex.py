@@ -93,10 +93,10 @@ def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
 
 
 def module(name, *functions):
-    made = types.ModuleType(name)
+    created = types.ModuleType(name)
     for function in functions:
-        setattr(made, function.__name__, function)
-    return made
+        setattr(created, function.__name__, function)
+    return created
 
 
 def install(monkeypatch, without=()):
@@ -106,7 +106,7 @@ def install(monkeypatch, without=()):
     plain = ("apex", "apex.normalization", "fused_layer_norm_cuda")
     apply = module("apex.multi_tensor_apply", multi_tensor_applier)
     modules = [*map(module, plain), weight_gradient(calls), norms(calls), adam(calls), apply]
-    for each in modules:
-        if each.__name__ not in without:
-            monkeypatch.setitem(sys.modules, each.__name__, each)
+    for item in modules:
+        if item.__name__ not in without:
+            monkeypatch.setitem(sys.modules, item.__name__, item)
     return calls

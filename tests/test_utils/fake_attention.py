@@ -65,11 +65,11 @@ def _tiles_of(query, key, options):
         sizes = [(query.shape[1], key.shape[1])] * len(query)
     else:
         assert bounds_q.dtype == bounds_k.dtype == torch.int32
-        spans_q, spans_k = (list(zip(each.tolist(), each.tolist()[1:])) for each in (bounds_q, bounds_k))
+        spans_q, spans_k = (list(zip(item.tolist(), item.tolist()[1:])) for item in (bounds_q, bounds_k))
         places = [((slice(*q),), (slice(*k),)) for q, k in zip(spans_q, spans_k, strict=True)]
         sizes = [(q[1] - q[0], k[1] - k[0]) for q, k in zip(spans_q, spans_k, strict=True)]
-        for longest, name in zip(map(max, zip(*sizes)), ("max_seqlen_q", "max_seqlen_k"), strict=True):
-            assert longest <= options[name]
+        for max_length, name in zip(map(max, zip(*sizes)), ("max_seqlen_q", "max_seqlen_k"), strict=True):
+            assert max_length <= options[name]
     left, right = options.get("window_size_left"), options.get("window_size_right")
     for (at_q, at_k), (num_queries, num_keys) in zip(places, sizes):
         shift = num_keys - num_queries

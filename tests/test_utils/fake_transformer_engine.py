@@ -80,11 +80,11 @@ class LayerNormLinear(_Module):
         assert tp_size == 1 and parallel_mode is None
         self.fuse_wgrad_accumulation, self.eps = fuse_wgrad_accumulation, eps
         self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
-        placed = {"device": device, "dtype": params_dtype}
-        self.layer_norm_weight = _empty(in_features, **placed)
-        self.layer_norm_bias = _empty(in_features, **placed) if normalization == "LayerNorm" else None
-        self.weight = _empty(out_features, in_features, **placed)
-        self.bias = _empty(out_features, **placed) if bias else torch.Tensor()
+        located = {"device": device, "dtype": params_dtype}
+        self.layer_norm_weight = _empty(in_features, **located)
+        self.layer_norm_bias = _empty(in_features, **located) if normalization == "LayerNorm" else None
+        self.weight = _empty(out_features, in_features, **located)
+        self.bias = _empty(out_features, **located) if bias else torch.Tensor()
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         weight = self.layer_norm_weight + float(self.zero_centered_gamma)

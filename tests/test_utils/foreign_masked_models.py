@@ -63,19 +63,19 @@ class Family:
 def bert(norms: list[str]) -> tuple[Part, ...]:
     """``norms``: the first and second of every layer, and the last, in the order of the stream."""
     parts = [
-        Part(f"embedding.{ours}_embeddings", (f"bert.embeddings.{theirs}_embeddings",))
-        for ours, theirs in (("word", "word"), ("position", "position"), ("tokentype", "token_type"))
+        Part(f"embedding.{native}_embeddings", (f"bert.embeddings.{foreign}_embeddings",))
+        for native, foreign in (("word", "word"), ("position", "position"), ("tokentype", "token_type"))
     ]
     names = [f"layers.{layer}.{part}_layernorm" for layer in range(LAYERS) for part in ("input", "pre_mlp")]
-    parts += [Part(f"encoder.{ours}", (f"bert.{there}",)) for ours, there in zip([*names, "final_layernorm"], norms)]
+    parts += [Part(f"encoder.{native}", (f"bert.{norm}",)) for native, norm in zip([*names, "final_layernorm"], norms)]
     for layer in range(LAYERS):
-        here, there = f"encoder.layers.{layer}", f"bert.encoder.layer.{layer}"
-        projections = tuple(f"{there}.attention.self.{name}" for name in ("query", "key", "value"))
+        local, norm = f"encoder.layers.{layer}", f"bert.encoder.layer.{layer}"
+        projections = tuple(f"{norm}.attention.self.{name}" for name in ("query", "key", "value"))
         parts += [
-            Part(f"{here}.self_attention.linear_qkv", projections, heads_in_turn),
-            Part(f"{here}.self_attention.linear_proj", (f"{there}.attention.output.dense",)),
-            Part(f"{here}.mlp.linear_fc1", (f"{there}.intermediate.dense",)),
-            Part(f"{here}.mlp.linear_fc2", (f"{there}.output.dense",)),
+            Part(f"{local}.self_attention.linear_qkv", projections, heads_in_turn),
+            Part(f"{local}.self_attention.linear_proj", (f"{norm}.attention.output.dense",)),
+            Part(f"{local}.mlp.linear_fc1", (f"{norm}.intermediate.dense",)),
+            Part(f"{local}.mlp.linear_fc2", (f"{norm}.output.dense",)),
         ]
     return (
         *parts,
@@ -91,19 +91,19 @@ def modern_bert() -> tuple[Part, ...]:
     parts = [Part("embedding.word_embeddings", ("model.embeddings.tok_embeddings",)),
              Part("encoder.layers.0.input_layernorm", ("model.embeddings.norm",))]  # fmt: skip
     for layer in range(LAYERS):
-        here, there = f"encoder.layers.{layer}", f"model.layers.{layer}"
+        local, other = f"encoder.layers.{layer}", f"model.layers.{layer}"
         parts += [
-            Part(f"{here}.self_attention.linear_qkv", (f"{there}.attn.Wqkv",), thirds_in_turn),
-            Part(f"{here}.self_attention.linear_proj", (f"{there}.attn.Wo",)),
-            Part(f"{here}.pre_mlp_layernorm", (f"{there}.mlp_norm",)),
-            Part(f"{here}.mlp.linear_fc1", (f"{there}.mlp.Wi",)),
-            Part(f"{here}.mlp.linear_fc2", (f"{there}.mlp.Wo",)),
+            Part(f"{local}.self_attention.linear_qkv", (f"{other}.attn.Wqkv",), thirds_in_turn),
+            Part(f"{local}.self_attention.linear_proj", (f"{other}.attn.Wo",)),
+            Part(f"{local}.pre_mlp_layernorm", (f"{other}.mlp_norm",)),
+            Part(f"{local}.mlp.linear_fc1", (f"{other}.mlp.Wi",)),
+            Part(f"{local}.mlp.linear_fc2", (f"{other}.mlp.Wo",)),
         ]
         if layer:
-            parts.append(Part(f"{here}.input_layernorm", (f"{there}.attn_norm",)))
+            parts.append(Part(f"{local}.input_layernorm", (f"{other}.attn_norm",)))
     ends = {"encoder.final_layernorm": "model.final_norm", "lm_head.dense": "head.dense",
             "lm_head.layer_norm": "head.norm", "output_layer": "decoder"}  # fmt: skip
-    return (*parts, *(Part(ours, (theirs,)) for ours, theirs in ends.items()))
+    return (*parts, *(Part(native, (end,)) for native, end in ends.items()))
 
 
 def t5(gated: bool, decoder_layers: int, head: tuple[Part, ...] = (), scale: float = 1.0) -> tuple[Part, ...]:
@@ -112,12 +112,12 @@ def t5(gated: bool, decoder_layers: int, head: tuple[Part, ...] = (), scale: flo
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
         parts.append(Part(f"{stack}_relative_pos_emb.relative_attention_bias", (bias,)))
         for layer in range(depth):
-            here, there = f"{stack}.layers.{layer}", f"{stack}.block.{layer}.layer"
-            self_attention, cross = f"{there}.0.SelfAttention", f"{there}.1.EncDecAttention"
-            mlp = f"{there}.{1 if stack == 'encoder' else 2}"
+            here, other = f"{stack}.layers.{layer}", f"{stack}.block.{layer}.layer"
+            self_attention, cross = f"{other}.0.SelfAttention", f"{other}.1.EncDecAttention"
+            mlp = f"{other}.{1 if stack == 'encoder' else 2}"
             names = ("wi_0", "wi_1") if gated else ("wi",)
             parts += [
-                Part(f"{here}.input_layernorm", (f"{there}.0.layer_norm",)),
+                Part(f"{here}.input_layernorm", (f"{other}.0.layer_norm",)),
                 Part(f"{here}.self_attention.linear_qkv", tuple(f"{self_attention}.{x}" for x in "qkv"), heads_in_turn),
                 Part(f"{here}.self_attention.linear_proj", (f"{self_attention}.o",)),
                 Part(f"{here}.pre_mlp_layernorm", (f"{mlp}.layer_norm",)),
@@ -126,7 +126,7 @@ def t5(gated: bool, decoder_layers: int, head: tuple[Part, ...] = (), scale: flo
             ]
             if stack == "decoder":
                 parts += [
-                    Part(f"{here}.pre_cross_attn_layernorm", (f"{there}.1.layer_norm",)),
+                    Part(f"{here}.pre_cross_attn_layernorm", (f"{other}.1.layer_norm",)),
                     Part(f"{here}.cross_attention.linear_q", (f"{cross}.q",)),
                     Part(f"{here}.cross_attention.linear_kv", (f"{cross}.k", f"{cross}.v"), heads_in_turn),
                     Part(f"{here}.cross_attention.linear_proj", (f"{cross}.o",)),
@@ -215,8 +215,8 @@ def build(family: Family) -> torch.nn.Module:
     import transformers
 
     model_class = getattr(transformers, family.architecture)
-    longest = {} if family.is_t5 else {"max_position_embeddings": 64}
-    common = {"vocab_size": VOCAB, "initializer_range": 0.2, "pad_token_id": 0, **longest,
+    max_length = {} if family.is_t5 else {"max_position_embeddings": 64}
+    common = {"vocab_size": VOCAB, "initializer_range": 0.2, "pad_token_id": 0, **max_length,
               **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)}  # fmt: skip
     config = model_class.config_class(**{**common, **family.settings})
     config._attn_implementation = "eager"
@@ -233,14 +233,14 @@ def build(family: Family) -> torch.nn.Module:
 
 def to_ours(family: Family, tensors: dict[str, torch.Tensor], gradients: bool = False) -> dict[str, torch.Tensor]:
     """Return weights (or gradients) of the foreign model under local names and in local layout."""
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for part in family.parts:
         scale = 1 / part.scale if gradients else part.scale
         for kind in ("weight", "bias"):
             values = [tensors.get(f"{name}.{kind}") for name in part.theirs]
             if all(value is not None for value in values):
-                found[f"{part.ours}.{kind}"] = part.arrange(values) * scale
-    return found
+                actual[f"{part.ours}.{kind}"] = part.arrange(values) * scale
+    return actual
 
 
 def random_arrays(family: Family) -> dict[str, torch.Tensor]:
@@ -284,13 +284,13 @@ def run_ours(family: Family, model: torch.nn.Module, arrays: dict, labels: torch
     return model(arrays["tokens"], arrays["real"], arrays["types"] if "swapped" in arrays else None, labels)
 
 
-def compare_losses(family: Family, ours: torch.nn.Module, foreign: torch.nn.Module, arrays: dict) -> None:
+def compare_losses(family: Family, native: torch.nn.Module, foreign: torch.nn.Module, arrays: dict) -> None:
     """Logits and losses agree; both models then have the gradients of the loss."""
     logits, order, expected_loss = run_foreign(family, foreign, arrays)
-    found, found_order = run_ours(family, ours, arrays, None)
+    actual, found_order = run_ours(family, native, arrays, None)
     counted = torch.ones_like(arrays["loss_mask"]) if family.is_t5 else arrays["real"]
-    assert_close("logits", found[..., :VOCAB][counted], logits[counted])
-    losses, _ = run_ours(family, ours, arrays, arrays["labels"])
+    assert_close("logits", actual[..., :VOCAB][counted], logits[counted])
+    losses, _ = run_ours(family, native, arrays, arrays["labels"])
     loss = (losses * arrays["loss_mask"]).sum() / arrays["loss_mask"].sum()
     if order is not None:
         assert_close("logits of the order", found_order, order)

@@ -111,25 +111,25 @@ def _plan(model: Family, more: str) -> dict[str, conversion.Placement]:
 
     cfg = validate_args(parse_args([*flags_of(model), *more.split()], needs_data=False), 1)
     table = Table("", "", (), model.weights)
-    found = conversion.placements(table, complete({**config_to_dict(cfg.flat), "vocab_size": VOCAB}))
-    return {placement.name: placement for placement in found}
+    result = conversion.placements(table, complete({**config_to_dict(cfg.flat), "vocab_size": VOCAB}))
+    return {placement.name: placement for placement in result}
 
 
 def to_ours(tensors: Mapping[str, torch.Tensor], model: Family, more: str = "") -> dict[str, torch.Tensor]:
     """Return the available weights (or gradients) of the foreign model under the names of ``GPTModel``: [out, in], for
     experts [e, out, in]. ``more``: additional local flags."""
-    held = {name: LazyTensor.of(tensor.detach()) for name, tensor in tensors.items()}
-    plan = [each for each in _plan(model, more).values() if each.parts[0].name in held]
-    found = conversion.to_local(plan, held)
-    values = {each.name: found[f"model.{each.name}"].read() for each in plan}
+    retained = {name: LazyTensor.of(tensor.detach()) for name, tensor in tensors.items()}
+    plan = [each for each in _plan(model, more).values() if each.parts[0].name in retained]
+    result = conversion.to_local(plan, retained)
+    values = {each.name: result[f"model.{each.name}"].read() for each in plan}
     return {name: _flat(name, value) for name, value in values.items()}
 
 
 def _flat(name: str, value: torch.Tensor) -> torch.Tensor:
     """``value`` without the dimensions that groups of heads, and gates, have here."""
-    first, kept = int(".experts." in name), 2 if name.endswith("weight") and "norm" not in name else 1
-    kept += "conv1d" in name
-    return value.flatten(first, max(value.ndim - kept, first))
+    first, retained = int(".experts." in name), 2 if name.endswith("weight") and "norm" not in name else 1
+    retained += "conv1d" in name
+    return value.flatten(first, max(value.ndim - retained, first))
 
 
 ROPE = "--position-embedding-type rope"

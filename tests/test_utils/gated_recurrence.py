@@ -80,8 +80,8 @@ class GatedRecurrence(Sited, nn.Module):
         into = linear("linear_in", (3, width), config.hidden_size, 1, bias=False)
         out = linear("linear_out", (config.hidden_size,), width, 1, bias=False)
         narrow = width // config.tensor_model_parallel_size * item
-        kept = Saved("states and gates", 10.0 * narrow, ("scan",), ("scan",))
-        scan = Op("other", "scan", traffic=16.0 * narrow, gradients=3.0 * narrow, saved=(kept,))
+        retained = Saved("states and gates", 10.0 * narrow, ("scan",), ("scan",))
+        scan = Op("other", "scan", traffic=16.0 * narrow, gradients=3.0 * narrow, saved=(retained,))
         ops = (gemm(into[0], config, place.seq_length), scan, gemm(out[0], config, place.seq_length))
         params = (*into, Param("decay", (width,), {"tp": 0}, ndim=1), *out)
         return Piece("recurrence", params, ops, settings=("gate_width",))  # a flag that a script may add

@@ -7,10 +7,10 @@ def split_k():
     """Add the sums of two halves of K, as split-K GEMMs do, where the definition adds one sum."""
     from megatron.core.tensor_parallel import batch_invariant
 
-    whole = batch_invariant_product.batch_invariant_product
+    full = batch_invariant_product.batch_invariant_product
 
     def split(x, weight, parts=1, dtype=None):
-        return whole(x, weight, 2 if parts == 1 else parts, dtype)
+        return full(x, weight, 2 if parts == 1 else parts, dtype)
 
     batch_invariant.batch_invariant_product = split
 

@@ -95,11 +95,11 @@ class RankPool:
 
     def _grow(self, size: int) -> None:
         while len(self._workers) < size:
-            here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there, self._backend), daemon=True)
+            local, other = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(other, self._backend), daemon=True)
             process.start()
-            there.close()
-            self._workers.append((process, here))
+            other.close()
+            self._workers.append((process, local))
 
     def run(self, function: Callable, world_size: int, *args: Any) -> list[Any]:
         """``[function(rank, world_size, *args) for every rank]``, run together; raises :class:`WorkerError`."""

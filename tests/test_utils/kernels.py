@@ -25,9 +25,9 @@ def results(function, inputs, upstream, dtype):
 def assert_equal_to_formula(kernel, formula, inputs, upstream):
     """``kernel`` in the inputs' dtype against ``formula`` in fp64; and the same bits when run again."""
     dtype = inputs[0].dtype
-    ours, again = (results(kernel, inputs, upstream, dtype) for _ in range(2))
+    native, repeated = (results(kernel, inputs, upstream, dtype) for _ in range(2))
     for index, (mine, twin, exact) in enumerate(
-        zip(ours, again, results(formula, inputs, upstream, torch.float64), strict=True)
+        zip(native, repeated, results(formula, inputs, upstream, torch.float64), strict=True)
     ):
         assert torch.equal(mine, twin), f"result {index} differs from run to run"
         assert mine.dtype == dtype and mine.shape == exact.shape

@@ -58,26 +58,26 @@ def only_last_microbatch(rank):
 
 def dropped_layer(rank):
     """The last pipeline stage builds one layer less."""
-    return _other_branches(lambda own: own[:-2])
+    return _other_branches(lambda local: local[:-2])
 
 
 def dropped_half(rank):
     """The last pipeline stage leaves out the last branch of its last layer."""
-    return _other_branches(lambda own: own[:-1])
+    return _other_branches(lambda local: local[:-1])
 
 
 def doubled_half(rank):
     """The last pipeline stage begins with a half that the stage before it has too."""
-    return _other_branches(lambda own: range(own.start - 1, own.stop))
+    return _other_branches(lambda local: range(local.start - 1, local.stop))
 
 
 def _other_branches(of_last_stage):
     where = module("megatron.core.models.gpt.model")
     correct = where.TransformerBlock
 
-    def other(*arguments, branches, post_layer_norm, **others):
-        own = of_last_stage(branches) if post_layer_norm else branches
-        return correct(*arguments, branches=own, post_layer_norm=post_layer_norm, **others)
+    def other(*arguments, branches, post_layer_norm, **remaining):
+        local = of_last_stage(branches) if post_layer_norm else branches
+        return correct(*arguments, branches=local, post_layer_norm=post_layer_norm, **remaining)
 
     return mock.patch.object(where, "TransformerBlock", other)
 
@@ -142,12 +142,12 @@ def bucket_sent_before_it_is_full(rank):
     def ready(self, parameter):
         bucket = self.buckets_by_parameter[parameter]
         bucket.pending -= bucket.pending > 0
-        for each in self.buckets:
-            if not each.started:
-                if each.pending > 0:
+        for item in self.buckets:
+            if not item.started:
+                if item.pending > 0:
                     return
-                each.start_sum()
-                each.wait()  # else the missing gradient may still come in time
+                item.start_sum()
+                item.wait()  # else the missing gradient may still come in time
 
     buffer = module("megatron.core.distributed.param_and_grad_buffer").ParamAndGradBuffer
     stack = contextlib.ExitStack()
@@ -186,8 +186,8 @@ def same_seed_on_every_rank(rank):
     where = module("megatron.core.sharding.placement")
     correct = where._contiguous_runs
 
-    def first_shard(shape, held):
-        return correct(shape, where.Rectangle((0,) * len(shape), held.lengths))
+    def first_shard(shape, retained):
+        return correct(shape, where.Rectangle((0,) * len(shape), retained.lengths))
 
     return mock.patch.object(where, "_contiguous_runs", first_shard)
 
@@ -196,12 +196,12 @@ def loss_mask_wears_off(rank):
     """The data set hands out its own loss masks, which zero more with every access."""
     where = module("megatron.training.verify.layout_trace").SyntheticSamples
     correct = where.__getitem__
-    seen = []
+    observed = []
 
     def aliased(self, index):
         sample = correct(self, index)
-        seen.append(index)
-        sample["loss_mask"][: len(seen) % 8] = 0.0
+        observed.append(index)
+        sample["loss_mask"][: len(observed) % 8] = 0.0
         return sample
 
     return mock.patch.object(where, "__getitem__", aliased)
@@ -221,9 +221,9 @@ def pairs_weigh_as_on_one_rank(rank):
     weights = module("megatron.core.pipeline_parallel.loss_weights").LossWeights
     count, correct, local = where.global_counts, weights.set, []
 
-    def noting_counts(counts, *others):
+    def noting_counts(counts, *remaining):
         local[:] = [counts]
-        return count(counts, *others)
+        return count(counts, *remaining)
 
     def of_this_rank(self, values):
         correct(self, torch.cat((values[:1], 1.0 / local[0][1:])))
@@ -333,8 +333,8 @@ def router_gradients_not_summed(rank):
 
     def without_routers(modules, groups):
         modules = list(modules)
-        named = [pair for each in modules for pair in each.named_parameters()]
-        left_out = {each.main_grad.data_ptr() for name, each in named if "router" in name}
+        named = [pair for item in modules for pair in item.named_parameters()]
+        left_out = {item.main_grad.data_ptr() for name, item in named if "router" in name}
         return [pair for pair in correct(modules, groups) if pair[1].gradient.data_ptr() not in left_out]
 
     return mock.patch.object(where, "_partial_sums", without_routers)
@@ -368,7 +368,7 @@ def gradients_of_experts_averaged(rank):
 
     def averaged(modules, groups):
         correct(modules, groups)
-        for name, parameter in (pair for each in modules for pair in each.named_parameters()):
+        for name, parameter in (pair for item in modules for pair in item.named_parameters()):
             if ".experts." in name:
                 parameter.main_grad.div_(groups.ep.size)
 

@@ -57,8 +57,8 @@ class Coverage:
                     if "test" in record:
                         self.records[record["test"]] = record
                     self.modules += [name for name in record.get("modules", ()) if name not in self.modules]
-                    for gone in record.get("gone", ()):
-                        self.records.pop(gone, None)
+                    for removed in record.get("gone", ()):
+                        self.records.pop(removed, None)
 
     def _write(self):
         new = self.folder / "new"
@@ -87,7 +87,7 @@ class Coverage:
         left_out = [f"--ignore-glob=*{name}*" for name in LEFT_OUT]
         pids = []
         for share in range(num_processes):
-            own = Path(tempfile.mkdtemp(dir=self.tree.parent))
+            local = Path(tempfile.mkdtemp(dir=self.tree.parent))
             output = self.folder / f"lines.{os.getpid()}.{share}.jsonl"
 
             def work(share=share, output=output):
@@ -96,7 +96,7 @@ class Coverage:
                 plugin = Collector(self.tree, output, set(self.records), share, num_processes)
                 return run_pytest([*left_out, *self.suite], plugin)
 
-            pids.append((fork(self.tree, own, work), own / "log"))
+            pids.append((fork(self.tree, local, work), local / "log"))
         try:
             for pid, log in pids:
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -116,8 +116,8 @@ class Coverage:
     def tests_of(self, mutant):
         """Records of the tests that execute what the mutant changes, quickest first."""
         bits = self.executes(mutant)
-        found = [record for mask, record in self.by_path[mutant.path] if mask & bits]
-        return sorted(found, key=lambda record: record["seconds"])
+        result = [record for mask, record in self.by_path[mutant.path] if mask & bits]
+        return sorted(result, key=lambda record: record["seconds"])
 
 
 def new_lines(old, new):

@@ -48,8 +48,8 @@ class LineTrace:
         try:
             return self.pending[code]
         except KeyError:
-            own = code.co_filename.startswith(self.prefixes)
-            self.pending[code] = {line for *_, line in code.co_lines() if line} if own else None
+            local = code.co_filename.startswith(self.prefixes)
+            self.pending[code] = {line for *_, line in code.co_lines() if line} if local else None
             return self.pending[code]
 
     def _on_call(self, frame, event, arg):
@@ -91,10 +91,10 @@ def add_masks(total, more):
 class Collector:
     """A pytest plugin that writes one line of JSON per test: whether it passed, seconds, ranks, and lines per file."""
 
-    def __init__(self, root, output, known, share, num_shares):
+    def __init__(self, root, output, registered, share, num_shares):
         """Every ``num_shares``-th test that is not ``known``."""
         self.root, self.output = str(root), output
-        self.known, self.share, self.num_shares = known, share, num_shares
+        self.known, self.share, self.num_shares = registered, share, num_shares
         self.folder = tempfile.TemporaryDirectory(prefix="lines")
         starter = STARTER.format(root=self.root, folder=self.folder.name, tracer=__file__)
         Path(self.folder.name, "sitecustomize.py").write_text(starter)

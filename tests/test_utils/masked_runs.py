@@ -74,6 +74,6 @@ def differences(pool, kind, row, folder, save):
     flags, precision = row
     argv, vocab_size = command_line(kind, flags), len(VOCABULARIES[kind].texts)
     options = [*argv, *PROGRAM_ONLY[kind]], precision == "fp64", str(folder), str(save), kind, vocab_size
-    found = pool.run(reference_runs.program, 1, *options)[0]
+    result = pool.run(reference_runs.program, 1, *options)[0]
     c = settings.read([*argv, "--vocab-size", str(vocab_size)])
-    return reference_runs.compare(found, training.train(c, corpora(), (), RECIPES[kind]), precision)
+    return reference_runs.compare(result, training.train(c, corpora(), (), RECIPES[kind]), precision)

@@ -41,5 +41,5 @@ def _value(text, monkeypatch):
     place = import_module(module)
     if module.startswith("megatron."):
         monkeypatch.setattr(place, name, enum.IntEnum(name, {"value": int(number)}, module=module), raising=False)
-    found = getattr(place, name)
-    return found(int(number)) if number else found
+    result = getattr(place, name)
+    return result(int(number)) if number else result

@@ -188,8 +188,8 @@ class Run:
         while self.iteration < until:
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-            arrays = {name: each[self.iteration] for name, each in data.items()}
-            parts = [{name: torch.from_numpy(each[first : first + a.micro_batch_size]) for name, each in arrays.items()}
+            arrays = {name: item[self.iteration] for name, item in data.items()}
+            parts = [{name: torch.from_numpy(item[first : first + a.micro_batch_size]) for name, item in arrays.items()}
                      for first in range(0, a.global_batch_size, a.micro_batch_size)]  # fmt: skip
             out = get_forward_backward_func()(
                 forward_step_func=STEPS[self.kind], data_iterator=iter(parts), model=[self.ddp],
@@ -200,7 +200,7 @@ class Run:
             self.scheduler.step(a.global_batch_size)
             self.iteration += 1
             if self.parallel.is_pipeline_last_stage():
-                losses.append(float(torch.stack([each["lm loss"] for each in out]).mean()))
+                losses.append(float(torch.stack([item["lm loss"] for item in out]).mean()))
         return losses
 
 
@@ -226,8 +226,8 @@ def t5(config, a, **options):
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    specs = (TransformerBlockSubmodules([each()] * a.num_layers, layer_norm=WrappedTorchNorm)
-             for each in (encoder_model_with_local_spec, decoder_model_with_local_spec))  # fmt: skip
+    specs = (TransformerBlockSubmodules([item()] * a.num_layers, layer_norm=WrappedTorchNorm)
+             for item in (encoder_model_with_local_spec, decoder_model_with_local_spec))  # fmt: skip
     return T5Model(config, config, *specs, **options)
 
 

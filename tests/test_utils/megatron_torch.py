@@ -50,10 +50,10 @@ def part(name, tensor, rank, tp):
 
 def names_of(stage, pp, chunk=0, vpp=1):
     """Global names of a (virtual) stage, with its own numbers of layers."""
-    each = LAYERS // pp // vpp
-    first = chunk * (LAYERS // vpp) + stage * each
+    item = LAYERS // pp // vpp
+    first = chunk * (LAYERS // vpp) + stage * item
     names = ["embedding.word_embeddings.weight"] if stage == chunk == 0 else []
-    names += [f"decoder.layers.{i}.{name}" for i in range(first, first + each) for name in LAYER]
+    names += [f"decoder.layers.{i}.{name}" for i in range(first, first + item) for name in LAYER]
     last = stage == pp - 1 and chunk == vpp - 1
     names += ["decoder.final_layernorm.weight", "output_layer.weight"] if last else []
 
@@ -109,7 +109,7 @@ def flat_state(order, rank, tp):
         for name in reversed(order):
             pieces.append(torch.zeros(-end % 64))
             pieces.append(part(name, model[name], rank, tp).flatten())
-            end = sum(each.numel() for each in pieces)
+            end = sum(piece.numel() for piece in pieces)
         buffer[kind] = torch.cat(pieces)
     buffer["numel_unpadded"] = buffer["param"].numel()
     return {"buckets_coalesced": True, 0: {(torch.float32, torch.float32): buffer}}

@@ -117,8 +117,8 @@ class _Finder:
         if isinstance(node, ast.If) and (_only_refuses(node) or ast.unparse(node.test) == "TYPE_CHECKING"):
             return self._body(node.orelse, outside)
         bodies = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
-        bodies += [each.body for each in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]]
-        parts = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr | ast.withitem)]
+        bodies += [item.body for item in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]]
+        parts = [item for item in ast.iter_child_nodes(node) if isinstance(item, ast.expr | ast.withitem)]
         if isinstance(node, ast.AnnAssign):
             parts.remove(node.annotation)
         ends = [part.end_lineno for part in parts if isinstance(part, ast.expr)]
@@ -301,7 +301,7 @@ def _is_silent(node):
 
 
 def _only_refuses(node):
-    return all(isinstance(each, ast.Raise) or _is_silent(each) for each in node.body)
+    return all(isinstance(item, ast.Raise) or _is_silent(item) for item in node.body)
 
 
 def _is_plain(node):

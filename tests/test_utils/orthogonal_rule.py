@@ -28,14 +28,14 @@ class Orthogonalized:
 
     def update(self, entries, conditions):
         keep = 1.0 - conditions.skip
-        for each in entries:
-            (momentum,) = each.moments
-            gradient = each.gradient if conditions.factor is None else each.gradient * conditions.factor
+        for entry in entries:
+            (momentum,) = entry.moments
+            gradient = entry.gradient if conditions.factor is None else entry.gradient * conditions.factor
             changed = self.momentum * momentum + gradient.to(momentum.dtype)
             momentum.copy_(torch.where(keep.bool(), changed, momentum))
-            step = each.local(orthogonalized(each.full(momentum)))
-            master = each.storage.read()
-            each.storage.write(master - each.lr * keep * (step + each.weight_decay * master))
+            step = entry.local(orthogonalized(entry.full(momentum)))
+            master = entry.storage.read()
+            entry.storage.write(master - entry.lr * keep * (step + entry.weight_decay * master))
 
 
 def declare_matrices(model):

@@ -109,7 +109,7 @@ class Plan:
 
     def operation(self, op, piece):
         m, hardware = self.cfg.model, self.hardware
-        found = defaultdict(float)
+        result = defaultdict(float)
         flops = op.flops * self.T / self.cfg.data.seq_length / self.tp  # of a rank, forward
         if op.kind == "gemm":
             n, k = op.gemm
@@ -123,39 +123,39 @@ class Plan:
                 blockwise = m.fp8_recipe == "blockwise"
                 forward = weight = hardware.fp8 * (0.82 if blockwise else 1)
                 item, cast = 1, 8 if blockwise else 6  # bytes read and written per element of two copies
-                found["F", "memory-bound"] += rows * k * cast / hardware.bandwidth
-                found["I", "memory-bound"] += rows * n * cast / hardware.bandwidth
-            found["F", "GEMM"] += gemm(hardware, forward, rows, n, k, count, item)
-            found["I", "GEMM"] += gemm(hardware, forward, rows, k, n, count, item)
-            found["W", "GEMM"] += gemm(hardware, weight, n, k, rows, count, item)
+                result["F", "memory-bound"] += rows * k * cast / hardware.bandwidth
+                result["I", "memory-bound"] += rows * n * cast / hardware.bandwidth
+            result["F", "GEMM"] += gemm(hardware, forward, rows, n, k, count, item)
+            result["I", "GEMM"] += gemm(hardware, forward, rows, k, n, count, item)
+            result["W", "GEMM"] += gemm(hardware, weight, n, k, rows, count, item)
         elif op.kind == "attention":
             causal_keys = self.cfg.data.seq_length / 2
-            found["F", "attention"] = 3e-6 + flops * (1 + 400 / causal_keys) / (hardware.forward * 1e12)
-            found["I", "attention"] = 3e-6 + 2.5 * flops * (1 + 450 / causal_keys) / (hardware.backward * 1e12)
+            result["F", "attention"] = 3e-6 + flops * (1 + 400 / causal_keys) / (hardware.forward * 1e12)
+            result["I", "attention"] = 3e-6 + 2.5 * flops * (1 + 450 / causal_keys) / (hardware.backward * 1e12)
         else:
             seconds = op.traffic * self.T / hardware.bandwidth
             fixed = 3e-6 if op.traffic else 0.0
-            found["F", "memory-bound"], found["I", "memory-bound"] = fixed + seconds * 0.4, fixed + seconds * 0.6
+            result["F", "memory-bound"], result["I", "memory-bound"] = fixed + seconds * 0.4, fixed + seconds * 0.6
         full = m.recompute_granularity == "full" and piece.is_branch
         modules = set(m.recompute_modules or ["core_attn"]) if m.recompute_granularity == "selective" else set()
         selected = op.kind != "gemm" and any(modules & set(saved.modules) for saved in op.saved)
         if full or selected:
-            found["I", "recomputation"] = sum(value for (phase, _), value in found.items() if phase == "F")
-        return found
+            result["I", "recomputation"] = sum(value for (phase, _), value in result.items() if phase == "F")
+        return result
 
     def piece(self, piece):
-        found = defaultdict(float)
+        result = defaultdict(float)
         for op in piece.ops:
-            add(found, self.operation(op, piece))
+            add(result, self.operation(op, piece))
         for phase in "FIW":  # small kernels and gaps
-            found[phase, "other"] = 0.01 * sum(value for (each, _), value in found.items() if each == phase)
+            result[phase, "other"] = 0.01 * sum(value for (item, _), value in result.items() if item == phase)
         if piece.is_branch:
-            add(found, self.tensor_parallel())
+            add(result, self.tensor_parallel())
             if any(op.kind == "attention" for op in piece.ops):
-                add(found, self.context_parallel(sum(v for (_, part), v in found.items() if part == "attention")))
+                add(result, self.context_parallel(sum(v for (_, part), v in result.items() if part == "attention")))
             if piece.name == "experts":
-                add(found, self.expert_parallel())
-        return found
+                add(result, self.expert_parallel())
+        return result
 
     # ---- collectives of a branch
 
@@ -225,25 +225,25 @@ class Plan:
 
     def stage(self, pieces, params):
         """A stage is at least as slow as the host starts its kernels, 40 microseconds each."""
-        m, found = self.cfg.model, defaultdict(float)
+        m, actual = self.cfg.model, defaultdict(float)
         for piece in pieces:
-            add(found, self.piece(piece))
+            add(actual, self.piece(piece))
         if self.cfg.distributed.use_torch_fsdp2:
-            add(found, self.fully_sharded(sum(elements for elements, _ in params), dict(found)))
-        for key in found:
-            found[key] *= self.factor
+            add(actual, self.fully_sharded(sum(elements for elements, _ in params), dict(actual)))
+        for key in actual:
+            actual[key] *= self.factor
         branches = sum(piece.is_branch for piece in pieces)
         layers_with_experts = sum(piece.name == "experts" for piece in pieces)
         waits = self.ep > 1 and m.moe_token_dispatcher_type != "allgather"  # the host reads counts of rows
         if waits:
-            found["F", "host"] += layers_with_experts * 1.1e-3
-            found["I", "host"] += layers_with_experts * 1.1e-3
+            actual["F", "host"] += layers_with_experts * 1.1e-3
+            actual["I", "host"] += layers_with_experts * 1.1e-3
         kernels = branches / 2 * (53 + (18 if m.fp8 else 0)) + layers_with_experts * (113 + (105 if waits else 0))
-        missing = 40 * MICROSECOND * kernels - sum(found.values())
+        missing = 40 * MICROSECOND * kernels - sum(actual.values())
         if missing > 0:
-            found["F", "host"] += missing / 3
-            found["I", "host"] += missing * 2 / 3
-        return found
+            actual["F", "host"] += missing / 3
+            actual["I", "host"] += missing * 2 / 3
+        return actual
 
     def pipeline(self, costs, schedule, simulate):
         """Duration of all micro-batches."""
@@ -272,9 +272,9 @@ class Plan:
         state = 2 + 8  # remainder of the master, two fp32 moments
         updated = sum(elements / (ranks if sharded else 1) for elements, ranks, _ in groups)
         # gradients are zeroed and read, the state is read and written, weights are written
-        found = {"optimizer": 1e-3 + updated * (2 * grad + 2 * state + 2) / self.hardware.bandwidth}
+        result = {"optimizer": 1e-3 + updated * (2 * grad + 2 * state + 2) / self.hardware.bandwidth}
         if d.use_torch_fsdp2:
-            return found
+            return result
         collective = self.hardware.collective
         if sharded:
             reduce = sum(collective("shard", size * grad, ranks, stride) for size, ranks, stride in groups)
@@ -288,8 +288,8 @@ class Plan:
             reduce = max(0.05 * reduce, reduce - 0.9 * backward)
         if d.overlap_param_gather:
             gather = max(0.05 * gather, gather - 0.9 * forward)
-        found["data communication"] = reduce + gather
-        return found
+        result["data communication"] = reduce + gather
+        return result
 
     def predict(self, list_pieces, list_params, schedule, simulate):
         """Seconds of the step by part. ``list_pieces(stage)``, ``list_params(stages of a rank)``: contents."""

@@ -104,7 +104,7 @@ class PowerLoss:
     def _tree(self, names: Names, data: dict[int, bytes], inode: int) -> object:
         """A folder's state as nested tuples; unsynced files of the synced state are empty."""
         if inode in self._folders:
-            return tuple((name, self._tree(names, data, each)) for name, each in sorted(names.get(inode, {}).items()))
+            return tuple((name, self._tree(names, data, item)) for name, item in sorted(names.get(inode, {}).items()))
         return data.get(inode, b"")
 
     # ---- recording
@@ -174,8 +174,8 @@ def _apply(synced: Names, chosen: tuple[int, ...], before: dict, after: dict) ->
                 del names[folder][name]
     for inode in chosen:
         for folder, name in after.get(inode, ()):
-            there = names.setdefault(folder, {}).get(name)
-            if there is not None and there in after:  # it was moved out of the way first
+            other = names.setdefault(folder, {}).get(name)
+            if other is not None and other in after:  # it was moved out of the way first
                 return None
             names[folder][name] = inode
     return names

@@ -108,16 +108,16 @@ def command_line(flags):
 
 def overflows(records):
     """Iterations whose gradients were not finite."""
-    return [each["iteration"] for each in records if each["kind"] == "train" and each["skipped"]]
+    return [record["iteration"] for record in records if record["kind"] == "train" and record["skipped"]]
 
 
-def compare(found, expected, precision):
+def compare(actual, expected, precision):
     """Differences between a run of the program and the reference's, one line each."""
-    records, initial, final = found
+    records, initial, final = actual
     loss_limit, initial_limit, final_limit = TOLERANCE[precision]
-    lines = list(_compare_steps([each for each in records if each["kind"] == "train"], expected.steps, loss_limit))
-    evaluated = {(each["kind"], each["iteration"], each.get("dataset")): each
-                 for each in records if each["kind"] != "train"}  # fmt: skip
+    lines = list(_compare_steps([item for item in records if item["kind"] == "train"], expected.steps, loss_limit))
+    evaluated = {(item["kind"], item["iteration"], item.get("dataset")): item
+                 for item in records if item["kind"] != "train"}  # fmt: skip
     if evaluated.keys() != expected.evaluations.keys():
         lines.append(f"evaluations {sorted(map(str, evaluated))}, not {sorted(map(str, expected.evaluations))}")
     for key, means in expected.evaluations.items():
@@ -144,19 +144,19 @@ def _with_shares(final):
     return {name: value / value.sum() if name.endswith(".last_choices") else value for name, value in counted.items()}
 
 
-def _close(found, expected, limit):
+def _close(actual, expected, limit):
     if math.isnan(expected):  # the mean of none
-        return math.isnan(found)
-    return abs(found - expected) <= limit * max(abs(expected), 1e-3)
+        return math.isnan(actual)
+    return abs(actual - expected) <= limit * max(abs(expected), 1e-3)
 
 
 EXACT = ("consumed_samples", "global_batch_size", "num_tokens", "loss_scale", "skipped")
 
 
-def _compare_steps(found, expected, limit):
-    if len(found) != len(expected):
-        yield f"{len(found)} iterations, not {len(expected)}"
-    for iteration, (one, other) in enumerate(zip(found, expected), start=1):
+def _compare_steps(actual, expected, limit):
+    if len(actual) != len(expected):
+        yield f"{len(actual)} iterations, not {len(expected)}"
+    for iteration, (one, other) in enumerate(zip(actual, expected), start=1):
         assert one["iteration"] == iteration
         for name, value in other.items():
             if name not in one:
@@ -168,11 +168,11 @@ def _compare_steps(found, expected, limit):
                 yield f"iteration {iteration}: {name} {one[name]!r}, should be none"
 
 
-def _compare_weights(when, found, expected, limit):
-    if found.keys() != expected.keys():
-        yield f"{when} weights: {sorted(found.keys() ^ expected.keys())} on one side only"
-    for name in found.keys() & expected.keys():
+def _compare_weights(when, actual, expected, limit):
+    if actual.keys() != expected.keys():
+        yield f"{when} weights: {sorted(actual.keys() ^ expected.keys())} on one side only"
+    for name in actual.keys() & expected.keys():
         want = expected[name].numpy().reshape(-1)
-        difference = np.abs(found[name].reshape(-1) - want).max()
+        difference = np.abs(actual[name].reshape(-1) - want).max()
         if not difference <= limit * max(np.abs(want).max(), 1e-2):
             yield f"{when} {name}: off by {difference:.3g} of {np.abs(want).max():.3g}"

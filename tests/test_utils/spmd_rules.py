@@ -36,9 +36,9 @@ _OPERATORS = {
 """(collective of forward, of backward) -> (types that it takes, type that it returns)."""
 
 
-def _require(function, found, allowed):
-    if found not in allowed:
-        raise spmd.SpmdTypeError(f"{function}: takes {allowed}, not {found}")
+def _require(function, actual, allowed):
+    if actual not in allowed:
+        raise spmd.SpmdTypeError(f"{function}: takes {allowed}, not {actual}")
 
 
 def _conjugate(outputs, *, x, group, forward, backward):
@@ -49,12 +49,12 @@ def _conjugate(outputs, *, x, group, forward, backward):
 
 
 def _parallel_linear(outputs, *, x, weight, bias, traits, store, ready, bias_ready):
-    axis, parameters = traits.group.handle, [linear.unwrap(each) for each in (weight, bias) if each is not None]
+    axis, parameters = traits.group.handle, [linear.unwrap(item) for item in (weight, bias) if item is not None]
     entered = spmd.get_axis_local_type(x, axis)
     if traits.gather_input or traits.reduce_input_gradient:
         _require("parallel_linear", entered, (V,) if traits.gather_input else (I,))
         entered = R
-    kinds = {entered, *(spmd.get_axis_local_type(each, axis) for each in parameters)}
+    kinds = {entered, *(spmd.get_axis_local_type(item, axis) for item in parameters)}
     if I in kinds and len(kinds) > 1:
         raise spmd.SpmdTypeError(f"parallel_linear: mixes an invariant tensor with others: {kinds}")
     spmd.rules.ignore(x, *parameters)
@@ -63,7 +63,7 @@ def _parallel_linear(outputs, *, x, weight, bias, traits, store, ready, bias_rea
 
 def _cross_entropy(outputs, *, logits, labels, reuse_logits):
     spmd.assert_type(logits, {labels.group.handle: V})
-    spmd.rules.ignore(*(each for each in labels if hasattr(each, "shape")))
+    spmd.rules.ignore(*(label for label in labels if hasattr(label, "shape")))
     spmd.assert_type(outputs, {labels.group.handle: I})
 
 

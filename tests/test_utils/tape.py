@@ -17,12 +17,12 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, schema = kwargs or {}, function._schema
-        given = {each.name: x for each, x in zip(schema.arguments, args)} | kwargs
-        written = [given[each.name] for each in schema.arguments
-                   if each.name in given and each.alias_info and each.alias_info.is_write]  # fmt: skip
+        inputs = {argument.name: x for argument, x in zip(schema.arguments, args)} | kwargs
+        written = [inputs[argument.name] for argument in schema.arguments
+                   if argument.name in inputs and argument.alias_info and argument.alias_info.is_write]  # fmt: skip
         self.before += [(x, x.clone()) for x in written if x.untyped_storage().data_ptr() not in self.made]
         out = function(*args, **kwargs)
-        if not any(each.alias_info for each in schema.returns):
+        if not any(argument.alias_info for argument in schema.returns):
             new = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)]
             self.made |= {x.untyped_storage().data_ptr() for x in new}
             self.calls.append((function, args, kwargs, new))
@@ -37,9 +37,9 @@ class Tape(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self):
-        for function, args, kwargs, kept in self.calls:
+        for function, args, kwargs, retained in self.calls:
             out = function(*args, **kwargs)
-            for old, x in zip(kept, out if isinstance(out, tuple | list) else [out]):
+            for old, x in zip(retained, out if isinstance(out, tuple | list) else [out]):
                 old.copy_(x.reshape(old.shape))  # torch squeezes some results in place
 
 

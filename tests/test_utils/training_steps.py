@@ -39,27 +39,27 @@ def build(groups, model=(), **overrides):
 
 def shards(model, groups, value):
     """Return (global name, global shape, offsets, values) of the shards of ``value(parameter)`` for each parameter."""
-    found = []
+    result = []
     for name, parameter, _ in named_specs(model):
-        whole = (0, parameter.numel())
-        for shard in flat_range_tensors(name, value(parameter), parameter, whole, groups=groups).values():
-            found.append((shard.name, shard.global_shape, shard.offsets, shard.local.detach().clone()))
-    return found
+        full = (0, parameter.numel())
+        for shard in flat_range_tensors(name, value(parameter), parameter, full, groups=groups).values():
+            result.append((shard.name, shard.global_shape, shard.offsets, shard.local.detach().clone()))
+    return result
 
 
 def assembled(per_rank):
     """Name -> global tensor; what several ranks hold must agree."""
-    whole, seen = {}, {}
+    full, observed = {}, {}
     for rank_shards in per_rank:
         for name, shape, offsets, values in rank_shards:
-            target = whole.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
+            target = full.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
             region = target[tuple(slice(start, start + n) for start, n in zip(offsets, values.shape))]
-            if (name, offsets) in seen:
+            if (name, offsets) in observed:
                 torch.testing.assert_close(values, region, rtol=1e-11, atol=1e-13, msg=f"{name}: replicas differ")
-            seen[name, offsets] = True
+            observed[name, offsets] = True
             region.copy_(values)
-    assert not any(tensor.isnan().any() for tensor in whole.values())
-    return whole
+    assert not any(tensor.isnan().any() for tensor in full.values())
+    return full
 
 
 def step_results(ddp, optimizer, groups, step):

@@ -111,8 +111,8 @@ def become(task, stand_in, path):
     words = task["words"]
     sys.executable = stand_in  # programs that it starts are warm too
     first = os.path.dirname(os.path.realpath(words[0])) if words[0] not in ("-m", "-c") else os.getcwd()
-    asked = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-    sys.path[:] = [first, *asked, *path]
+    requested = [word for word in os.environ.get("PYTHONPATH", "").split(os.pathsep) if word]
+    sys.path[:] = [first, *requested, *path]
     sys.argv = words if words[0] not in ("-m", "-c") else ["-c" if words[0] == "-c" else words[1], *words[2:]]
     return words
 
@@ -126,7 +126,7 @@ def run_server(address, stand_in, *preloaded):
 
     for name in preloaded:
         importlib.import_module(name)
-    path = [each for each in sys.path[1:] if each not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    path = [item for item in sys.path[1:] if item not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     gc.collect()
     gc.freeze()
     words = become(serve(address), stand_in, path)
@@ -156,9 +156,9 @@ class WarmPython:
         from tests.test_utils.gloo_pool import PRELOADED
 
         address, self.python = f"{folder}/server", f"{folder}/python"
-        real, here = shlex.quote(str(interpreter)), shlex.quote(os.path.abspath(__file__))
+        real, local = shlex.quote(str(interpreter)), shlex.quote(os.path.abspath(__file__))
         with open(self.python, "w") as file:
-            file.write(f'#!/bin/sh\nexec {real} -ISE {here} shadow {shlex.quote(address)} "$@"\n')
+            file.write(f'#!/bin/sh\nexec {real} -ISE {local} shadow {shlex.quote(address)} "$@"\n')
         os.chmod(self.python, 0o755)
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         preloaded = [name for name in PRELOADED if environment is None or not name.startswith("tests.")]

@@ -145,8 +145,8 @@ class Ranks:
         """Whether all have ended."""
         for rank, pid in self.pids.items():
             if rank not in self.codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
+                finished, status = os.waitpid(pid, os.WNOHANG)
+                if finished:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
         return len(self.codes) == len(self.pids)
 
@@ -222,8 +222,8 @@ def data_flags(folder):
     if Cases.kind == "gpt":
         return ["--data-path", str(folder / "data"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "63"]
     words = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
-    own = ["--decoder-seq-length", "8", "--vocab-extra-ids", "10"] if Cases.kind == "t5" else []
-    return ["--data-path", str(folder / "a"), *words, *own]
+    local = ["--decoder-seq-length", "8", "--vocab-extra-ids", "10"] if Cases.kind == "t5" else []
+    return ["--data-path", str(folder / "a"), *words, *local]
 
 
 def saved_iterations(save):
@@ -245,12 +245,12 @@ def compare_checkpoints(directory, reference, tolerance=0.0):
     """Return the differences as text, empty if equal. Only bit-for-bit comparisons include random states."""
     import torch
 
-    (ours, tensors), (theirs, expected) = (read_checkpoint(path, not tolerance) for path in (directory, reference))
+    (native, tensors), (foreign, expected) = (read_checkpoint(path, not tolerance) for path in (directory, reference))
     if tensors.keys() != expected.keys():
         return f"{directory.name} holds other names: {sorted(tensors.keys() ^ expected.keys())[:5]}"
-    counters = {name: value for name, value in theirs.items() if ours[name] != value}
+    counters = {name: value for name, value in foreign.items() if native[name] != value}
     if counters:
-        return f"{directory.name}: {counters} became { {name: ours[name] for name in counters} }"
+        return f"{directory.name}: {counters} became { {name: native[name] for name in counters} }"
     for name, tensor in tensors.items():
         same = torch.equal(tensor, expected[name])
         if not same and tolerance and tensor.is_floating_point():
@@ -263,10 +263,10 @@ def compare_checkpoints(directory, reference, tolerance=0.0):
 
 def compare_metrics(path, reference, tolerance=0.0):
     """Return the differences of ``metrics.jsonl`` as text, empty if equal."""
-    ours, theirs = ([json.loads(line) for line in file.read_text().splitlines()] for file in (path, reference))
-    if len(ours) != len(theirs):
-        return f"{path.name} holds {len(ours)} records instead of {len(theirs)}"
-    for one, other in zip(ours, theirs):
+    native, foreign = ([json.loads(line) for line in file.read_text().splitlines()] for file in (path, reference))
+    if len(native) != len(foreign):
+        return f"{path.name} holds {len(native)} records instead of {len(foreign)}"
+    for one, other in zip(native, foreign):
         near = one.keys() == other.keys() and all(
             one[name] == value or isinstance(value, float) and abs(one[name] - value) <= tolerance * abs(value)
             for name, value in other.items()

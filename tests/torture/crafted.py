@@ -45,12 +45,12 @@ def read_changed(name, random, folder, work):
     for _ in range(random.choice([1, 1, 1, 2, 3])):
         crafted_files.change(random.choice(crafted_files.files_of(folder)), random)
     try:
-        found = crafted_files.outcome(kind, folder)
+        actual = crafted_files.outcome(kind, folder)
     except Exception as error:
         raise Failure(f"{name}: {type(error).__name__}:\n{traceback.format_exc()[-3000:]}") from None
-    if found[0] == "value" and kind.checksums and found != expected:
+    if actual[0] == "value" and kind.checksums and actual != expected:
         raise Failure(f"{name}: a silent difference")
-    return found[0]
+    return actual[0]
 
 
 def case(number, random, folder, tally):

@@ -120,9 +120,9 @@ class VanishedFolder(Fault):
     keeps_records = False
 
     def strike(self, run):
-        gone = self.save.with_name("gone")
-        self.save.rename(gone)
-        shutil.rmtree(gone)
+        removed = self.save.with_name("gone")
+        self.save.rename(removed)
+        shutil.rmtree(removed)
 
 
 class VanishedCache(Fault):
@@ -142,8 +142,8 @@ class StoppedRank(Fault):
 
     def await_the_others(self, run):
         """The other ranks must end; they may or may not kill the stopped one, which a scheduler would."""
-        others = set(run.pids) - {self.hit}
-        if not common.wait_until(lambda: run.poll() or others <= run.codes.keys(), LIMIT):
+        remaining = set(run.pids) - {self.hit}
+        if not common.wait_until(lambda: run.poll() or remaining <= run.codes.keys(), LIMIT):
             raise Failure(f"StoppedRank: the others are not gone after {LIMIT:g} s:\n{run.output()[-4000:]}")
         self.killed_by_others = common.wait_until(run.poll, 5.0)
         run.end()
@@ -176,11 +176,11 @@ def judge(kind, run, output):
     if kind is StoppedForAWhile:
         raise Failure(f"{kind.__name__}: ended with {codes}:\n{output[-4000:]}")
     if kind is StoppedRank:
-        told = "watchdog: rank" in output
+        reported = "watchdog: rank" in output
     else:
-        told = any(line.startswith("error") or "failed" in line for line in output.splitlines())
+        reported = any(line.startswith("error") or "failed" in line for line in output.splitlines())
     signalled = [code for code in codes if code < 0] if kind is not StoppedRank else []
-    if not told or signalled:
+    if not reported or signalled:
         raise Failure(f"{kind.__name__}: ended with {codes}, no message:\n{output[-4000:]}")
     return "ended with 75" if 75 in codes else "stopped with a message"
 
@@ -214,13 +214,13 @@ def case(number, random, folder, tally):
         outcome = judge(kind, run, run.output())
         if kind is StoppedRank and not fault.killed_by_others:
             outcome += f", rank {fault.hit} left standing"
-        known = Folder(save, reference, 0.0)
-        known.check()
+        registered = Folder(save, reference, 0.0)
+        registered.check()
         for _ in range(2):  # a complete run that could not save its end needs one start, too
             code, output = common.train(argv, world_size, folder / "resumed", limit=LIMIT)
         if code or "Traceback" in output:
             raise Failure(f"{kind.__name__} ({layout}): resumed, ended with {code}:\n{output[-4000:]}")
-        known.check()
+        registered.check()
         different = common.compare_runs(save, reference, ITERATIONS, records=fault.keeps_records)
         if different:
             raise Failure(f"{kind.__name__} ({layout}): silent difference: {different}")

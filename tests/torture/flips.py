@@ -89,12 +89,12 @@ def make_station(work, world_size):
     if not end.exists():
         shutil.rmtree(place, ignore_errors=True)
         write_data(place / "data")
-        for kept in (copy, end):
-            argv = station_argv(place, world_size, stops=kept == copy)
+        for retained in (copy, end):
+            argv = station_argv(place, world_size, stops=retained == copy)
             code, output = common.train(argv, world_size, place / "log")
             if code:
                 raise Failure(f"the undamaged run ended with {code}:\n{output[-3000:]}")
-            shutil.copytree(place, kept)
+            shutil.copytree(place, retained)
             shutil.rmtree(place / "log")
     return place, copy, end
 
@@ -184,8 +184,8 @@ def verdict(code, output, path, stations):
     news = [line for line in output.splitlines() if line not in usual]
     if code:
         errors = [line for line in news if line.startswith(("error", "  "))]  # several problems are an indented list
-        told = "another tokenizer" if path.name in ("vocab.json", "merges.txt", "vocab.txt") else path.name
-        if not any(names_file(line, path) or told in line for line in errors):
+        reported = "another tokenizer" if path.name in ("vocab.json", "merges.txt", "vocab.txt") else path.name
+        if not any(names_file(line, path) or reported in line for line in errors):
             raise Failure(f"ended with {code}, no message names {path.name}:\n" + "\n".join(news)[-3000:])
         return "noticed"
     different = common.compare_runs(place / "save", end / "save", ITERATIONS)
@@ -203,8 +203,8 @@ def case(number, random, folder, tally):
     for _ in range(PER_CASE):
         restore(place, copy)
         family = random.choices(list(FAMILIES), [often for _, often in FAMILIES.values()])[0]
-        found = sorted(path for pattern in FAMILIES[family][0] for path in place.glob(pattern) if path.stat().st_size)
-        path = random.choice(found)
+        result = sorted(path for pattern in FAMILIES[family][0] for path in place.glob(pattern) if path.stat().st_size)
+        path = random.choice(result)
         what = damage(path, place, random)
         if not what:
             continue

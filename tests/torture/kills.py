@@ -111,7 +111,7 @@ class Launched:
     def __init__(self, argv, world_size, folder, *, interpreter):
         folder.mkdir(parents=True)
         self.folder, self.code = folder, None
-        own = ["--nnodes", "1", "--nproc-per-node", str(world_size), "--redirects", "3", "--log-dir",
+        local = ["--nnodes", "1", "--nproc-per-node", str(world_size), "--redirects", "3", "--log-dir",
                str(folder / "logs"), "--rdzv-backend", "c10d", "--rdzv-endpoint",
                f"127.0.0.1:{common.free_port()}"]  # fmt: skip
         rest = [str(common.ROOT / f"pretrain_{Cases.kind}.py"), *argv]
@@ -120,12 +120,12 @@ class Launched:
             os.setpgid(0, 0)
             if interpreter:
                 os.environ["PYTHONPATH"] = str(common.ROOT)
-                command = [sys.executable, "-m", "torch.distributed.run", *own, *rest]
+                command = [sys.executable, "-m", "torch.distributed.run", *local, *rest]
                 os.execv(sys.executable, command)
             from torch.distributed.run import main
 
             sys.argv = ["torchrun"]
-            return main([*own, "--start-method", "fork", "--run-path", *rest])
+            return main([*local, "--start-method", "fork", "--run-path", *rest])
 
         self.pid = common.fork(launch, folder / "rank-launcher")
 
@@ -145,10 +145,10 @@ class Launched:
         """Whether the launcher and all ranks have ended; the ranks of a dead launcher become our children."""
         try:
             while True:
-                done, status = os.waitpid(-1, os.WNOHANG)
-                if not done:
+                finished, status = os.waitpid(-1, os.WNOHANG)
+                if not finished:
                     return False
-                if done == self.pid:
+                if finished == self.pid:
                     self.code = os.waitstatus_to_exitcode(status)
         except ChildProcessError:
             return True
@@ -183,8 +183,8 @@ def await_moment(moment, run, random, slow):
         if run.poll():
             return True
         logs = run.logs()
-        known, size[0] = size[0], sum(log.stat().st_size for log in logs)
-        return size[0] > known and sum(len(pattern.findall(log.read_bytes())) for log in logs) >= times
+        registered, size[0] = size[0], sum(log.stat().st_size for log in logs)
+        return size[0] > registered and sum(len(pattern.findall(log.read_bytes())) for log in logs) >= times
 
     common.wait_until(reached, LIMIT * slow, 0.004)
     if run.poll():
@@ -245,11 +245,11 @@ class Folder:
     def check_start(self, output, before):
         """The start took what the tracker named; ``before``: that, and what was there."""
         named, saved = before
-        found = re.search(r"loading checkpoint from .* at iteration (\d+)", output)
-        if found and int(found[1]) != (named or max(saved)):
-            raise Failure(f"started from {found[1]}, the tracker named {named}, there were {saved}")
+        result = re.search(r"loading checkpoint from .* at iteration (\d+)", output)
+        if result and int(result[1]) != (named or max(saved)):
+            raise Failure(f"started from {result[1]}, the tracker named {named}, there were {saved}")
         first = re.search(r" iteration +(\d+)/", output)
-        if first and not found and (saved or int(first[1]) != 1):
+        if first and not result and (saved or int(first[1]) != 1):
             raise Failure(f"started from scratch, there were {saved}")
 
 

@@ -35,7 +35,7 @@ def flags():
     """``(spelling, values)`` of every flag, by name."""
     from megatron.training.arguments import flag_specs
 
-    found = {}
+    result = {}
     for spec in flag_specs():
         values = [["x" * 5000] if value == "long" else [value] for value in ODD]
         if isinstance(spec.nargs, int):
@@ -44,8 +44,8 @@ def flags():
             values += [["1", "-1"], ["0"] * 50]
         if spec.is_bool:
             values = [[], ["x"]]
-        found[spec.names[0]] = [*values, []] if not spec.is_bool else values
-    return sorted(found.items())
+        result[spec.names[0]] = [*values, []] if not spec.is_bool else values
+    return sorted(result.items())
 
 
 def command(work, folder):

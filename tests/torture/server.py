@@ -135,8 +135,8 @@ class Clients:
 
     def text(self):
         times = sorted(self.seconds) or [0.0]
-        median, longest = statistics.median(times), times[-1]
-        return f"{dict(self.outcomes)}, {median:.3f} s in the median, {longest:.2f} s at most"
+        median, max_length = statistics.median(times), times[-1]
+        return f"{dict(self.outcomes)}, {median:.3f} s in the median, {max_length:.2f} s at most"
 
 
 def check_log(log, *allowed):

@@ -238,8 +238,8 @@ def test_every_listed_package_exists():
 def test_few_modules_are_outside_packages():
     loose = [path for top in ("core", "training") for path in (ROOT / "megatron" / top).glob("*.py")
              if path.name != "__init__.py"]
-    own = [path for path in loose if module_name(path) not in SHIMS]
-    assert len(own) <= 20, sorted(map(str, own))
+    local = [path for path in loose if module_name(path) not in SHIMS]
+    assert len(local) <= 20, sorted(map(str, local))
 
 
 def test_there_are_no_import_cycles():
@@ -319,10 +319,10 @@ def test_sizes_above_one_ceiling_are_found(tmp_path):
     (tmp_path / "lib" / "part").mkdir(parents=True)
     source = "from typing import Any\n\nx: Any = (\n    1,\n)  # fmt: skip\n"
     (tmp_path / "lib" / "part" / "module.py").write_text(source)
-    found = sizes(tmp_path / "lib")
-    assert found == {"lib/part": Size(5, 2, 1)} and total(tmp_path / "lib") == Size(5, 2, 1)
-    assert not found["lib/part"].exceeds(Size(5, 2, 1))
-    assert all(found["lib/part"].exceeds(limit) for limit in (Size(4, 2, 1), Size(5, 1, 1), Size(5, 2, 0)))
+    result = sizes(tmp_path / "lib")
+    assert result == {"lib/part": Size(5, 2, 1)} and total(tmp_path / "lib") == Size(5, 2, 1)
+    assert not result["lib/part"].exceeds(Size(5, 2, 1))
+    assert all(result["lib/part"].exceeds(limit) for limit in (Size(4, 2, 1), Size(5, 1, 1), Size(5, 2, 0)))
 
 
 FAMILIES = sorted(path.parent.name for path in (ROOT / "megatron" / "core" / "models").glob("*/family.py"))
@@ -343,14 +343,14 @@ def test_only_a_family_names_itself(path):
         if isinstance(node, ast.Constant):
             assert node.value not in FAMILIES, f"{relative}:{node.lineno}: names the family {node.value!r}"
         if isinstance(node, ast.Compare):
-            names = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+            names = {item.attr for item in ast.walk(node) if isinstance(item, ast.Attribute)}
             assert "model_family" not in names, f"{relative}:{node.lineno}: compares model families"
 
 
 def test_families_are_found_by_their_folders():
     from megatron.core.models.registry import families
 
-    assert sorted(families()) == FAMILIES and [each.name for each in families().values() if each.is_default] == ["gpt"]
+    assert sorted(families()) == FAMILIES and [item.name for item in families().values() if item.is_default] == ["gpt"]
 
 
 def test_parallel_state_pulls_in_few_modules():

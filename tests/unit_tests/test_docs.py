@@ -63,14 +63,14 @@ def test_a_dead_link_is_found(tmp_path):
 
 
 def test_every_page_is_reached_from_the_readme():
-    seen, new = set(), {ROOT / "README.md"}
+    observed, new = set(), {ROOT / "README.md"}
     while new:
         page = new.pop()
-        seen.add(page)
+        observed.add(page)
         text = page.read_text(encoding="utf-8")
         targets = {(page.parent / match["target"].partition("#")[0]).resolve() for match in LINK.finditer(text)}
-        new |= {target for target in targets if target.suffix == ".md" and target.is_file()} - seen
-    assert [name for name, page in zip(NAMES, PAGES, strict=True) if page not in seen] == []
+        new |= {target for target in targets if target.suffix == ".md" and target.is_file()} - observed
+    assert [name for name, page in zip(NAMES, PAGES, strict=True) if page not in observed] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -109,8 +109,8 @@ def missing(text, files):
     for name in re.findall(r"`([\w./{},*-]+\.(?:py|md))`", text) + re.findall(r"\b(?:tools|tests)/[\w/]+\.py\b", text):
         head, _, rest = name.partition("{")
         inside, _, tail = rest.partition("}")
-        for each in inside.split(","):
-            if not any(fnmatch(f"/{file}", f"*/{head}{each}{tail}") for file in files):
+        for word in inside.split(","):
+            if not any(fnmatch(f"/{file}", f"*/{head}{word}{tail}") for file in files):
                 yield name
 
 
@@ -134,7 +134,7 @@ def test_every_term_of_the_glossary_is_used_elsewhere():
     assert len(names) > 40 and names == sorted(names, key=str.lower)
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES if page != glossary).lower()
     used = [any(re.search(rf"\b{re.escape(name.lower())}", text) for name in pair if name) for pair in terms]
-    assert [name for name, found in zip(names, used, strict=True) if not found] == []
+    assert [name for name, actual in zip(names, used, strict=True) if not actual] == []
 
 
 def missing_checks(text):
@@ -142,12 +142,12 @@ def missing_checks(text):
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
     for name in re.findall(r"`([\w*-]+)`", text):
         if re.fullmatch(r"test_\w+|[a-z0-9]+(?:_[a-z0-9]+){2,}", name):
-            found = f"def {name}(" in sources
+            result = f"def {name}(" in sources
         elif re.fullmatch(r"[a-z0-9*]+(?:-[a-z0-9*]+)*", name):
-            found = any(fnmatch(row, name) for row in (*TABLE, *MODELS))
+            result = any(fnmatch(row, name) for row in (*TABLE, *MODELS))
         else:
             continue
-        if not found:
+        if not result:
             yield name
 
 
@@ -156,8 +156,8 @@ def test_checks_named_by_the_page_on_silent_errors_exist():
     assert list(missing_checks(text)) == []
     tables = text[text.index("## Losses") :]
     rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith("| error")]
-    held = re.compile(r"`[\w*-]+`|test_\w+\.py|cannot happen|not excluded")
-    assert len(rows) > 35 and [row for row in rows if not held.search(row.rpartition(" | ")[2])] == []
+    retained = re.compile(r"`[\w*-]+`|test_\w+\.py|cannot happen|not excluded")
+    assert len(rows) > 35 and [row for row in rows if not retained.search(row.rpartition(" | ")[2])] == []
 
 
 def test_a_missing_check_is_found():

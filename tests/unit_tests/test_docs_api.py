@@ -29,15 +29,15 @@ def test_entry_has_the_parameters_and_the_docstring_of_the_object(sections, modu
     assert f"from {module} import {name}" in text
     assert inspect.cleandoc(target.__doc__).splitlines()[0] in text
     if is_dataclass(target):
-        shown = set(re.findall(r"^- `(\w+):", text, re.MULTILINE))
-        assert shown <= {field.name for field in fields(target)}
-        assert shown or not set(vars(target).get("__annotations__", {}))
+        printed = set(re.findall(r"^- `(\w+):", text, re.MULTILINE))
+        assert printed <= {field.name for field in fields(target)}
+        assert printed or not set(vars(target).get("__annotations__", {}))
         return
     call = re.search(rf"^{name}\((.*)\)", text, re.MULTILINE | re.DOTALL)
     if call is not None:
         code = inspect.unwrap(target.__init__ if isinstance(target, type) else target).__code__
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        assert [each for each in parameters if each != "self" and not re.search(rf"\b{each}\b", call[1])] == []
+        assert [item for item in parameters if item != "self" and not re.search(rf"\b{item}\b", call[1])] == []
 
 
 def test_page_is_reached_from_every_section():

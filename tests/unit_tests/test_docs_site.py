@@ -35,7 +35,7 @@ def external_loads(html):
     """Return targets on other hosts that a page loads."""
     loads = Loads()
     loads.feed(html)
-    return [each for each in loads.found if re.match(r"(?:https?:)?//", each)]
+    return [item for item in loads.found if re.match(r"(?:https?:)?//", item)]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def site(tmp_path_factory):
 def test_pages_load_nothing_from_other_hosts(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 50
-    found = {page.name: external_loads(page.read_text(encoding="utf-8")) for page in pages}
-    assert {name: loads for name, loads in found.items() if loads} == {}
+    result = {page.name: external_loads(page.read_text(encoding="utf-8")) for page in pages}
+    assert {name: loads for name, loads in result.items() if loads} == {}
     external = re.compile(r"(?:@import|url\()\W*(?:https?:)?//")
     assert [sheet for sheet in site.rglob("*.css") if external.search(sheet.read_text())] == []
 

@@ -89,9 +89,9 @@ NAMES = {
 
 @pytest.mark.parametrize("module", NAMES)
 def test_names_of_existing_programs_are_where_they_look_for_them(module):
-    found = import_module(module)
+    result = import_module(module)
     for name in NAMES[module].split():
-        if not hasattr(found, name):
+        if not hasattr(result, name):
             import_module(f"{module}.{name}")  # `from package import module`
 
 

@@ -37,7 +37,7 @@ def __repr__(self):
 
 
 def changes_of(source):
-    return {(each.line, each.after.strip()) for each in mutants_of("toy.py", source)}
+    return {(item.line, item.after.strip()) for item in mutants_of("toy.py", source)}
 
 
 def test_a_change_replaces_one_thing_in_one_line():
@@ -66,9 +66,9 @@ def test_what_changes_no_number_is_left_alone():
 
 def test_every_change_is_of_one_line_and_applies():
     lines = TOY.split("\n")
-    for each in mutants_of("toy.py", TOY):
-        assert each.before == lines[each.line - 1] != each.after
-        assert each.apply(TOY).split("\n") == [*lines[: each.line - 1], each.after, *lines[each.line :]]
+    for item in mutants_of("toy.py", TOY):
+        assert item.before == lines[item.line - 1] != item.after
+        assert item.apply(TOY).split("\n") == [*lines[: item.line - 1], item.after, *lines[item.line :]]
 
 
 def test_a_campaign_tells_what_is_noticed_from_what_is_not(tmp_path):
@@ -79,11 +79,11 @@ def test_a_campaign_tells_what_is_noticed_from_what_is_not(tmp_path):
     command += ["--sample", "3", "--seed", "1", "--report", str(tmp_path / "report.json")]
     before = (ROOT / "megatron/core/schedules/batch_size.py").read_bytes()
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     rows = json.loads((tmp_path / "report.json").read_text())["mutants"]
     survived = [row for row in rows if row["status"] == "survived"]
-    assert len(rows) == 3 and len(survived) < 3, done.stdout + done.stderr
-    assert done.returncode == (1 if survived else 0)
+    assert len(rows) == 3 and len(survived) < 3, finished.stdout + finished.stderr
+    assert finished.returncode == (1 if survived else 0)
     assert all("test_batch_size.py::" in row["test"] for row in rows if row["status"] == "caught")
     assert (ROOT / "megatron/core/schedules/batch_size.py").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["coverage", "report.json"]
@@ -126,15 +126,15 @@ def test_lines_of_a_thread_count_for_the_test_during_which_they_run(tmp_path):
     )
     names = {}
     exec(compile((tmp_path / "megatron" / "toy.py").read_text(), str(tmp_path / "megatron" / "toy.py"), "exec"), names)
-    tasks, done, trace, lines = queue.Queue(), queue.Queue(), LineTrace(str(tmp_path)), []
+    tasks, finished, trace, lines = queue.Queue(), queue.Queue(), LineTrace(str(tmp_path)), []
     for name in ("first", "second", "first"):
         trace.restart()
         with trace:
             if not lines:
-                thread = threading.Thread(target=names["loop"], args=(tasks, done))
+                thread = threading.Thread(target=names["loop"], args=(tasks, finished))
                 thread.start()
             tasks.put(name)
-            done.get(timeout=20)
+            finished.get(timeout=20)
         mask = int(trace.masks()["megatron/toy.py"], 16)
         lines.append({line for line in (2, 5) if mask >> line & 1})
     tasks.put(None)
@@ -147,5 +147,5 @@ def test_explanations_are_of_lines_that_exist():
     assert len(rows) > 10
     for row in rows:
         file, line, changed, reason = row.split("\t")
-        source = {each.strip() for each in (ROOT / file).read_text().splitlines()}
+        source = {item.strip() for item in (ROOT / file).read_text().splitlines()}
         assert line in source and changed != line and reason, row

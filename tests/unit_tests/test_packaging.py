@@ -41,9 +41,9 @@ def project():
 def requirements():
     """Return every requirement for Linux, including the extras."""
     extras = project()["optional-dependencies"].values()
-    found = [Requirement(line) for lines in (project()["dependencies"], *extras) for line in lines]
+    result = [Requirement(line) for lines in (project()["dependencies"], *extras) for line in lines]
     linux = {**default_environment(), "platform_system": "Linux", "sys_platform": "linux"}
-    return [each for each in found if each.marker is None or each.marker.evaluate(linux)]
+    return [item for item in result if item.marker is None or item.marker.evaluate(linux)]
 
 
 def constraints():
@@ -52,14 +52,14 @@ def constraints():
 
 
 def exact_version(specifier):
-    return next((each.version for each in Requirement(f"x{specifier}").specifier if each.operator == "=="), None)
+    return next((item.version for item in Requirement(f"x{specifier}").specifier if item.operator == "=="), None)
 
 
 @pytest.mark.parametrize("torch", TORCH_PINS)
 def test_no_requirement_contradicts_what_torch_pins(torch):
-    ours = requirements()
-    assert all(each.specifier.contains(torch) for each in ours if each.name == "torch")
-    for requirement in ours:
+    native = requirements()
+    assert all(our.specifier.contains(torch) for our in native if our.name == "torch")
+    for requirement in native:
         pinned = exact_version(TORCH_PINS[torch].get(requirement.name, ""))
         assert pinned is None or requirement.specifier.contains(pinned), f"torch {torch} needs {pinned}: {requirement}"
         if requirement.name in TORCH_PINS[torch]:
@@ -67,7 +67,7 @@ def test_no_requirement_contradicts_what_torch_pins(torch):
 
 
 def test_constraints_agree_with_what_their_torch_pins():
-    chosen = {each.name: str(each.specifier) for each in constraints()}
+    chosen = {constraint.name: str(constraint.specifier) for constraint in constraints()}
     torch = exact_version(chosen["torch"])
     for name, specifier in chosen.items():
         if name != "torch":
@@ -89,9 +89,9 @@ def test_the_lock_file_holds_every_requirement_with_a_hash(python):
     assert all("--hash=sha256:" in block for block in blocks)
     locked = [Requirement(block.partition(" \\")[0]) for block in blocks]
     machine = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
-    here = [each for each in locked if each.marker is None or each.marker.evaluate(machine)]
-    chosen = {canonicalize_name(each.name): exact_version(str(each.specifier)) for each in here}
-    assert len(chosen) == len(here)
+    local = [item for item in locked if item.marker is None or item.marker.evaluate(machine)]
+    chosen = {canonicalize_name(item.name): exact_version(str(item.specifier)) for item in local}
+    assert len(chosen) == len(local)
     for requirement in [*requirements(), *constraints()]:
         if requirement.name != "torch":
             assert requirement.specifier.contains(chosen[canonicalize_name(requirement.name)]), requirement

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_text_stays_below_the_ceilings_of_its_folder(root):
     limits = ceilings()
     too_many = {
-        folder: (found, limits.get(folder, PLAIN)) for folder, found in rates(ROOT / root).items()
-        if any(rate > limit + 0.05 for rate, limit in zip(found, limits.get(folder, PLAIN)))
+        folder: (actual, limits.get(folder, PLAIN)) for folder, actual in rates(ROOT / root).items()
+        if any(rate > limit + 0.05 for rate, limit in zip(actual, limits.get(folder, PLAIN)))
     }  # fmt: skip
     assert not too_many, f"run python tests/plain_words.py FOLDER --list 20 and rewrite: {too_many}"
 
@@ -39,6 +39,6 @@ def test_docstrings_that_open_with_a_relative_word_are_found(tmp_path):
     path = tmp_path / "module.py"
     function = 'def parts_of(tensor):\n    """Return views of it."""\n'
     path.write_text(f'"""Which tokens a rank holds, in order."""\n\n\n{function}')
-    assert {each.text: found_in(each) for each in units(tmp_path) if found_in(each)} == {
+    assert {unit.text: found_in(unit) for unit in units(tmp_path) if found_in(unit)} == {
         "Which tokens a rank holds, in order.": ["opens with Which"], "parts_of": ["_of"]
     }  # fmt: skip

@@ -93,5 +93,5 @@ def test_commit_and_gpus_are_in_checkpoints(three_gpus):
         "--tokenizer-type", "NullTokenizer", "--vocab-size", "9",
     ])  # fmt: skip
     live = LiveState(cfg, [], None, None, SINGLE_PROCESS, None)
-    found = live.objects(TrainState(), None)["environment"]
-    assert (found["commit"], found["cuda"], found["gpus"]) == (COMMIT, "13.0", "2 x NVIDIA H200, 1 x NVIDIA L40S")
+    result = live.objects(TrainState(), None)["environment"]
+    assert (result["commit"], result["cuda"], result["gpus"]) == (COMMIT, "13.0", "2 x NVIDIA H200, 1 x NVIDIA L40S")

@@ -61,13 +61,13 @@ def main():
     ):
         first = next(name for name, _ in model[-1].named_parameters() if "final_layernorm.weight" in name)
         norm = dict(model[-1].named_parameters())[first].main_grad.norm().item()
-        found = {
-            "loss": sum(each["loss"].item() for each in reduced) / len(reduced), "norm": norm,
-            "wrapped": [all(isinstance(each, DistributedDataParallel) for each in chunks) for chunks in (model, bare)],
+        result = {
+            "loss": sum(item["loss"].item() for item in reduced) / len(reduced), "norm": norm,
+            "wrapped": [all(isinstance(item, DistributedDataParallel) for item in chunks) for chunks in (model, bare)],
             "chunks": len(model), "finite": math.isfinite(norm),
         }  # fmt: skip
         with open(get_args().result, "w") as file:
-            json.dump(found, file)
+            json.dump(result, file)
     dist.barrier()
 
 

@@ -124,8 +124,8 @@ def predicts_further(vp_stage):
 
 def get_batch(data_iterator, vp_stage=None):
     args = get_args()
-    further, has_cu_seqlens = predicts_further(vp_stage), args.sft or args.dataloader_inter_document_masking
-    if not is_first_or_last_pipeline_stage(vp_stage) and not further and not has_cu_seqlens:
+    additional, has_cu_seqlens = predicts_further(vp_stage), args.sft or args.dataloader_inter_document_masking
+    if not is_first_or_last_pipeline_stage(vp_stage) and not additional and not has_cu_seqlens:
         return [None] * len(KEYS)
     batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
@@ -143,7 +143,7 @@ def get_batch(data_iterator, vp_stage=None):
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=further,
+        mtp_on_this_rank=additional,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),

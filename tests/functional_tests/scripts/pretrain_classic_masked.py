@@ -130,7 +130,7 @@ def datasets_provider(train_val_test_num_samples):
     options = {
         "random_seed": args.seed,
         "blend": get_blend_from_list(args.data_path),
-        "blend_per_split": [get_blend_from_list(each) for each in (args.train_data_path, None, None)],
+        "blend_per_split": [get_blend_from_list(item) for item in (args.train_data_path, None, None)],
         "split": args.split,
         "path_to_cache": args.data_cache_path,
         "tokenizer": get_tokenizer(),

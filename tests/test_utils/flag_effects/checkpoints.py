@@ -51,7 +51,7 @@ def fast_in(folder):
 def behind(base, run):
     """Every save except the last is written in the background, and the log reports it in Megatron-LM's words."""
     finished(base, run)
-    assert [each["background"] for each in run.timings if each["kind"] == "save"] == [True, True, False]
+    assert [timing["background"] for timing in run.timings if timing["kind"] == "save"] == [True, True, False]
     assert "scheduled an async checkpoint save at iteration       1" in run.log
 
 
@@ -67,12 +67,12 @@ def gives_up_after(count):
 def fresh_moments(base, run):
     """The optimizer moments are zero after loading; without the flag they are restored."""
     finished(base, run)
-    assert not any(each.any() for kind in run.loaded_moments.values() for each in kind.values())
-    assert any(each.any() for kind in base.loaded_moments.values() for each in kind.values())
+    assert not any(item.any() for kind in run.loaded_moments.values() for item in kind.values())
+    assert any(item.any() for kind in base.loaded_moments.values() for item in kind.values())
 
 
-def tag(name, there=True):
-    return gives(lambda run: name in run.arguments, there)
+def tag(name, other=True):
+    return gives(lambda run: name in run.arguments, other)
 
 
 def lines(start):
@@ -144,7 +144,7 @@ def on_gpu(cfg):
 
     reported = []
     info = RunInfo(state=TrainState(), train_iters=8, rank=0, world_size=2, device="cuda")
-    (hook,) = (each for each in build_hooks(cfg, info, Timers(0)) if isinstance(each, MemoryHook))
+    (hook,) = (build_hook for build_hook in build_hooks(cfg, info, Timers(0)) if isinstance(build_hook, MemoryHook))
     with mock.patch.object(console, "cuda_memory_megabytes", dict):
         hook.lines = SimpleNamespace(info=reported.append)
         for iteration in range(1, 5):

@@ -21,8 +21,8 @@ def documents_apart(base, run):
     finished(run)
     for batch in run.batches:
         tokens = [token for row in batch.tokens for token in row]
-        wanted = {0, *(place + 1 for place, token in enumerate(tokens) if token == 63)}
-        assert batch.documents is not None and set(batch.documents) == wanted | set(range(0, len(tokens) + 1, 16))
+        expected = {0, *(place + 1 for place, token in enumerate(tokens) if token == 63)}
+        assert batch.documents is not None and set(batch.documents) == expected | set(range(0, len(tokens) + 1, 16))
 
 
 def no_loss_after(token, among="tokens"):
@@ -30,12 +30,12 @@ def no_loss_after(token, among="tokens"):
 
     def leaves_out(_, run):
         finished(run)
-        found = 0
+        result = 0
         for batch in run.batches:
             for ids, mask in zip(getattr(batch, among), batch.loss_mask):
-                assert mask == [float(each != token) for each in ids]
-                found += ids.count(token)
-        assert found
+                assert mask == [float(item != token) for item in ids]
+                result += ids.count(token)
+        assert result
 
     return leaves_out
 
@@ -178,7 +178,7 @@ def texts_in(run):
 
 def other_text(base, run):
     finished(base, run)
-    first, second = (re.findall(r"sample 1 at .*", each.log) for each in (base, run))
+    first, second = (re.findall(r"sample 1 at .*", item.log) for item in (base, run))
     assert first and len(first) == len(second) and first != second
 
 

@@ -68,8 +68,8 @@ def share_of_moments(share):
 
     def keeps_share(base, run):
         finished(base, run)
-        held, whole = (sum(each.numel() for each in seen.moments["exp_avg"].values()) for seen in (run, base))
-        assert abs(held / whole - share) < 0.1, held / whole
+        retained, full = (sum(moment.numel() for moment in seen.moments["exp_avg"].values()) for seen in (run, base))
+        assert abs(retained / full - share) < 0.1, retained / full
 
     return keeps_share
 

@@ -30,8 +30,8 @@ def times(factor, chosen=lambda name: True):
     def are_times(base, run):
         finished(base, run)
         for name, weight in run.initial.items():
-            wanted = base.initial[name] * (factor if chosen(name) and weight.dim() > 1 else 1.0)
-            assert close(weight, wanted), name
+            expected = base.initial[name] * (factor if chosen(name) and weight.dim() > 1 else 1.0)
+            assert close(weight, expected), name
 
     return are_times
 
@@ -59,7 +59,7 @@ def clamped(base, run):
 def offset_is_added(base, run):
     """silu(g) * (u + 1) = silu(g) * u + silu(g): the gradient of the gate no longer needs the linear half."""
     finished(base, run)
-    gate = [each.gradients[0][FC1 + ".weight"].chunk(2)[0].abs().max() for each in (base, run)]
+    gate = [item.gradients[0][FC1 + ".weight"].chunk(2)[0].abs().max() for item in (base, run)]
     assert gate[1] > 5 * gate[0]
 
 

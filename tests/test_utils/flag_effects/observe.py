@@ -64,8 +64,8 @@ def observe(rank, world_size, argv, out, count=(), pretend=None):
 def _checkpoints(folder):
     from megatron.core.dist_checkpointing.reader import CheckpointReader
 
-    found = [path.parent for path in sorted(folder.rglob("iter_*/metadata.json"))]
-    return {int(path.name[5:]): set(CheckpointReader(str(path)).names) for path in found}
+    result = [path.parent for path in sorted(folder.rglob("iter_*/metadata.json"))]
+    return {int(path.name[5:]): set(CheckpointReader(str(path)).names) for path in result}
 
 
 def _lines(folder, name):
@@ -178,7 +178,7 @@ def _counting(run, module, attribute):
 
     def counted(*arguments, **keywords):
         run.called[attribute] += 1
-        run.arguments += [str(each) for each in (*arguments, *keywords.values())]
+        run.arguments += [str(item) for item in (*arguments, *keywords.values())]
         return correct(*arguments, **keywords)
 
     return mock.patch.object(owner, name, counted)
@@ -187,7 +187,7 @@ def _counting(run, module, attribute):
 def _noting_collective(run, name, correct):
     def noting(*arguments, **keywords):
         if "model" in run.__dict__:
-            tensors = [each for each in arguments if hasattr(each, "dtype")]
+            tensors = [argument for argument in arguments if hasattr(argument, "dtype")]
             kind = _format(tensors[0]) if tensors else ""
             run.collectives[name, kind] += 1
             run.order.append((name, kind))
@@ -204,15 +204,15 @@ def _note_build(run, parts):
     for chunk in parts.model:
         for module in unwrapped(chunk).modules():
             kernel = module.kernel if isinstance(module, CoreAttention) else None
-            for name in (type(each).__name__ for each in (module, kernel) if each is not None):
+            for name in (type(item).__name__ for item in (module, kernel) if item is not None):
                 run.modules[name] = run.modules.get(name, 0) + 1
             values = [*vars(module).values(), *vars(getattr(module, "split", module)).values()]
             run.kernels |= {kernel for value in values if (kernel := _kernel(value))}
-        run.stored |= {name: tuple(each.shape) for name, each in unwrapped(chunk).named_parameters()}
+        run.stored |= {name: tuple(item.shape) for name, item in unwrapped(chunk).named_parameters()}
         for buffer in getattr(chunk, "grad_buffers", ()):
             run.buckets += [(bucket.grads.numel(), _format(bucket.grads)) for bucket in buffer.buckets]
         rotary = getattr(unwrapped(chunk), "rotary_pos_emb", None)
-        run.rotary = None if rotary is None else [each.squeeze().tolist() for each in rotary(8)]
+        run.rotary = None if rotary is None else [item.squeeze().tolist() for item in rotary(8)]
     run.groups = {
         axis: tuple(getattr(parts.groups, axis).ranks)
         for axis in ("tp", "pp", "cp", "dp", "cp_a2a", "dp_cp_shard", "ep", "etp")
@@ -236,7 +236,7 @@ def _kernel(value):
 
 def _moments(parts):
     moments = getattr(parts.optimizer, "moments", {})
-    return {kind: {name: each.detach().clone() for name, each in of.items()} for kind, of in moments.items()}
+    return {kind: {name: item.detach().clone() for name, item in of.items()} for kind, of in moments.items()}
 
 
 def _weights(parts):
@@ -261,7 +261,7 @@ def _noting_steps(run, parts):
 
     def noting_update(skip_update=None):
         factor = 1.0 / parts.optimizer.get_loss_scale()
-        run.gradients.append({each.name: each.local.detach() * factor for each in parts.optimizer.gradient_shards()})
+        run.gradients.append({item.name: item.local.detach() * factor for item in parts.optimizer.gradient_shards()})
         run.rates.append(
             {(group["lr"], group["weight_decay"]): list(group["names"]) for group in parts.optimizer.param_groups}
         )

@@ -79,8 +79,8 @@ def clipped(threshold, query=0.5, key=0.5):
             etas = ratio[:, 0] ** (1 / query)
             eta = etas.mean((1, 2))
             assert eta.min() < 0.9
-            for found in (etas, ratio[:, 1] ** (1 / key)):
-                torch.testing.assert_close(found, eta.view(-1, 1, 1).expand_as(found), rtol=1e-3, atol=1e-3)
+            for actual in (etas, ratio[:, 1] ** (1 / key)):
+                torch.testing.assert_close(actual, eta.view(-1, 1, 1).expand_as(actual), rtol=1e-3, atol=1e-3)
             torch.testing.assert_close(ratio[:, 2], torch.ones_like(ratio[:, 2]))
             (largest,) = base.statistic(f"layer {layer + 1}/max_attention_logit")
             assert float(eta.min()) == pytest.approx(threshold / float(largest), rel=1e-3)
@@ -134,8 +134,8 @@ def muon(decay=0.01, lr=1e-2, clip=1.0, **settings):
     return follows
 
 
-def assert_close(found, expected, tolerance=2e-6):
-    for name, each in found.items():
+def assert_close(actual, expected, tolerance=2e-6):
+    for name, each in actual.items():
         difference = float((each.double() - expected[name]).abs().max())
         assert difference <= tolerance, f"{name} differs by {difference}"
 
@@ -145,8 +145,8 @@ def norms_are(decay):
 
     def are(_, run):
         finished(run)
-        found = {wd for (_, wd), names in run.rates[0].items() for name in names if "q_layernorm.weight" in name}
-        assert found == {decay}, found
+        result = {wd for (_, wd), names in run.rates[0].items() for name in names if "q_layernorm.weight" in name}
+        assert result == {decay}, result
 
     return are
 
@@ -156,11 +156,11 @@ def rates_of_embedding(*rates):
 
     def are(base, run):
         finished(run)
-        found = [next(lr for (lr, _), names in each.items() if any(EMBEDDING in name for name in names))
+        result = [next(lr for (lr, _), names in each.items() if any(EMBEDDING in name for name in names))
                  for each in run.rates]  # fmt: skip
-        others = [next(lr for (lr, _), names in each.items() if any("mlp" in name for name in names))
+        remaining = [next(lr for (lr, _), names in each.items() if any("mlp" in name for name in names))
                   for each in run.rates]  # fmt: skip
-        assert close(found, list(rates)) and close(others, base.learning_rates)
+        assert close(result, list(rates)) and close(remaining, base.learning_rates)
 
     return are
 
@@ -170,8 +170,8 @@ def decays(*values):
 
     def are(_, run):
         finished(run)
-        found = [max(decay for _, decay in each) for each in run.rates]
-        assert close(found, list(values)), found
+        result = [max(decay for _, decay in each) for each in run.rates]
+        assert close(result, list(values)), result
         assert close(run.column("weight_decay"), list(values)), run.column("weight_decay")
 
     return are
@@ -205,7 +205,7 @@ def offloads(low, high):
 
     def are(base, run):
         finished(run)
-        before, after = (sum(int(each) for each in seen.arguments if each.isdigit()) for seen in (base, run))
+        before, after = (sum(int(each) for each in observed.arguments if each.isdigit()) for observed in (base, run))
         assert low * max(before, 1) < after <= high * (before or 10**6), (before, after)
 
     return are

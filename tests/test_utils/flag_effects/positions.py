@@ -32,8 +32,8 @@ def rotary(base=10000, width=8, scale=lambda pair, frequency: frequency, divide=
         finished(run)
         frequencies = [scale(pair, base ** (-2 * pair / width)) for pair in range(width // 2)]
         angles = [[position / divide * frequency for frequency in frequencies] for position in range(8)]
-        for found, function in zip(run.rotary, (math.cos, math.sin)):
-            assert close(found, [[concentration * function(angle) for angle in line] for line in angles], 1e-5)
+        for actual, function in zip(run.rotary, (math.cos, math.sin)):
+            assert close(actual, [[concentration * function(angle) for angle in line] for line in angles], 1e-5)
 
     return are_those
 
@@ -43,8 +43,8 @@ def llama3(factor):
 
     def scaled(pair, frequency):
         turns = 8192 * frequency / (2 * math.pi)
-        kept = min(max((turns - 1) / 3, 0), 1)
-        return frequency * (kept + (1 - kept) / factor)
+        retained = min(max((turns - 1) / 3, 0), 1)
+        return frequency * (retained + (1 - retained) / factor)
 
     return scaled
 
@@ -66,10 +66,10 @@ def yarn(factor=4, original=4000, fast=200, slow=1, rounded=True):
     return scaled
 
 
-def yarn_tables(mscale=1.0, mscale_all_dim=0.0, factor=4, **others):
+def yarn_tables(mscale=1.0, mscale_all_dim=0.0, factor=4, **remaining):
     temperature = 0.1 * math.log(factor)
     concentration = (1 + mscale * temperature) / (1 + mscale_all_dim * temperature)
-    return rotary(width=16, scale=yarn(factor, **others), concentration=concentration)
+    return rotary(width=16, scale=yarn(factor, **remaining), concentration=concentration)
 
 
 def by_length(effect, **table):

@@ -16,7 +16,7 @@ def kernels():
     with contextlib.ExitStack() as stack:
         for module in modules:
             if hasattr(module, "kernels_serve"):
-                stack.enter_context(mock.patch.object(module, "kernels_serve", lambda dtype, wanted=True: wanted))
+                stack.enter_context(mock.patch.object(module, "kernels_serve", lambda dtype, expected=True: expected))
         yield
 
 

@@ -58,9 +58,9 @@ class Probe:
         return self.changed.split()[0]
 
 
-def row(changed, *expect, **others):
+def row(changed, *expect, **remaining):
     """A :class:`Row`."""
-    return Row(changed, expect, **others)
+    return Row(changed, expect, **remaining)
 
 
 def same(left, right):
@@ -131,8 +131,8 @@ def gives(look, value, tolerance=1e-6):
 
     def gives_it(base, run):
         finished(run)
-        found = look(run)
-        assert close(found, value, tolerance), f"{found!r}, expected {value!r}"
+        result = look(run)
+        assert close(result, value, tolerance), f"{result!r}, expected {value!r}"
 
     return gives_it
 

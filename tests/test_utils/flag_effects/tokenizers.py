@@ -53,7 +53,7 @@ def ids(tokenizer):
 
 def pieces(tokenizer):
     """The text of every token."""
-    return [tokenizer.detokenize([each]) for each in tokenizer.tokenize(TEXT)]
+    return [tokenizer.detokenize([item]) for item in tokenizer.tokenize(TEXT)]
 
 
 def size(tokenizer):

@@ -65,7 +65,7 @@ def describe(cfg, vocab_size):
     into = Param("numbers_in.weight", (config.hidden_size, numbers.numbers_features))
     out = Param("numbers_out.weight", (cfg.model.hidden_size, config.hidden_size))
     final = norm("numbers.final_layernorm", config.hidden_size, config)
-    params = [into, *(each for piece in pieces for each in piece.params), *final, out]
+    params = [into, *(param for piece in pieces for param in piece.params), *final, out]
     ops = [gemm(into, config, count), *(op for piece in pieces for op in piece.ops), gemm(out, config, 1)]
     encoder = replace(model.embedding, params=tuple(params), ops=tuple(ops))
     encoder = encoder.scaled_to_tokens(count / cfg.data.seq_length)

@@ -19,5 +19,5 @@ def differences(rank, size):
 
 
 def test_both_ways_give_the_same(gloo_pool):
-    for found in gloo_pool.run(differences, 2):
-        assert found.keys() == {"all-gather", "reduce-scatter"} and max(found.values()) < 1e-6
+    for actual in gloo_pool.run(differences, 2):
+        assert actual.keys() == {"all-gather", "reduce-scatter"} and max(actual.values()) < 1e-6

@@ -57,10 +57,10 @@ def test_a_pipeline_waits_for_its_bubble_and_for_its_slowest_stage():
 
 
 def test_cut_layers_count_by_halves_and_raise_the_limit():
-    cut, whole = (config_of("pp4", extra=extra) for extra in ([], ["--whole-layers-in-pipeline-split"]))
+    cut, full = (config_of("pp4", extra=extra) for extra in ([], ["--whole-layers-in-pipeline-split"]))
     counts = Counter(op.name for op in roofline.Share.of(cut, 128256).ops if op.kind == "gemm")
     assert counts == {"linear_qkv": 9, "linear_proj": 9, "linear_fc1": 8, "linear_fc2": 8}
-    assert roofline.report(cut, 128256, CEILINGS).limit_ms < 0.98 * roofline.report(whole, 128256, CEILINGS).limit_ms
+    assert roofline.report(cut, 128256, CEILINGS).limit_ms < 0.98 * roofline.report(full, 128256, CEILINGS).limit_ms
 
 
 def test_attention_rates_are_those_measured_and_lie_between_them():
@@ -75,9 +75,9 @@ def test_the_gap_is_the_step_less_the_limit():
     cfg = config_of("one")
     measured = {kinds.GEMM_FORWARD: 900.0, kinds.NORM: 200.0, kinds.IDLE: 30.0}
     report = roofline.report(cfg, cfg.tokenizer.vocab_size, CEILINGS, {"ms": measured, "step_ms": 1130.0})
-    found = {row["class"]: row["gap_ms"] for row in report.rows()}
-    assert sum(found.values()) == pytest.approx(1130.0 - report.limit_ms)
-    assert found[kinds.IDLE] == 30.0
+    result = {row["class"]: row["gap_ms"] for row in report.rows()}
+    assert sum(result.values()) == pytest.approx(1130.0 - report.limit_ms)
+    assert result[kinds.IDLE] == 30.0
     assert report.rows()[0]["class"] == kinds.NORM
     assert "step" in report.text() and report.as_dict()["step_ms"] == 1130.0
 
@@ -115,6 +115,6 @@ def test_warm_up_and_profiled_iterations_are_left_out():
          "world_size": 2, "tflops_per_device": 1.0, "memory": {"mem-max-allocated-bytes": 5e9}}
         for i in range(1, 8)
     ]  # fmt: skip
-    found = jobs.steady(timing, 2, 5)
-    assert found["seconds_per_iteration"] == 1.0 and found["spread"] == 0 and found["peak_memory_gb"] == 5.0
+    result = jobs.steady(timing, 2, 5)
+    assert result["seconds_per_iteration"] == 1.0 and result["spread"] == 0 and result["peak_memory_gb"] == 5.0
     assert "error" in jobs.steady(timing, 7, 7)

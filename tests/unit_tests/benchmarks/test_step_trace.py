@@ -63,40 +63,40 @@ def two_steps():
 
 
 def test_every_instant_of_a_step_is_attributed_once(two_steps):
-    found = step_trace.profile(two_steps, WEIGHTS)
-    assert found.iteration == 3
-    assert found.step_ms == pytest.approx(0.1)
-    assert sum(found.ms.values()) == pytest.approx(found.step_ms)
+    actual = step_trace.profile(two_steps, WEIGHTS)
+    assert actual.iteration == 3
+    assert actual.step_ms == pytest.approx(0.1)
+    assert sum(actual.ms.values()) == pytest.approx(actual.step_ms)
     expected = {
         kinds.GEMM_FORWARD: 10, kinds.GEMM_DGRAD: 10, kinds.GEMM_WGRAD: 10, kinds.COMMUNICATION: 10,
         kinds.COPIES: 1, kinds.OPTIMIZER: 20, kinds.IDLE: 39,
     }  # fmt: skip
-    assert {name: round(ms * 1e3, 6) for name, ms in found.ms.items() if ms} == expected
-    assert found.busy_ms[kinds.COMMUNICATION] == pytest.approx(0.015)
+    assert {name: round(ms * 1e3, 6) for name, ms in actual.ms.items() if ms} == expected
+    assert actual.busy_ms[kinds.COMMUNICATION] == pytest.approx(0.015)
 
 
 def test_launches_waits_and_copies_to_the_host_are_counted(two_steps):
-    found = step_trace.profile(two_steps, WEIGHTS)
-    assert found.launches == 6
-    assert found.host_calls == {"cudaLaunchKernel": 6}
-    assert found.synchronizations == [
+    result = step_trace.profile(two_steps, WEIGHTS)
+    assert result.launches == 6
+    assert result.host_calls == {"cudaLaunchKernel": 6}
+    assert result.synchronizations == [
         {"name": "cudaStreamSynchronize", "scope": "aten::item", "count": 1, "ms": 0.006}
     ]
-    assert found.device_to_host_copies == 1
+    assert result.device_to_host_copies == 1
 
 
 def test_gaps_say_what_the_host_did(two_steps):
-    longest, second = step_trace.profile(two_steps, WEIGHTS).gaps[:2]
-    assert longest["ms"] == pytest.approx(0.020)
-    assert (longest["after"], longest["before"]) == ("vectorized_elementwise_kernel", "nvjet_tst_128x256")
+    max_length, second = step_trace.profile(two_steps, WEIGHTS).gaps[:2]
+    assert max_length["ms"] == pytest.approx(0.020)
+    assert (max_length["after"], max_length["before"]) == ("vectorized_elementwise_kernel", "nvjet_tst_128x256")
     assert second["ms"] == pytest.approx(0.018)
     assert second["host"] == "optimizer" and second["host_waited_ms"] == pytest.approx(0.006)
 
 
 def test_a_trace_without_marks_is_one_step(two_steps):
     unmarked = [event for event in two_steps if not event["name"].startswith("iteration")]
-    found = step_trace.profile(unmarked, WEIGHTS)
-    assert found.iteration is None and found.launches == 13
+    result = step_trace.profile(unmarked, WEIGHTS)
+    assert result.iteration is None and result.launches == 13
 
 
 def test_a_launch_from_an_unknown_thread_belongs_to_the_operator_of_its_number():
@@ -116,10 +116,10 @@ def test_without_a_gpu_operators_stand_for_kernels(tmp_path):
     trace.host("gloo:all_reduce", 90, 30, cat="user_annotation")  # behind the end of aten::linear, then exposed
     path = tmp_path / "rank-0.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": [*trace.events, {"ph": "M"}]}).encode()))
-    found = step_trace.profile(step_trace.read_events(path), WEIGHTS)
-    assert found.ms[kinds.NORM] == pytest.approx(0.05) and found.ms[kinds.GEMM_FORWARD] == pytest.approx(0.03)
-    assert found.ms[kinds.OTHER] == found.ms[kinds.IDLE] == pytest.approx(0.01)  # aten::linear around the GEMM
-    assert found.ms[kinds.COMMUNICATION] == pytest.approx(0.02)
+    result = step_trace.profile(step_trace.read_events(path), WEIGHTS)
+    assert result.ms[kinds.NORM] == pytest.approx(0.05) and result.ms[kinds.GEMM_FORWARD] == pytest.approx(0.03)
+    assert result.ms[kinds.OTHER] == result.ms[kinds.IDLE] == pytest.approx(0.01)  # aten::linear around the GEMM
+    assert result.ms[kinds.COMMUNICATION] == pytest.approx(0.02)
     assert step_trace.profile([]) is None
 
 

@@ -22,16 +22,16 @@ def test_the_suite_runs_what_fits_writes_at_once_and_skips_what_is_done(tmp_path
         "large": item("", seconds=1000),
         "four": item("", gpus=4),
     }
-    done = gpu_suite.suite(plan, tmp_path, budget=30, devices=1)
-    assert json.loads((tmp_path / "suite.json").read_text()) == done
-    ended = {name: each["ended"] for name, each in done.items()}
+    finished = gpu_suite.suite(plan, tmp_path, budget=30, devices=1)
+    assert json.loads((tmp_path / "suite.json").read_text()) == finished
+    ended = {name: entry["ended"] for name, entry in finished.items()}
     assert (ended["good"], ended["bad"], ended["slow"]) == ("ok", "exit code 3", "stopped at its limit")
     assert ended["large"].startswith("not run: about 1000 s") and ended["four"].startswith("not run: needs 4 GPUs")
-    assert done["good"]["output"] == "fine\n"
+    assert finished["good"]["output"] == "fine\n"
     assert list(tmp_path.iterdir()) == [tmp_path / "suite.json"]
-    again = gpu_suite.suite({"good": item("raise SystemExit(1)")}, tmp_path, budget=30, devices=1)
-    assert again["good"]["ended"] == "ok" and "done before" in capsys.readouterr().out
-    assert "exit code 3" in gpu_suite.summary(done, list(plan))
+    repeated = gpu_suite.suite({"good": item("raise SystemExit(1)")}, tmp_path, budget=30, devices=1)
+    assert repeated["good"]["ended"] == "ok" and "done before" in capsys.readouterr().out
+    assert "exit code 3" in gpu_suite.summary(finished, list(plan))
 
 
 def test_the_command_line_runs_what_is_named_into_the_folder(tmp_path, capsys, monkeypatch):
@@ -46,9 +46,9 @@ def test_the_command_line_runs_what_is_named_into_the_folder(tmp_path, capsys, m
 
 
 def test_items_are_known_by_name_and_any_row_with_variants_is_one():
-    known = gpu_suite.items(2)
+    registered = gpu_suite.items(2)
     tests = ["tests:kernels", "tests:core", "tests:rest"]
-    assert list(known)[:5] == [*tests, "ceilings", "row:one"]
+    assert list(registered)[:5] == [*tests, "ceilings", "row:one"]
     plan = gpu_suite.chosen(["row:dp4+te", "tests"], 1)
     assert list(plan) == ["row:dp4+te", *tests] and plan["row:dp4+te"].gpus == 4
     for name in ("nothing", "row:nothing", "row:one+nothing"):
@@ -91,22 +91,22 @@ def test_loss_curves_are_compared_within_bands_bit_for_bit_or_not_at_all(tmp_pat
     curves = {"cpu-fp32": curve(falling), "gpu-bf16": curve(near), "gpu-bf16-te": curve(far),
               "cpu-bf16": curve(falling, tokens="b"), "gpu-deterministic-1": curve(near),
               "gpu-deterministic-2": curve([*near[:-1], math.nextafter(near[-1], 9.0)])}  # fmt: skip
-    found = {(row["reference"], row["other"]): row["passed"] for row in loss_curves.compare(curves)}
-    assert found == {
+    result = {(row["reference"], row["other"]): row["passed"] for row in loss_curves.compare(curves)}
+    assert result == {
         ("cpu-fp32", "gpu-bf16"): True, ("gpu-bf16", "gpu-bf16-te"): False, ("cpu-fp32", "gpu-deterministic-1"): True,
         ("gpu-deterministic-1", "gpu-deterministic-2"): False,
     }  # fmt: skip
     assert loss_curves.deviations(falling, near)["window"] == pytest.approx(0.001)
     path = tmp_path / "curves.json"
     path.write_text(json.dumps({"curves": curves}))
-    kept = loss_curves.merged(path, {"gpu-bf16": curve(near)}, 60)["curves"]
-    assert "cpu-fp32" in kept and "cpu-bf16" not in kept  # other tokens: another corpus
+    retained = loss_curves.merged(path, {"gpu-bf16": curve(near)}, 60)["curves"]
+    assert "cpu-fp32" in retained and "cpu-bf16" not in retained  # other tokens: another corpus
 
 
 def test_clocks_are_those_of_a_busy_gpu():
     text = "345, 1980, 90.1, 700, 30, 0\n1700, 1980, 690, 700, 60, 100\n1720, 1980, 700, 700, 62, 99\n[N/A], 1, 1, 1\n"
-    found = environment.busy_medians(text)
-    assert found["sm_clock_mhz"] == 1710 and found["power_w"] == 695 and found["samples"] == 2
+    result = environment.busy_medians(text)
+    assert result["sm_clock_mhz"] == 1710 and result["power_w"] == 695 and result["samples"] == 2
     assert environment.busy_medians("") == {}
     assert {"torch", "python", "device", "commit"} <= set(environment.environment(cpu=True))
     assert environment.output_of(sys.executable, "-c", "raise SystemExit(1)") is None

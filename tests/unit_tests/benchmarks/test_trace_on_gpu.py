@@ -30,12 +30,12 @@ def profiled(device, path):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_trace_is_read_as_it_was_made(device, tmp_path):
-    found = profiled(device, tmp_path / "rank-0.json")
-    assert found.iteration == 7
-    assert sum(found.ms.values()) == pytest.approx(found.step_ms)
+    result = profiled(device, tmp_path / "rank-0.json")
+    assert result.iteration == 7
+    assert sum(result.ms.values()) == pytest.approx(result.step_ms)
     for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD, kinds.OPTIMIZER):
-        assert found.ms[kind] > 0, kind
-    assert found.ms[kinds.GEMM_OTHER] == 0
+        assert result.ms[kind] > 0, kind
+    assert result.ms[kinds.GEMM_OTHER] == 0
     if device == "cuda":
-        assert found.device_to_host_copies == 1 and found.num_synchronizations >= 1
-        assert sum(found.host_calls.values()) >= 6 and found.gaps[0]["host"]
+        assert result.device_to_host_copies == 1 and result.num_synchronizations >= 1
+        assert sum(result.host_calls.values()) >= 6 and result.gaps[0]["host"]

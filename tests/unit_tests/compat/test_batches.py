@@ -27,10 +27,10 @@ def batch():
 
 def _share(rank, world_size):
     parallel_state.initialize_model_parallel(2, context_parallel_size=1)
-    given = batch() if rank == 0 else {}
-    packed = get_batch_on_this_tp_rank(given, has_cu_seqlens=True, tp_rank=rank)
-    given = {**batch(), "cu_seqlens": torch.tensor([0, 3, 8, 16], dtype=torch.int32)} if rank == 0 else {}
-    return packed, get_batch_on_this_tp_rank(given, is_sft=False, is_hybrid_cp=False, micro_batch_size=2)
+    inputs = batch() if rank == 0 else {}
+    packed = get_batch_on_this_tp_rank(inputs, has_cu_seqlens=True, tp_rank=rank)
+    inputs = {**batch(), "cu_seqlens": torch.tensor([0, 3, 8, 16], dtype=torch.int32)} if rank == 0 else {}
+    return packed, get_batch_on_this_tp_rank(inputs, is_sft=False, is_hybrid_cp=False, micro_batch_size=2)
 
 
 def test_first_rank_of_the_group_gives_every_key_of_a_batch(gloo_pool):
@@ -74,8 +74,8 @@ def _predicting(rank, world_size):
     parallel_state.initialize_model_parallel(1, 2)
     on, off = SimpleNamespace(mtp_num_layers=2), SimpleNamespace(mtp_num_layers=None)
     of_fields = mtp_on_this_rank(layout=None, mtp_num_layers=2, ignore_virtual=False, vp_stage=0)
-    asked = [mtp_on_this_rank(on), of_fields, mtp_on_this_rank(off, ignore_virtual=False)]
-    return [*asked, get_mtp_ranks([4, 6], on), get_mtp_ranks([4, 6], off)]
+    requested = [mtp_on_this_rank(on), of_fields, mtp_on_this_rank(off, ignore_virtual=False)]
+    return [*requested, get_mtp_ranks([4, 6], on), get_mtp_ranks([4, 6], off)]
 
 
 def test_last_stage_predicts_further_tokens(gloo_pool):

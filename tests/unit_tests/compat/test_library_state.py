@@ -18,8 +18,8 @@ def test_the_memory_buffer_reuses_memory_by_name_and_dtype():
     large = buffer.get_tensor((4, 6), torch.float32, "reuse")
     small = buffer.get_tensor([2, 3, 2], torch.float32, "reuse")
     assert small.shape == (2, 3, 2) and small.data_ptr() == large.data_ptr()
-    others = buffer.get_tensor((4, 6), torch.bfloat16, "reuse"), buffer.get_tensor((4, 6), torch.float32, "other")
-    assert len({large.data_ptr(), *(tensor.data_ptr() for tensor in others)}) == 3
+    remaining = buffer.get_tensor((4, 6), torch.bfloat16, "reuse"), buffer.get_tensor((4, 6), torch.float32, "other")
+    assert len({large.data_ptr(), *(tensor.data_ptr() for tensor in remaining)}) == 3
     assert buffer.get_tensor((5, 6), torch.float32, "reuse").shape == (5, 6)
 
 
@@ -57,10 +57,10 @@ def test_batches_are_returned_again_until_the_iterator_advances():
     state = iterator.state_dict()
     iterator.advance()
     assert next(iterator) == {"x": 2}
-    again = RerunDataIterator(iter([]))
-    again.load_state_dict(state)
-    again.rewind()
-    assert next(again) == {"x": 0}
+    repeated = RerunDataIterator(iter([]))
+    repeated.load_state_dict(state)
+    repeated.rewind()
+    assert next(repeated) == {"x": 0}
 
 
 def test_strategies_of_checkpoints_have_the_name_of_the_format():

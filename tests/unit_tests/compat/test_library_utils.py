@@ -32,7 +32,7 @@ def test_recomputation_repeats_draws_from_the_tracker():
         weight.grad = None
         run(x).sum().backward()
         gradients.append((x.grad.clone(), weight.grad.clone(), torch.rand(1).item()))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(gradients[0][:2], gradients[1][:2]))
+    assert all(torch.equal(mine, gradient) for mine, gradient in zip(gradients[0][:2], gradients[1][:2]))
     assert gradients[0][2] == gradients[1][2]
 
 
@@ -42,7 +42,7 @@ def test_rotary_angles_turn_pairs_of_channels(interleaved, percent):
     config = TransformerConfig(**SIZES, rotary_interleaved=interleaved)
     table = rotary.RotaryEmbedding(8, percent, interleaved, None, 100)(6)
     query, key = torch.randn(1, 1, 1, 8).expand(6, 1, 1, 8), torch.randn(1, 1, 1, 8).expand(6, 1, 1, 8)
-    q, k = (rotary.apply_rotary_pos_emb(each, table, config) for each in (query, key))
+    q, k = (rotary.apply_rotary_pos_emb(item, table, config) for item in (query, key))
     torch.testing.assert_close(q[0], query[0])
     products = torch.einsum("sbhd,tbhd->st", q, k)
     for distance in range(5):
@@ -65,8 +65,8 @@ def test_tokens_are_rolled_within_documents():
 
 
 def test_layers_of_stages_are_counted_where_the_configuration_tells_them():
-    whole = TransformerConfig(**SIZES)
-    assert layer_offsets.get_num_layers_to_build(whole) == 8 and layer_offsets.get_transformer_layer_offset(whole) == 0
+    full = TransformerConfig(**SIZES)
+    assert layer_offsets.get_num_layers_to_build(full) == 8 and layer_offsets.get_transformer_layer_offset(full) == 0
     layout = TransformerConfig(**SIZES, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettt|ttttt,L")
     assert [layer_offsets.get_num_layers_to_build(layout, pp_rank=rank) for rank in (0, 1)] == [3, 5]
     assert [layer_offsets.get_transformer_layer_offset(layout, pp_rank=rank) for rank in (0, 1)] == [0, 3]
@@ -92,9 +92,9 @@ def _collected(rank, world_size):
 
 
 def test_groups_are_collected_by_megatron_lms_names(gloo_pool):
-    found = gloo_pool.run(_collected, 4)
-    assert [each[0] for each in found] == [(2, 0, 2), (2, 1, 2), (2, 0, 2), (2, 1, 2)]
-    assert [each[1] for each in found] == [(True, False), (True, True)] * 2
+    result = gloo_pool.run(_collected, 4)
+    assert [item[0] for item in result] == [(2, 0, 2), (2, 1, 2), (2, 0, 2), (2, 1, 2)]
+    assert [item[1] for item in result] == [(True, False), (True, True)] * 2
 
 
 def test_small_functions():

@@ -28,16 +28,16 @@ def make_model(**fields):
 def _attributes(rank, world_size):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     model = make_model(tensor_model_parallel_size=2)
-    found = {}
+    result = {}
     for name, param in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
-        found[name] = param.tensor_model_parallel, param.partition_dim, param.partition_stride
+        result[name] = param.tensor_model_parallel, param.partition_dim, param.partition_stride
     same = model_functions.check_param_hashes_across_dp_replicas([model])
     with torch.no_grad():
         next(model.parameters()).add_(rank)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
-    return found, same, model_functions.check_param_hashes_across_dp_replicas([model])
+    return result, same, model_functions.check_param_hashes_across_dp_replicas([model])
 
 
 def test_parallel_attributes_follow_from_the_declaration(gloo_pool):
@@ -73,11 +73,11 @@ def test_float16_module_computes_in_its_format_and_returns_fp32():
 
 def test_rotation_and_residual_addition():
     x, angles = torch.randn(3, 1, 2, 6, dtype=torch.float64), torch.rand(3, 1, 1, 2, dtype=torch.float64)
-    turned = _apply_rotary_pos_emb_bshd(x, torch.cat((angles, angles), -1))
+    rotated = _apply_rotary_pos_emb_bshd(x, torch.cat((angles, angles), -1))
     pairs = torch.view_as_complex(torch.stack((x[..., :2], x[..., 2:4]), -1)) * torch.polar(
         torch.ones_like(angles), angles
     )
-    torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag, x[..., 4:]), -1))
+    torch.testing.assert_close(rotated, torch.cat((pairs.real, pairs.imag, x[..., 4:]), -1))
     add = model_functions.get_bias_dropout_add(False)
     torch.testing.assert_close(add((x, x), x, 0.5), 3 * x)
     torch.testing.assert_close(add((x, None), x, 0.5), 2 * x)

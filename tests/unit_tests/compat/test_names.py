@@ -40,15 +40,15 @@ def test_the_table_names_nothing_that_a_module_has_itself():
 @pytest.mark.parametrize("row", ABSENT, ids=lambda row: f"{row[0]}.{row[1]}")
 def test_names_of_absent_capabilities_can_be_imported_and_say_so_when_used(row):
     module, name, source = row
-    found = getattr(import_module(module), name)
-    assert found is getattr(import_module(module), name)
+    result = getattr(import_module(module), name)
+    assert result is getattr(import_module(module), name)
     with pytest.raises(UserError) as error:
-        found(None, size=1)
+        result(None, size=1)
     assert str(error.value).startswith(f"{name}: not available here; ") and source.module[8:] in str(error.value)
-    if isinstance(found, type):  # programs annotate with it, derive from it and ask for instances
-        assert not isinstance(torch_free_object, found)
+    if isinstance(result, type):  # programs annotate with it, derive from it and ask for instances
+        assert not isinstance(torch_free_object, result)
         with pytest.raises(UserError, match=name):
-            type("Derived", (found,), {})()
+            type("Derived", (result,), {})()
 
 
 torch_free_object = object()
@@ -105,7 +105,7 @@ def test_names_that_published_programs_import_are_there():
     rows = imported_names()
     missing = []
     for module, listed in rows:
-        found = import_module(module)
+        result = import_module(module)
         missing += [f"{module}.{name}" for name in listed.split()
-                    if not hasattr(found, name) and importlib.util.find_spec(f"{module}.{name}") is None]  # fmt: skip
+                    if not hasattr(result, name) and importlib.util.find_spec(f"{module}.{name}") is None]  # fmt: skip
     assert not missing and sum(len(listed.split()) for _, listed in rows) >= 315

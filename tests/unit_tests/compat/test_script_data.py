@@ -19,25 +19,25 @@ def _read_in_a_loop(rank, world_size):
     """A program with a custom loop: the second rank has no data, or data that must be ignored."""
     parallel_state.initialize_model_parallel(2)
     iterators = [iter([batch(0)]), iter([batch(100)])] if rank == 0 else [None, iter([batch(200)])]
-    return [get_batch_on_this_tp_rank(each, mtp_on_this_rank=False) for each in iterators]
+    return [get_batch_on_this_tp_rank(iterator, mtp_on_this_rank=False) for iterator in iterators]
 
 
 def test_first_tensor_parallel_rank_reads_for_its_group_outside_of_pretrain(gloo_pool):
-    for found in gloo_pool.run(_read_in_a_loop, 2):
-        for each, first in zip(found, (0, 100)):
-            assert list(each) == ["tokens", "labels", "loss_mask", "attention_mask", "position_ids"]
-            torch.testing.assert_close(each["tokens"], batch(first)["tokens"], rtol=0, atol=0)
-            visible = ~each["attention_mask"][:, 0]
+    for actual in gloo_pool.run(_read_in_a_loop, 2):
+        for item, first in zip(actual, (0, 100)):
+            assert list(item) == ["tokens", "labels", "loss_mask", "attention_mask", "position_ids"]
+            torch.testing.assert_close(item["tokens"], batch(first)["tokens"], rtol=0, atol=0)
+            visible = ~item["attention_mask"][:, 0]
             assert visible.sum(dim=(1, 2)).tolist() == [6, 10]  # two documents of 2 tokens, one of 4
 
 
-def _build(rank, world_size, held):
+def _build(rank, world_size, retained):
     parallel_state.initialize_model_parallel(1, 2)
     try:
-        found = ScriptData().build(lambda sizes: held[rank], (4, 2, 2))
+        result = ScriptData().build(lambda sizes: retained[rank], (4, 2, 2))
     except UserError as error:
         return str(error)
-    return [None if each is None else (type(each), len(each)) for each in found]
+    return [None if item is None else (type(item), len(item)) for item in result]
 
 
 def test_missing_data_sets_have_the_length_of_those_that_exist(gloo_pool):
@@ -48,8 +48,8 @@ def test_missing_data_sets_have_the_length_of_those_that_exist(gloo_pool):
 
 
 def test_data_sets_that_no_rank_holds_together_are_rejected(gloo_pool):
-    held = [[range(4), range(2), None], [None, None, range(3)]]
-    messages = gloo_pool.run(_build, 2, held)
+    retained = [[range(4), range(2), None], [None, None, range(3)]]
+    messages = gloo_pool.run(_build, 2, retained)
     assert all("rank 1 holds one that rank 0 does not" in message for message in messages)
 
 

@@ -39,8 +39,8 @@ def test_a_visible_data_set_is_whole_and_the_written_one_is_durable(tmp_path, tm
         write(tmp_path / "data", OLD)
 
     def check(folder, promise):
-        found = documents(folder / "data")
-        assert found in ([NEW] if promise else [None, OLD, NEW] if replaced else [None, NEW]), found
+        result = documents(folder / "data")
+        assert result in ([NEW] if promise else [None, OLD, NEW] if replaced else [None, NEW]), result
 
     with PowerLoss(tmp_path, tmp_path_factory.mktemp("states"), check).recording() as power:
         write(tmp_path / "data", NEW)
@@ -64,11 +64,11 @@ def test_tokens_never_lie_beside_the_sidecar_of_another_tokenizer(tmp_path_facto
     assert old == ([[1, 2, 3], [4]], "NullTokenizer")
 
     def check(folder, promise):
-        found = documents(folder / name)
-        if promise or found is not None:
+        result = documents(folder / name)
+        if promise or result is not None:
             sidecar = read_sidecar(str(folder / name))
             new = [list(b"ab"), list(b"cde")], "ByteLevelTokenizer"
-            assert (found, sidecar.tokenizer_type) in ([new] if promise else [old, new])
+            assert (result, sidecar.tokenizer_type) in ([new] if promise else [old, new])
 
     with PowerLoss(root, tmp_path_factory.mktemp("states"), check).recording() as power:
         run(root, ["ab", "cde"], "ByteLevelTokenizer")

@@ -20,8 +20,8 @@ quick = settings(max_examples=150, deadline=None)
 def test_the_extension_is_built_from_this_source_with_assertions():
     """pybind11's assertions abort where Python objects are touched without the interpreter lock."""
     source = Path(helpers.__file__).with_name("helpers.cpp")
-    found = helpers.compiled("source_sha256")
-    assert found == sha256(source.read_bytes()).hexdigest(), "build it again: python setup.py build_ext --inplace"
+    result = helpers.compiled("source_sha256")
+    assert result == sha256(source.read_bytes()).hexdigest(), "build it again: python setup.py build_ext --inplace"
     assert helpers.compiled("has_assertions") is True
 
 
@@ -29,12 +29,12 @@ def test_the_extension_is_built_from_this_source_with_assertions():
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 63, 64, 65, 66, 129, 1000, 70001])
 def test_shuffle_is_numpys_permutation_and_leaves_its_state(size, dtype):
-    ours, theirs = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
+    native, foreign = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
     left, right = np.random.RandomState(1234), np.random.RandomState(1234)
     for _ in range(3):
-        helpers.shuffle(ours, left)
-        right.shuffle(theirs)
-    np.testing.assert_array_equal(ours, theirs)
+        helpers.shuffle(native, left)
+        right.shuffle(foreign)
+    np.testing.assert_array_equal(native, foreign)
     assert left.randint(2**31, size=5).tolist() == right.randint(2**31, size=5).tolist()
 
 
@@ -90,13 +90,13 @@ def test_wide_document_numbers_give_the_same_values_in_64_bits():
 
 
 def test_token_positions_beyond_32_bits_are_exact():
-    longest = 2**31 - 1
-    sizes = np.array([longest] * 5, dtype=np.int32)
+    max_length = 2**31 - 1
+    sizes = np.array([max_length] * 5, dtype=np.int32)
     documents = np.arange(5, dtype=np.int32)
     step = 2**30
-    result = helpers.build_sample_idx(sizes, documents, step, 1, 5 * longest)
+    result = helpers.build_sample_idx(sizes, documents, step, 1, 5 * max_length)
     twin = helpers.build_sample_idx_numpy(sizes, documents, step, len(result) - 1, 1)
-    positions = [int(place) * longest + int(offset) for place, offset in result]
+    positions = [int(place) * max_length + int(offset) for place, offset in result]
     assert positions == [step * sample for sample in range(len(result))]
     np.testing.assert_array_equal(result, twin)
 
@@ -121,12 +121,12 @@ def test_fewer_tokens_than_announced_are_refused():
 
 def blend_one_by_one(weights, size):
     """Python floats are IEEE doubles: the same arithmetic, one sample at a time."""
-    taken, stream = [0] * len(weights), []
+    selected, stream = [0] * len(weights), []
     for step in range(size):
-        behind = [weight * float(max(step, 1)) - float(count) for weight, count in zip(weights, taken)]
-        winner = behind.index(max(behind))
-        stream.append((winner, taken[winner]))
-        taken[winner] += 1
+        previous = [weight * float(max(step, 1)) - float(count) for weight, count in zip(weights, selected)]
+        winner = previous.index(max(previous))
+        stream.append((winner, selected[winner]))
+        selected[winner] += 1
     return stream
 
 
@@ -152,9 +152,9 @@ def test_every_prefix_of_a_blend_stays_close_to_its_weights(exponents):
     weights /= weights.sum()
     size = 3000
     source, _ = helpers.build_blending_indices(weights, size)
-    taken = np.cumsum(source[:, None] == np.arange(len(weights)), axis=0)
-    wanted = np.arange(1, size + 1)[:, None] * weights
-    assert np.abs(taken - wanted).max() <= 1 + np.log(len(weights))
+    selected = np.cumsum(source[:, None] == np.arange(len(weights)), axis=0)
+    expected = np.arange(1, size + 1)[:, None] * weights
+    assert np.abs(selected - expected).max() <= 1 + np.log(len(weights))
 
 
 @needs_extension

@@ -39,10 +39,10 @@ def test_files_have_the_known_names_and_no_pickle(tmp_path):
     )
     description, checksums, _ = Path(f"{cache.base}-description.txt").read_text().rsplit("\n", 2)
     assert json.loads(description) == {"seed": 1234} and json.loads(checksums).keys() == LAYOUT.keys()
-    again = cache_in(cache.folder).get(refuse)
+    repeated = cache_in(cache.folder).get(refuse)
     for name, (shape, dtype) in LAYOUT.items():
-        assert built[name].tobytes() == again[name].tobytes() == arrays()[name].tobytes()
-        assert again[name].shape == shape and again[name].dtype == dtype and not again[name].flags.writeable
+        assert built[name].tobytes() == repeated[name].tobytes() == arrays()[name].tobytes()
+        assert repeated[name].shape == shape and repeated[name].dtype == dtype and not repeated[name].flags.writeable
         np.load(f"{cache.base}-{name}.npy", allow_pickle=False)
 
 

@@ -60,9 +60,9 @@ def test_how_one_document_is_cut(either_builder, sentences, length, least, expec
 
 def test_documents_that_give_nothing_are_passed_over_without_a_draw(either_builder):
     good = [4] * 9
-    alone = mapping([good], 12, short=0.5)
+    single = mapping([good], 12, short=0.5)
     between = mapping([[4], [513, 4, 4], good, []], 12, short=0.5)
-    assert in_order(between) == [(first + 4, end + 4, target) for first, end, target in in_order(alone)]
+    assert in_order(between) == [(first + 4, end + 4, target) for first, end, target in in_order(single)]
 
 
 @pytest.mark.parametrize("samples, epochs", [(1, 1), (2, 1), (3, 2), (5, 3), (None, 1)])

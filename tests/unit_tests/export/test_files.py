@@ -67,9 +67,9 @@ def test_a_loss_of_power_leaves_a_whole_target_or_none(tmp_path, tmp_path_factor
     def check(folder, promise):
         """A folder under its final name is complete; a resumed conversion keeps only complete files."""
         if (folder / "a/out").exists():
-            found = load_safetensors(folder / "a/out").tensors
-            assert {name: each.read().tolist() for name, each in found.items()} == {
-                name: each.read().tolist() for name, each in tensors.items()
+            result = load_safetensors(folder / "a/out").tensors
+            assert {name: tensor.read().tolist() for name, tensor in result.items()} == {
+                name: tensor.read().tolist() for name, tensor in tensors.items()
             }
             assert (folder / "a/out/config.json").read_text() == "{}\n"
         else:
@@ -162,6 +162,6 @@ def test_time_to_assign_names_to_shards_is_linear(tmp_path):
     for file in files:
         (tmp_path / file).touch()
     start = time.process_time()
-    found = read_shards(tmp_path / "index.json", lambda path: dict.fromkeys(files[path.name], None))
-    assert found.keys() == names.keys()
+    result = read_shards(tmp_path / "index.json", lambda path: dict.fromkeys(files[path.name], None))
+    assert result.keys() == names.keys()
     assert time.process_time() - start < 5  # comparing every name with every file takes 40 s

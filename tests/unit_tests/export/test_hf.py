@@ -77,8 +77,8 @@ def test_tied_against_untied_is_named(tmp_path):
     without = {k: v for k, v in weights.items() if k != "lm_head.weight"}
     refused(write(tmp_path / "b", without), "lm_head.weight is missing, expected [53, 32]", "not tied")
     write(tmp_path / "c", {**without, "lm_head.weight": without["model.embed_tokens.weight"].clone()}, tied)
-    found = load_hf(tmp_path / "c")
-    assert "model.output_layer.weight" not in found.tensors and "lm_head.weight" in found.notes[0]
+    result = load_hf(tmp_path / "c")
+    assert "model.output_layer.weight" not in result.tensors and "lm_head.weight" in result.notes[0]
 
 
 @pytest.mark.parametrize("cut", [1, 4, 100, 20_000])
@@ -102,9 +102,9 @@ def test_a_missing_shard_and_an_index_that_lies_are_named(tmp_path):
     folder = sharded(tmp_path)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shard = index["weight_map"][Q]
-    kept = (folder / shard).rename(tmp_path / shard)
+    retained = (folder / shard).rename(tmp_path / shard)
     refused(folder, f"{shard} is missing", Q)
-    shutil.move(kept, folder / shard)
+    shutil.move(retained, folder / shard)
     assert len(load_hf(folder).tensors)
 
     def with_map(names):
@@ -140,7 +140,7 @@ def test_an_existing_target_is_refused_and_nothing_is_half_written(tmp_path):
 
 def test_a_conversion_that_was_interrupted_goes_on(tmp_path):
     model = load_hf(write(tmp_path / "a", random_weights(CONFIG)))
-    whole, reads = dict(model.tensors), []
+    full, reads = dict(model.tensors), []
 
     def counted(name, lazy, allowed):
         def read():
@@ -151,18 +151,18 @@ def test_a_conversion_that_was_interrupted_goes_on(tmp_path):
 
         return LazyTensor(lazy.shape, lazy.dtype, read)
 
-    model.tensors = {name: counted(name, lazy, 12) for name, lazy in whole.items()}
+    model.tensors = {name: counted(name, lazy, 12) for name, lazy in full.items()}
     with pytest.raises(KeyboardInterrupt), Target(tmp_path / "b", "a") as target:
         save_hf(model, target, max_shard_bytes=5_000)
     assert not (tmp_path / "b").exists()
     reads.clear()
-    model.tensors = {name: counted(name, lazy, 99) for name, lazy in whole.items()}
+    model.tensors = {name: counted(name, lazy, 99) for name, lazy in full.items()}
     with Target(tmp_path / "b", "a") as target:
         save_hf(model, target, max_shard_bytes=5_000)
         target.publish()
-    assert len(reads) < len(whole) - 5
-    again = tensors_of(load_hf(tmp_path / "b"))
-    assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name].read()) for name in whole)
+    assert len(reads) < len(full) - 5
+    repeated = tensors_of(load_hf(tmp_path / "b"))
+    assert repeated.keys() == full.keys() and all(torch.equal(repeated[name], full[name].read()) for name in full)
 
 
 class Runs:
@@ -327,8 +327,8 @@ def test_files_that_go_along_and_ids_of_tokens_survive(tmp_path):
     (folder / "model.py").write_text("raise SystemExit")
     (folder / "pytorch_model.bin.index.json").write_text("{}")
     save_hf(load_hf(folder), tmp_path / "b", dtype=torch.bfloat16)
-    found = {path.name for path in (tmp_path / "b").iterdir()}
-    assert found == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    result = {path.name for path in (tmp_path / "b").iterdir()}
+    assert result == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert config["eos_token_id"] == [2, 3] and config["torch_dtype"] == "bfloat16"
     generation = json.loads((tmp_path / "b" / "generation_config.json").read_text())
@@ -345,9 +345,9 @@ def test_a_folder_may_be_links_into_a_cache_as_the_hub_makes_it(tmp_path):
     snapshot.mkdir(parents=True)
     for path in cached.iterdir():
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    found = load_hf(snapshot)
-    assert found.tensors.keys() == load_hf(cached).tensors.keys()
-    save_hf(found, tmp_path / "copy")
+    result = load_hf(snapshot)
+    assert result.tensors.keys() == load_hf(cached).tensors.keys()
+    save_hf(result, tmp_path / "copy")
     assert (tmp_path / "copy" / "vocab.txt").read_text() == "a"
 
 
@@ -409,8 +409,8 @@ def test_layers_of_multi_token_prediction_come_over_both_ways(tmp_path):
     assert torch.equal(second, weights["model.layers.3.shared_head.norm.weight"])
     save_hf(model, tmp_path / "one")
     save_hf(load_hf(folder), tmp_path / "many", max_shard_bytes=20_000)
-    again = load_file(tmp_path / "one" / "model.safetensors")
-    assert again.keys() == weights.keys() and all(torch.equal(again[name], weights[name]) for name in weights)
+    repeated = load_file(tmp_path / "one" / "model.safetensors")
+    assert repeated.keys() == weights.keys() and all(torch.equal(repeated[name], weights[name]) for name in weights)
     assert json.loads((tmp_path / "one" / "config.json").read_text())["num_nextn_predict_layers"] == 2
     assert load_hf(tmp_path / "many").settings["mtp_num_layers"] == 2
     written = {name: value for name, value in weights.items() if not re.match(r"model\.layers\.[23]\.", name)}

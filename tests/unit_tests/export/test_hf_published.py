@@ -86,18 +86,18 @@ def test_published_models_have_their_parameters_and_come_back(config, num_parame
     total = 0
     for shape in shapes.values():
         size = 1
-        for each in shape:
-            size *= each
+        for item in shape:
+            size *= item
         total += size
     assert total == num_parameters
     family = find_family(config)
-    again = family.save_settings(settings)
-    assert settings_of(again) == settings
-    said = again.keys() - family.passive - {"rope_scaling"}  # which is the same in equal settings
-    kept = {name: value for name, value in config.items() if name in said and value is not None}
+    repeated = family.save_settings(settings)
+    assert settings_of(repeated) == settings
+    messages = repeated.keys() - family.passive - {"rope_scaling"}  # which is the same in equal settings
+    retained = {name: value for name, value in config.items() if name in messages and value is not None}
     if config is GEMMA_2B:
-        kept["hidden_act"] = "gelu_pytorch_tanh"  # what its "gelu" means
-    assert kept.items() <= again.items()
+        retained["hidden_act"] = "gelu_pytorch_tanh"  # what its "gelu" means
+    assert retained.items() <= repeated.items()
 
 
 def test_what_the_settings_of_gemma_say():

@@ -119,11 +119,11 @@ def test_every_message_escapes_control_characters():
 
 def test_nothing_is_accepted_that_the_library_rejects(tmp_path):
     save_file({f"tensor.{i}": torch.arange(i, dtype=torch.int32) for i in range(1, 5)}, tmp_path / "a.safetensors")
-    whole = (tmp_path / "a.safetensors").read_bytes()
-    path, generator, taken = tmp_path / "b.safetensors", random.Random(7), 0
-    length = int.from_bytes(whole[:8], "little")
+    full = (tmp_path / "a.safetensors").read_bytes()
+    path, generator, selected = tmp_path / "b.safetensors", random.Random(7), 0
+    length = int.from_bytes(full[:8], "little")
     for _ in range(600):
-        data = bytearray(whole)
+        data = bytearray(full)
         for _ in range(generator.choice([1, 1, 2])):
             digits = [at for at in range(8, 8 + length) if chr(data[at]).isdigit()]
             at = generator.choice([generator.choice(digits), generator.randrange(8, 8 + length)])
@@ -133,9 +133,9 @@ def test_nothing_is_accepted_that_the_library_rejects(tmp_path):
             read_header(path)
         except CheckpointDamagedError:
             continue
-        taken += 1
+        selected += 1
         assert library_takes(path), bytes(data)
-    assert taken > 10, "changes of names are no damage"
+    assert selected > 10, "changes of names are no damage"
 
 
 def test_many_names_take_seconds(tmp_path):

@@ -297,17 +297,17 @@ def test_every_flipped_bit_of_a_record_is_found(tmp_path, rows):
     path = tmp_path / "a.pt"
     values = torch.randn(3 * 2**20 + 5)  # more than two chunks
     torch.save({"a": values, "b": values[100:200].view(20, 5), "c": torch.arange(7)}, path)
-    whole = path.read_bytes()
+    full = path.read_bytes()
     places = dict(records_of(path))
     generator = random.Random(0)
     for number, name in enumerate(["a/data/0", "a/data/1", "a/data.pkl", "a/byteorder"] * 5):
         start, size = places[name]
         byte = start + (size - 1 if number < 4 else generator.randrange(size))
-        path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1 << number % 8]) + whole[byte + 1 :])
+        path.write_bytes(full[:byte] + bytes([full[byte] ^ 1 << number % 8]) + full[byte + 1 :])
         with pytest.raises(CheckpointError, match=f"a.pt: damaged: its record {name} "):
             for tensor in read_torch_file(path).values():
                 _ = tensor.rows(1, 3) if rows else tensor.read()
-    path.write_bytes(whole)
+    path.write_bytes(full)
     read = read_torch_file(path)
     assert torch.equal(read["b"].rows(1, 3), values[105:115].view(2, 5)), "a part of a record, read first"
     assert torch.equal(read["a"].read(), values) and torch.equal(read["b"].read(), values[100:200].view(20, 5))
@@ -339,11 +339,11 @@ def test_a_file_that_was_saved_without_checksums_is_read(tmp_path):
 
 
 def test_tensors_are_read_lazily_and_equal(tmp_path):
-    whole = torch.arange(60.0).view(3, 4, 5)
+    full = torch.arange(60.0).view(3, 4, 5)
     saved = {
-        "whole": whole, "view": whole[1:, :, ::2], "turned": whole.transpose(0, 2), "bf16": whole.bfloat16(),
+        "whole": full, "view": full[1:, :, ::2], "turned": full.transpose(0, 2), "bf16": full.bfloat16(),
         "scalar": torch.tensor(3), "empty": torch.empty(0, 3, dtype=torch.int32),
-        "parameter": torch.nn.Parameter(whole[0]),
+        "parameter": torch.nn.Parameter(full[0]),
         "nested": collections.OrderedDict(a=[(torch.ones(2, dtype=torch.int64), "text")]),
         "args": argparse.Namespace(lr=1.0, names=["a"]), "double": np.float64(2.5), "bytes": io.BytesIO(b"abc"),
         "random": np.random.get_state(), "dtype": torch.float16, "size": torch.Size([1, 2]),
@@ -365,10 +365,10 @@ def test_tensors_are_read_lazily_and_equal(tmp_path):
 def test_damaged_files_end_in_one_message(tmp_path):
     path = tmp_path / "a.pt"
     torch.save({"a": torch.ones(100)}, path)
-    whole = path.read_bytes()
+    full = path.read_bytes()
     with pytest.raises(CheckpointError, match="is missing"):
         read_torch_file(tmp_path / "b.pt")
-    for data in (whole[: len(whole) // 2], whole[:-30], whole[40:], b"", b"old format", b"PK\x03\x04"):
+    for data in (full[: len(full) // 2], full[:-30], full[40:], b"", b"old format", b"PK\x03\x04"):
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match="a.pt: ") as error:
             read_torch_file(path)
@@ -387,14 +387,14 @@ def test_files_of_torch_before_1_6_are_read(tmp_path):
     for name in "abcde":
         assert torch.equal(read[name].read(), saved[name].detach()) and read[name].dtype == saved[name].dtype
     assert read["n"] == 5 and torch.equal(read["b"].rows(1, 3), saved["b"].detach()[1:3])
-    whole = path.read_bytes()
-    for cut in (1, 30, 60, len(whole) // 2, len(whole) - 3):
-        path.write_bytes(whole[:-cut])
+    full = path.read_bytes()
+    for cut in (1, 30, 60, len(full) // 2, len(full) - 3):
+        path.write_bytes(full[:-cut])
         with pytest.raises(CheckpointError, match="a.bin: "):
             read_torch_file(path)
     for old, new in ((b"little_endian", b"little_endiam"), (b"FloatStorage", b"OtherStorage"), (b"P\x19", b"Q\x19"),
                      (b"_rebuild_parameter", b"_rebuild_parametes")):  # fmt: skip
-        path.write_bytes(whole.replace(old, new, 1))
+        path.write_bytes(full.replace(old, new, 1))
         with pytest.raises(CheckpointError, match="a.bin: "):
             read_torch_file(path)
 

@@ -56,9 +56,9 @@ def test_scores_equal_one_forward_pass_per_pair(name):
         engine = Engine(model, Limits(LENGTH, max_tokens), num_pages=pages, page_size=4)
         result = score(engine, pairs)
         assert engine.pool.num_free == engine.pool.num_usable
-        for (context, continuation), each in zip(pairs, result, strict=True):
+        for (context, continuation), item in zip(pairs, result, strict=True):
             logprob, is_greedy = reference(logits_of, context, continuation, LENGTH)
-            assert abs(each.logprob - logprob) < 1e-10 and each.is_greedy == is_greedy
+            assert abs(item.logprob - logprob) < 1e-10 and item.is_greedy == is_greedy
     best = int(logits_of(torch.tensor([[3, 4]]))[0, -1].argmax())
     answers = score(engine, [([3, 4], [best]), ([3, 4], [(best + 1) % VOCAB])])
     assert [answer.is_greedy for answer in answers] == [True, False]
@@ -168,7 +168,7 @@ def transformers_adapter(folder):
 
 
 def samples(results):
-    return {name: [(x["doc_id"], x["resps"]) for x in each] for name, each in results["samples"].items()}
+    return {name: [(x["doc_id"], x["resps"]) for x in result] for name, result in results["samples"].items()}
 
 
 def test_task_scores_equal_those_of_transformers(folder, monkeypatch, capsys):

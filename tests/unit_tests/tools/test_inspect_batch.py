@@ -246,23 +246,23 @@ def test_masked_samples_match_the_run(inspect, gloo_pool, tmp_path, family, caps
 
 
 def test_moved_and_changed_data_is_rejected_unless_it_is_named(inspect, gloo_pool, data, tmp_path):
-    folder, here = tmp_path / "run", []
+    folder, local = tmp_path / "run", []
     for prefix in data:
-        here.append(str(tmp_path / os.path.basename(prefix)))
+        local.append(str(tmp_path / os.path.basename(prefix)))
         for suffix in (".bin", ".idx"):
-            shutil.copy2(prefix + suffix, here[-1] + suffix)
-    ranks = gloo_pool.run(train_and_record, 1, [*blend(here), "--train-iters", "4", "--save", str(folder)])
+            shutil.copy2(prefix + suffix, local[-1] + suffix)
+    ranks = gloo_pool.run(train_and_record, 1, [*blend(local), "--train-iters", "4", "--save", str(folder)])
     expected = samples_read(ranks, 1)
     assert same(inspect(folder, 2, "--data-path", *data), expected)
     assert same(inspect(folder, 2, "--data-path", "0.3", data[0], "0.7", data[1]), expected)
     for wrong in (data[:1], ["0.5", data[0], "0.5", data[1]]):
         assert "must name the run's data sets in its order" in inspect(folder, 2, "--data-path", *wrong)
-    os.utime(here[1] + ".bin")
-    assert f"{here[1]}.bin: was written after {folder}" in inspect(folder, 2)
-    assert same(inspect(folder, 2, "--data-path", *here), expected)
-    os.remove(here[1] + ".idx")
+    os.utime(local[1] + ".bin")
+    assert f"{local[1]}.bin: was written after {folder}" in inspect(folder, 2)
+    assert same(inspect(folder, 2, "--data-path", *local), expected)
+    os.remove(local[1] + ".idx")
     answer = inspect(folder, 2)
-    assert f"no data set at {here[1]}" in answer and "add --data-path" in answer
+    assert f"no data set at {local[1]}" in answer and "add --data-path" in answer
 
 
 @pytest.mark.parametrize(("flags", "message"), [

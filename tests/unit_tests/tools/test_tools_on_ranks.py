@@ -101,7 +101,7 @@ def serve(rank, world_size):
     return on_first_rank(engine, lambda: answers(service.EngineService(engine, 4, limit=0.2)))
 
 
-def answers(served):
+def answers(server):
     results, ended = [], threading.Semaphore(0)
 
     def listen(event):
@@ -109,12 +109,12 @@ def answers(served):
         if event.finish_reason is not None:
             ended.release()
 
-    served.start()
+    server.start()
     for prompt in ([1, 2, 3], [4]):
-        served.submit([Request(prompt=prompt, max_new_tokens=3, sampling=Sampling(temperature=0))], [listen])
+        server.submit([Request(prompt=prompt, max_new_tokens=3, sampling=Sampling(temperature=0))], [listen])
         assert ended.acquire(timeout=60)
         time.sleep(0.3)
-    served.stop()
+    server.stop()
     return results
 
 

@@ -60,8 +60,8 @@ def test_what_a_layout_cares_about_is_kept(layout, heads, groups, layers):
 )
 def test_layers_are_cut_where_those_of_the_flags_are(layout, text, layers, chunks):
     cfg = shrunk("--vocab-size", "128256", "--pipeline-model-parallel-size", "4", *layout.split())
-    found = cfg.model.pipeline_model_parallel_layout, cfg.model.num_layers, virtual_pipeline_size(cfg.model)
-    assert found == (text, layers, chunks)
+    result = cfg.model.pipeline_model_parallel_layout, cfg.model.num_layers, virtual_pipeline_size(cfg.model)
+    assert result == (text, layers, chunks)
 
 
 LAYOUT = ["--pipeline-model-parallel-size", "2", "--overlap-grad-reduce", "--use-distributed-optimizer", "--steps", "2"]

@@ -260,12 +260,12 @@ def test_an_unusable_yaml_file_is_the_only_message(tmp_path, content):
 
 def test_no_rejected_flag_is_suggested():
     rejected = {name for row in absent.rows() if row.status not in ("means", "no effect") for name in row.names}
-    known = [name for spec in flag_specs() for name in spec.names] + [
+    registered = [name for spec in flag_specs() for name in spec.names] + [
         name for row in absent.rows() for name in row.names
     ]
-    for typed in [name[:-1] for name in known] + ["--resume", "--model-name", "--config"]:
-        fix = absent.explain(Problem(typed, "unknown flag"), known).fix
+    for typed in [name[:-1] for name in registered] + ["--resume", "--model-name", "--config"]:
+        fix = absent.explain(Problem(typed, "unknown flag"), registered).fix
         assert not rejected.intersection(fix.rstrip("?").replace(",", " ").split()), (typed, fix)
-    assert "--yaml-cfg" in absent.explain(Problem("--config", "unknown flag"), known).fix
-    assert "--load " in absent.explain(Problem("--resume", "unknown flag"), known).fix
-    assert "--load-hf" in absent.explain(Problem("--model-name", "unknown flag"), known).fix
+    assert "--yaml-cfg" in absent.explain(Problem("--config", "unknown flag"), registered).fix
+    assert "--load " in absent.explain(Problem("--resume", "unknown flag"), registered).fix
+    assert "--load-hf" in absent.explain(Problem("--model-name", "unknown flag"), registered).fix

@@ -45,15 +45,15 @@ PHASES = [
 def outlive_death(cfg, phase, save, snapshots):
     """The run that follows on one that died at ``phase`` of ``save(run)``: it has loaded the old or the new checkpoint,
     and saved again."""
-    again, armed = phase == "between_renames", []
+    repeated, armed = phase == "between_renames", []
     run = Run(cfg, fault=lambda name: os._exit(9) if armed and name == phase else None).train(2)
     assert run.save()
-    run.train(0 if again else 2)
+    run.train(0 if repeated else 2)
     armed.append(1)
     assert in_child(lambda: save(run)) == 9
     survivor = Run(cfg)
     survivor.load()
-    assert survivor.state.iteration in ((2,) if again else (2, 4))
+    assert survivor.state.iteration in ((2,) if repeated else (2, 4))
     assert survivor.bits() == snapshots[survivor.state.iteration]
     assert survivor.train(1).save()
     assert not [p for p in Path(cfg.checkpoint.save).glob(".*") if p.name != ".lock"], "the next save cleans up"
@@ -171,20 +171,20 @@ def test_what_is_not_a_lock_of_ours_is_left_alone(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == open_files
     SaveLock(save).release()
     lock.write_text('{"host": "' + "x" * 300)
-    held = SaveLock(save)
+    retained = SaveLock(save)
     assert json.loads(lock.read_text()[:200])["pid"] == os.getpid()
-    held.release()
+    retained.release()
 
 
 def test_a_folder_to_which_nothing_was_written_is_left_as_it_was_found(tmp_path):
     SaveLock(tmp_path / "a" / "b").release()
     assert not list(tmp_path.iterdir())
     (tmp_path / "a").mkdir()
-    held, file = SaveLock(tmp_path / "a"), tmp_path / "a" / "file"
+    retained, file = SaveLock(tmp_path / "a"), tmp_path / "a" / "file"
     assert in_child(lambda: SaveLock(tmp_path / "a") and 0) == 70
     assert file.with_name(".lock").exists(), "another job's lock stays"
     file.touch()
-    held.release()
+    retained.release()
     assert {path.name for path in file.parent.iterdir()} == {".lock", "file"}
 
 
@@ -197,9 +197,9 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(tmp_path, monkey
         take(self, descriptor, folder)
 
     monkeypatch.setattr(SaveLock, "_take", late)
-    held = SaveLock(tmp_path)
-    assert os.fstat(held._descriptor).st_ino == (tmp_path / ".lock").stat().st_ino
-    held.release()
+    retained = SaveLock(tmp_path)
+    assert os.fstat(retained._descriptor).st_ino == (tmp_path / ".lock").stat().st_ino
+    retained.release()
 
 
 # ---- trackers
@@ -288,8 +288,8 @@ def test_any_damage_to_the_newest_is_refused_and_kept(two, damage, words):
         Run(settings(two)).load()
     run = Run(settings(two, ckpt_step=1))
     assert run.load().iteration == 1 and run.train(1).save()
-    kept = two / "set-aside-001" / "iter_0000002"
-    assert {path.name: path.read_bytes() for path in kept.iterdir() if path.is_file()} == evidence
+    retained = two / "set-aside-001" / "iter_0000002"
+    assert {path.name: path.read_bytes() for path in retained.iterdir() if path.is_file()} == evidence
     assert Run(settings(two)).load().iteration == 2
 
 

@@ -106,8 +106,8 @@ MASKED_LINES = [
 def dry_run(line, family="gpt"):
     """Dry-run the line like ``pretrain_gpt.py``, ``pretrain_bert.py`` or ``pretrain_t5.py`` on one of 8 ranks."""
     kind = "GPT2BPETokenizer" if family == "gpt" else "BertWordPieceLowerCase"
-    given = parse_args(f"{line} --dry-run".split(), args_defaults={"tokenizer_type": kind}, model_family=family)
-    return validate_args(given, 8)
+    inputs = parse_args(f"{line} --dry-run".split(), args_defaults={"tokenizer_type": kind}, model_family=family)
+    return validate_args(inputs, 8)
 
 
 @pytest.mark.parametrize(("family", "text", "notice"), MASKED_LINES)
@@ -122,9 +122,9 @@ def test_lines_of_bert_and_t5_pass_and_say_what_is_done_otherwise(family, text, 
 def test_line_passes_and_says_what_is_done_otherwise(text, notice, caplog):
     with caplog.at_level(logging.INFO):
         cfg = dry_run(f"{BASE} {text}")
-    said = [record.message for record in caplog.records]
-    assert sum(notice in each for each in said) == 1, said
-    assert len(said) == len(set(said))
+    messages = [record.message for record in caplog.records]
+    assert sum(notice in item for item in messages) == 1, messages
+    assert len(messages) == len(set(messages))
     assert "the settings are consistent" in dry_run_report(cfg)
 
 
@@ -132,7 +132,7 @@ def test_fp8_gathers_of_fp32_weights_are_off(caplog):
     with caplog.at_level(logging.INFO):
         cfg = dry_run(f"{BASE.replace('--bf16', '')} {EIGHT_BITS} {SHARDED} --transformer-impl local")
     assert not cfg.model.fp8_param_gather and cfg.model.fp8 == "hybrid"
-    assert any(each.message.startswith("--fp8-param-gather: no effect without --bf16") for each in caplog.records)
+    assert any(record.message.startswith("--fp8-param-gather: no effect without --bf16") for record in caplog.records)
 
 
 def test_modules_that_are_recomputed_are_not_offloaded():

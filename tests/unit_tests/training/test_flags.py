@@ -66,12 +66,12 @@ def test_core_flag_exists_as_known(row):
     if spec.field in FIELDS and f"{name} type" not in DIFFERENT:
         assert spec.type_name == row["type"]
     if spec.field in FIELDS:
-        absent_values = [each for each in row["choices"].split() if f"{spec.names[0]}={each}" in absent.by_name()]
-        known = [str(choice) for choice in spec.choices] + absent_values
+        absent_values = [word for word in row["choices"].split() if f"{spec.names[0]}={word}" in absent.by_name()]
+        registered = [str(choice) for choice in spec.choices] + absent_values
         if f"{name} choices" in DIFFERENT:
-            assert set(row["choices"].split()) <= set(known)
+            assert set(row["choices"].split()) <= set(registered)
         else:
-            assert known == row["choices"].split()
+            assert registered == row["choices"].split()
     assert str(spec.nargs or "") == row["nargs"]
     if f"{name} default" not in DIFFERENT:
         assert same(row["default"], spec.default)
@@ -122,17 +122,17 @@ ONLY_CHECKED = {
 
 def names_read_by_the_program():
     """Attributes read, and names in strings, in all files but those that declare or check settings (or list them)."""
-    found = set()
+    result = set()
     for path in (ROOT / "megatron").rglob("*.py"):
         place = path.relative_to(ROOT)
         if {"config", "rules"} & set(place.parts) and path.name != "resolve.py":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                found.add(node.attr)
+                result.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and place.name != "settings.py":
-                found.update(node.value.split() if len(node.value) < 80 else ())
-    return found
+                result.update(node.value.split() if len(node.value) < 80 else ())
+    return result
 
 
 def test_every_available_flag_is_read_by_the_program():

@@ -62,10 +62,10 @@ PAIRS = {
 
 def messages(text):
     """Notices and problems that name the first flag of ``text``."""
-    given = parse_args(f"{RUN} {text}".split())
-    resolved = resolve(given, 1)
+    inputs = parse_args(f"{RUN} {text}".split())
+    resolved = resolve(inputs, 1)
     flag = text.split()[0]
-    lines = [*notices(given, resolved), *map(str, check(resolved))]
+    lines = [*notices(inputs, resolved), *map(str, check(resolved))]
     return [
         line for line in lines if line.startswith(flag) and ("no effect" in line or "need" in line or "requ" in line)
     ]

@@ -54,11 +54,11 @@ def export(rank, world_size, flags, bucket_bytes, folder):
         return reduce(tensor, **options)
 
     with mock.patch("torch.distributed.all_reduce", noting):
-        found = dict(
+        result = dict(
             hf_weights(cfg, parts.model, vocab_size=VOCAB_SIZE, groups=groups, bucket_bytes=bucket_bytes)
         )
     parts.checkpointer.close()
-    return found, sizes
+    return result, sizes
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -66,10 +66,10 @@ def test_live_weights_equal_the_exported_folder(gloo_pool, case, tmp_path):
     flags, world_size, bucket_bytes = CASES[case]
     results = gloo_pool.run(export, world_size, flags, bucket_bytes, str(tmp_path))
     expected = load_file(tmp_path / "hf" / "model.safetensors")
-    for found, sizes in results:
-        assert list(found) == list(results[0][0]) and found.keys() == expected.keys()
+    for actual, sizes in results:
+        assert list(actual) == list(results[0][0]) and actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+            assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
         assert world_size == 1 or (len(sizes) > 1 or bucket_bytes > 1 << 16)
         largest = max(x.nbytes for x in expected.values()) * 2  # gate and up, query, key and value are one tensor
         assert all(size <= max(bucket_bytes, largest) for size in sizes)

@@ -86,8 +86,8 @@ def beyond(bound, sign):
 def test_numbers_that_fp32_cannot_hold_are_rejected(flag, value):
     with pytest.raises(ConfigError) as error:
         parse_args([*BY_ITERATIONS, flag, value])
-    (found,) = (each for each in error.value.problems if each.flag == flag)
-    assert "larger numbers are infinite in fp32" in found.reason or "at most 1000" in found.reason
+    (actual,) = (problem for problem in error.value.problems if problem.flag == flag)
+    assert "larger numbers are infinite in fp32" in actual.reason or "at most 1000" in actual.reason
 
 
 @pytest.mark.parametrize("flag, value, reason", [

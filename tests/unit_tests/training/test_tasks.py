@@ -49,15 +49,15 @@ def test_random_samples_have_the_form_of_those_of_the_data(kind, folder):
     task = make_task(kind, folder)
     real, written = task.train_valid_test_datasets_provider((8, 0, 0))[0], np.zeros(2, dtype=int)
     for index in range(8):
-        made, wanted = task.random_sample(np.random.default_rng(index)), real[index]
-        written += made["loss_mask"].sum(), (made[MASKS[kind][0]] == 1).sum()
-        for name in made:
-            assert np.shape(made[name]) == np.shape(wanted[name])
-            assert np.asarray(made[name]).dtype == np.asarray(wanted[name]).dtype, name
-        assert wanted.keys() - made.keys() <= {"truncated", "dataset_id"}
-        for sample in (made, wanted):
-            outer, own = (sample[name] for name in MASKS[kind])
-            assert np.array_equal(own == 1, sample["labels"] >= 0) and (own <= outer).all()
+        created, expected = task.random_sample(np.random.default_rng(index)), real[index]
+        written += created["loss_mask"].sum(), (created[MASKS[kind][0]] == 1).sum()
+        for name in created:
+            assert np.shape(created[name]) == np.shape(expected[name])
+            assert np.asarray(created[name]).dtype == np.asarray(expected[name]).dtype, name
+        assert expected.keys() - created.keys() <= {"truncated", "dataset_id"}
+        for sample in (created, expected):
+            outer, local = (sample[name] for name in MASKS[kind])
+            assert np.array_equal(local == 1, sample["labels"] >= 0) and (local <= outer).all()
             assert (sample["loss_mask"] <= outer).all() and outer[0] == 1 and (np.diff(outer) <= 0).all()
     assert 0 < written[0] < written[1]  # tokens in the loss, and all
 
@@ -96,18 +96,18 @@ def test_the_head_predicts_at_as_many_places_as_can_be_masked(kind, flags, ranks
 
 
 def test_only_the_head_is_counted_on_fewer_tokens(folder):
-    some, whole = (make_task("bert", folder, flags).description() for flags in ("", "--mask-prob 0.98"))
-    assert some.num_parameters == whole.num_parameters and some.layers == whole.layers
+    some, full = (make_task("bert", folder, flags).description() for flags in ("", "--mask-prob 0.98"))
+    assert some.num_parameters == full.num_parameters and some.layers == full.layers
     final, *rest = some.head.ops
-    assert final == whole.head.ops[0]
-    assert [op.flops for op in rest] == [op.flops * 5 / 32 for op in whole.head.ops[1:]]
+    assert final == full.head.ops[0]
+    assert [op.flops for op in rest] == [op.flops * 5 / 32 for op in full.head.ops[1:]]
 
 
 @pytest.mark.parametrize("flags", ["--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"])
 def test_operations_are_those_that_the_loss_needs_in_every_layout(flags, folder):
-    here, alone = (settings("bert", folder, *more).describe(64) for more in ((flags, 2), ()))
-    assert here.flops_per_sample == pytest.approx(alone.flops_per_sample, rel=1e-12)
-    assert alone.costs.head < here.costs.head and alone.needless_flops == 0
+    local, single = (settings("bert", folder, *more).describe(64) for more in ((flags, 2), ()))
+    assert local.flops_per_sample == pytest.approx(single.flops_per_sample, rel=1e-12)
+    assert single.costs.head < local.costs.head and single.needless_flops == 0
 
 
 def batches(task, number=8):
@@ -120,35 +120,35 @@ def batches(task, number=8):
 @pytest.mark.parametrize("mask_prob", [0.04, 0.15, 0.22])
 def test_every_label_is_among_the_places_of_one_rank(ranks, mask_prob, folder, monkeypatch):
     task = make_task("bert", folder, f"--seq-length 40 --mask-prob {mask_prob} --context-parallel-size {ranks}", ranks)
-    given, found = batches(task), []
-    given[-1]["loss_mask"] *= -1  # weights may be negative
-    wanted = [
+    inputs, actual = batches(task), []
+    inputs[-1]["loss_mask"] *= -1  # weights may be negative
+    expected = [
         (int(batch["sample_index"][row]), place, int(batch["labels"][row, place]))
-        for batch in given for row, place in batch["loss_mask"].nonzero().tolist()
+        for batch in inputs for row, place in batch["loss_mask"].nonzero().tolist()
     ]  # fmt: skip
     for rank in range(ranks):
         groups = dataclasses.replace(SINGLE_PROCESS, cp=Group("cp", tuple(range(ranks)), rank))
-        monkeypatch.setattr(parallel_state, "get_process_groups", lambda here=groups: here)
-        own = zigzag.local_part(torch.arange(40)[None], rank, ranks)[0]
-        for batch in map(task.get_batch, map(iter, ([batch] for batch in given))):
+        monkeypatch.setattr(parallel_state, "get_process_groups", lambda local=groups: local)
+        custom = zigzag.local_part(torch.arange(40)[None], rank, ranks)[0]
+        for batch in map(task.get_batch, map(iter, ([batch] for batch in inputs))):
             assert batch["labels"].shape == batch["predicted"].shape == (4, predicted_per_rank(task.cfg))
             for row, place in batch["loss_mask"].nonzero().tolist():
-                where = int(own[batch["predicted"][row, place]])
-                found.append((int(batch["sample_index"][row]), where, int(batch["labels"][row, place])))
-    assert sorted(found) == sorted(wanted) and len(found) > 20 * (mask_prob > 0.1)
+                where = int(custom[batch["predicted"][row, place]])
+                actual.append((int(batch["sample_index"][row]), where, int(batch["labels"][row, place])))
+    assert sorted(actual) == sorted(expected) and len(actual) > 20 * (mask_prob > 0.1)
 
 
 def test_more_masked_tokens_than_are_predicted_are_refused_before_the_batch_is_used(folder):
     task = make_task("bert", folder, "--mask-prob 0.5")
-    given = batches(task)
-    most = max(int(batch["loss_mask"].sum(1).max()) for batch in given)
+    inputs = batches(task)
+    most = max(int(batch["loss_mask"].sum(1).max()) for batch in inputs)
     assert most == 14  # of 29
     task = make_task("bert", folder, "--mask-prob 0.15")
-    said = "--mask-prob 0.15: at most 5 tokens of a sample are predicted, but one has 14 masked; .* here 0.42188"
-    with pytest.raises(UserError, match=said):
-        list(task.batches.split(iter(given), 8, 4)["data_iterator"])
+    messages = "--mask-prob 0.15: at most 5 tokens of a sample are predicted, but one has 14 masked; .* here 0.42188"
+    with pytest.raises(UserError, match=messages):
+        list(task.batches.split(iter(inputs), 8, 4)["data_iterator"])
     task = make_task("bert", folder, "--mask-prob 0.42188")
-    assert list(task.batches.split(iter(given), 8, 4)["data_iterator"]) == given
+    assert list(task.batches.split(iter(inputs), 8, 4)["data_iterator"]) == inputs
 
 
 PACKED = "--use-packed-sequence --attention-dropout 0"
@@ -162,16 +162,16 @@ def on_ranks(monkeypatch, **axes):
 
 def test_masked_tokens_and_pairs_are_counted(folder):
     task = make_task("bert", folder)
-    given = batches(task)
-    masked = [int(batch["loss_mask"].sum()) for batch in given]
+    inputs = batches(task)
+    masked = [int(batch["loss_mask"].sum()) for batch in inputs]
     assert task.losses == ("lm loss", "sop loss")
-    reader = BatchReader(iter(given), task.batches.counts, reads_ahead=True)
+    reader = BatchReader(iter(inputs), task.batches.counts, reads_ahead=True)
     for first, number in ((0, 3), (3, 1)):
-        taken, counts = task.batches.read(reader, number, 1)
+        selected, counts = task.batches.read(reader, number, 1)
         assert counts.tolist() == [sum(masked[first : first + number]), 4 * number]
-        assert all(batch is one for batch, one in zip(taken, given[first:], strict=False))
+        assert all(batch is one for batch, one in zip(selected, inputs[first:], strict=False))
     task = make_task("bert", folder, "--bert-no-binary-head")
-    assert task.losses == ("lm loss",) and [int(count) for count in task.batches.counts(given[0])] == masked[:1]
+    assert task.losses == ("lm loss",) and [int(count) for count in task.batches.counts(inputs[0])] == masked[:1]
 
 
 @pytest.mark.parametrize("flags, ranks, multiple", [
@@ -182,10 +182,10 @@ def test_masked_tokens_and_pairs_are_counted(folder):
 ])  # fmt: skip
 def test_stages_know_the_lengths_of_rows_that_the_batches_get(flags, ranks, multiple, folder, monkeypatch):
     task = make_task("bert", folder, f"{PACKED} --pipeline-model-parallel-size 2 {flags}", ranks)
-    given, cp = batches(task), task.cfg.model.context_parallel_size
+    inputs, cp = batches(task), task.cfg.model.context_parallel_size
     on_ranks(monkeypatch, cp=Group("cp", tuple(range(cp)), 0))
-    arguments = task.batches.split(iter(given), 3, 4)
-    used = [int(batch["padding_mask"].sum()) for batch in given[:3]]
+    arguments = task.batches.split(iter(inputs), 3, 4)
+    used = [int(batch["padding_mask"].sum()) for batch in inputs[:3]]
     assert arguments["row_lengths"] == [-(-number // multiple) * multiple for number in used]
     rows = [task.get_batch(arguments["data_iterator"])["text"] for _ in used]
     assert [row.shape for row in rows] == [(1, length // cp) for length in arguments["row_lengths"]]
@@ -199,9 +199,9 @@ def test_stages_know_the_lengths_of_rows_that_the_batches_get(flags, ranks, mult
 def test_only_rows_that_stages_exchange_have_lengths(flags, ranks, folder):
     task = make_task("bert", folder, flags, ranks)
     iterator = iter(batches(task))
-    found = task.batches.split(iterator, 2, 4)
-    assert (found.pop("data_iterator") is iterator) == task.cfg.model.sequence_parallel  # elsewhere masks are counted
-    assert found == {"num_microbatches": 2, "micro_batch_size": 4, "seq_length": 32, "decoder_seq_length": None}
+    result = task.batches.split(iterator, 2, 4)
+    assert (result.pop("data_iterator") is iterator) == task.cfg.model.sequence_parallel  # elsewhere masks are counted
+    assert result == {"num_microbatches": 2, "micro_batch_size": 4, "seq_length": 32, "decoder_seq_length": None}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -228,13 +228,13 @@ def test_what_is_known_of_a_sample_follows_its_tokens_into_a_row(rank, folder, m
 
 def test_pairs_of_one_context_parallel_rank_count(folder, monkeypatch):
     task = make_task("bert", folder, "--context-parallel-size 2", 2)
-    (given, *_) = batches(task)
-    given["sample_index"][1] = -1
-    lengths, order = given["padding_mask"].sum(1).sort(descending=True, stable=True)
+    (inputs, *_) = batches(task)
+    inputs["sample_index"][1] = -1
+    lengths, order = inputs["padding_mask"].sum(1).sort(descending=True, stable=True)
     padding = PackedSeqParams.of_lengths(lengths, 32).all_bounds()
-    for rank, expected in ((0, (given["sample_index"] >= 0)[order]), (1, torch.zeros(4, dtype=torch.bool))):
+    for rank, expected in ((0, (inputs["sample_index"] >= 0)[order]), (1, torch.zeros(4, dtype=torch.bool))):
         on_ranks(monkeypatch, cp=Group("cp", (0, 1), rank))
-        batch = task.get_batch(iter([given]))
+        batch = task.get_batch(iter([inputs]))
         assert torch.equal(batch["counts"], expected)
         assert int(batch["labels"].min()) == 0
         assert batch["documents"].all_bounds() == padding
@@ -247,10 +247,10 @@ def test_the_order_of_pairs_is_one_loss_beside_that_of_masked_tokens(folder):
              "loss_mask": torch.tensor([[1, 0], [1, 1], [0, 1]])}  # fmt: skip
     losses = torch.arange(6.0).view(3, 2)
     order = float(np.log1p(np.exp(-2.0)) + np.log1p(np.exp(2.0)))
-    found = task.loss_func(batch, (losses, logits))
-    assert [each.item() for each in found["lm loss"]] == [10, 4]
-    assert [each.item() for each in found["sop loss"]] == pytest.approx([order, 2], rel=1e-6)
-    assert found["sop loss"][0].dtype == torch.float32 and found["sop loss"][0].requires_grad
+    result = task.loss_func(batch, (losses, logits))
+    assert [item.item() for item in result["lm loss"]] == [10, 4]
+    assert [item.item() for item in result["sop loss"]] == pytest.approx([order, 2], rel=1e-6)
+    assert result["sop loss"][0].dtype == torch.float32 and result["sop loss"][0].requires_grad
     exact = task.loss_func(batch, (losses.double(), logits.double()))["sop loss"]
     assert exact[0].item() == pytest.approx(order, rel=1e-14)
     assert task.loss_func(batch, (losses, None)).keys() == {"lm loss"}
@@ -260,14 +260,14 @@ def test_the_order_of_pairs_is_one_loss_beside_that_of_masked_tokens(folder):
 def test_t5_has_its_longest_texts_first_and_their_lengths_on_the_host(rank, folder, monkeypatch):
     task = make_task("t5", folder, "--context-parallel-size 2", 2)
     on_ranks(monkeypatch, cp=Group("cp", (0, 1), rank))
-    (given, *_) = batches(task)
-    lengths, order = given["enc_mask"].sum(1).sort(descending=True, stable=True)
+    (inputs, *_) = batches(task)
+    lengths, order = inputs["enc_mask"].sum(1).sort(descending=True, stable=True)
     assert order.tolist() != sorted(order)
-    batch = task.get_batch(iter([given]))
-    assert torch.equal(batch["lengths"], lengths) and torch.equal(batch["sample_index"], given["sample_index"][order])
-    given["labels"] = given["labels"].clamp(min=0)
+    batch = task.get_batch(iter([inputs]))
+    assert torch.equal(batch["lengths"], lengths) and torch.equal(batch["sample_index"], inputs["sample_index"][order])
+    inputs["labels"] = inputs["labels"].clamp(min=0)
     for name in ("text_enc", "text_dec", "labels", "loss_mask"):
-        assert torch.equal(batch[name], zigzag.local_part(given[name][order], rank, 2)), name
+        assert torch.equal(batch[name], zigzag.local_part(inputs[name][order], rank, 2)), name
 
 
 @pytest.mark.parametrize("kind", MASKS)
@@ -282,8 +282,8 @@ def test_random_samples_are_their_own_in_every_split(kind, folder):
 
 def test_a_row_is_predicted_at_its_masked_tokens_alone(folder):
     task = make_task("bert", folder, PACKED)
-    (given, *_) = batches(task)
-    row = task.get_batch(iter([given]))
-    assert row["predicted"].shape == (1, int(given["loss_mask"].sum())) and row["loss_mask"].all()
-    row = task.get_batch(iter([{**given, "loss_mask": torch.zeros_like(given["loss_mask"])}]))
+    (inputs, *_) = batches(task)
+    row = task.get_batch(iter([inputs]))
+    assert row["predicted"].shape == (1, int(inputs["loss_mask"].sum())) and row["loss_mask"].all()
+    row = task.get_batch(iter([{**inputs, "loss_mask": torch.zeros_like(inputs["loss_mask"])}]))
     assert row["predicted"].shape == (1, 1) and not row["loss_mask"].any()  # a kernel wants a token

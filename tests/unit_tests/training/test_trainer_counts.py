@@ -42,7 +42,7 @@ def len_of(batch):
 
 def samples_of(rank, ranks, cfg, iterations):
     """Stream positions that data-parallel rank ``rank`` of ``ranks`` trains on, by iteration; and the counters."""
-    step, taken, moments = TrainStep.__new__(TrainStep), {}, []
+    step, selected, moments = TrainStep.__new__(TrainStep), {}, []
     step.cfg, step.state, step.flops_per_sample = cfg, TrainState(), None
     shard = Shard(cfg.training.micro_batch_size, rank, ranks)
     sampler = TrainSampler(
@@ -60,7 +60,7 @@ def samples_of(rank, ranks, cfg, iterations):
         batches, counts = step._read(size)
         batches = list(batches)
         assert counts.tolist() == [size // ranks]
-        taken[step.state.iteration + 1] = [position for batch in batches for position, _ in batch]
+        selected[step.state.iteration + 1] = [position for batch in batches for position, _ in batch]
         return {}, counts
 
     step.timers = step.parts.task.timers
@@ -70,10 +70,10 @@ def samples_of(rank, ranks, cfg, iterations):
         losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size
     )
     metrics = [step.run() for _ in range(iterations)]
-    assert [each.skipped for each in metrics] == [
+    assert [metric.skipped for metric in metrics] == [
         number in cfg.training.iterations_to_skip for number in range(1, iterations + 1)
     ]
-    return taken, step.state, moments
+    return selected, step.state, moments
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -86,17 +86,17 @@ def test_skipped_iterations_take_the_samples_of_their_own_batch_alone(ranks, ram
         train_iters=7, timing_log_level=0, timing_log_option="max", barrier_with_L1_time=False,
         weight_decay_incr_style="constant",
     )  # fmt: skip
-    all_of_them, whole, all_moments = samples_of(0, 1, compose(settings), 7)
+    all_of_them, full, all_moments = samples_of(0, 1, compose(settings), 7)
     cfg = compose(settings).with_settings(iterations_to_skip=[1, 3, 4, 7])
     results = [samples_of(rank, ranks, cfg, 7) for rank in range(ranks)]
     for number in (2, 5, 6):
-        found = sorted(position for taken, *_ in results for position in taken[number])
-        assert found == sorted(all_of_them[number]), f"samples of iteration {number}"
+        result = sorted(position for selected, *_ in results for position in selected[number])
+        assert result == sorted(all_of_them[number]), f"samples of iteration {number}"
     skipped = sum(len(all_of_them[number]) for number in cfg.training.iterations_to_skip)
-    for taken, state, moments in results:
-        assert taken.keys() == {2, 5, 6} and moments == all_moments, "the schedule counts what was skipped too"
+    for selected, state, moments in results:
+        assert selected.keys() == {2, 5, 6} and moments == all_moments, "the schedule counts what was skipped too"
         assert state == TrainState(
-            iteration=7, consumed_train_samples=whole.consumed_train_samples, skipped_train_samples=skipped
+            iteration=7, consumed_train_samples=full.consumed_train_samples, skipped_train_samples=skipped
         )
 
 

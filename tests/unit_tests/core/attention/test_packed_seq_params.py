@@ -36,8 +36,8 @@ def test_boundaries_that_move_to_a_device_stay_known_to_the_host():
     local, other = PackedSeqParams.of_lengths(LENGTHS, 128), PackedSeqParams.of_keys(LENGTHS, 64, 128)
     for documents in (local, other, PackedSeqParams()):
         assert documents.on(torch.device("cpu")) is documents
-    there, keys_there = local.on(meta), other.on(meta)
-    assert there.cu_seqlens_kv is there.cu_seqlens_q and there.all_bounds() == local.all_bounds()
+    destination, keys_there = local.on(meta), other.on(meta)
+    assert destination.cu_seqlens_kv is destination.cu_seqlens_q and destination.all_bounds() == local.all_bounds()
     assert keys_there.cu_seqlens_q.device == keys_there.cu_seqlens_kv.device == meta
     assert keys_there.all_bounds() == ((0, 64, 64, 128, 128), (0, 3, 128, 256, 256))
 

@@ -65,7 +65,7 @@ class ExactKernel(torch_sdpa.TorchAttention):
 
     def _flash(self, query, key, value, shape, window):
         self.calls.append("documents")
-        parts = [self.exact.forward(*each, tile) for each, tile in self._split((query, key, value), shape, window)]
+        parts = [self.exact.forward(*item, tile) for item, tile in self._split((query, key, value), shape, window)]
         return torch.cat([out.squeeze(0).transpose(0, 1) for out, _ in parts]), torch.zeros(())  # no log-sum-exp
 
     def _flash_backward(self, tensors, lse, shape, window):

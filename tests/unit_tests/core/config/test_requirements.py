@@ -58,15 +58,15 @@ def test_reasons_name_flags_and_values():
 
 
 def test_fields_of_rows_exist():
-    known = {*FLAGS, "needs_data", "data_parallel_size", "fp64", "gated_linear_unit", "family.is_causal"}
+    registered = {*FLAGS, "needs_data", "data_parallel_size", "fp64", "gated_linear_unit", "family.is_causal"}
     used = {term.field for row in ROWS for side in (row.setting, row.condition) for terms in side for term in terms}
-    assert used <= known and len(ROWS) > 150
+    assert used <= registered and len(ROWS) > 150
 
 
 def fulfil(settings, explicit, term: Term, holds: bool) -> None:
     """Change ``settings`` so that ``term`` holds, or does not."""
     spec = FLAGS.get(term.field)
-    others = [value for value in (spec.choices if spec else ()) if str(value) not in term.values] or ["another"]
+    remaining = [value for value in (spec.choices if spec else ()) if str(value) not in term.values] or ["another"]
     if term.prefix == "@":
         (explicit.add if holds else explicit.discard)(term.field)
         return
@@ -75,7 +75,7 @@ def fulfil(settings, explicit, term: Term, holds: bool) -> None:
     elif term.operator == ":":
         value = list(term.values[:1]) if holds else []
     elif term.operator:
-        value = term.values[0] if holds == (term.operator == "=") else others[0]
+        value = term.values[0] if holds == (term.operator == "=") else remaining[0]
     else:
         value = True if holds != bool(term.prefix) else None
     target, _, name = term.field.rpartition(".")

@@ -114,7 +114,7 @@ def test_without_fp8_weight_gradients_dw_is_exact(recipe):
 def test_backward_keeps_one_byte_per_element_of_the_input(recipe):
     x, weight = (filled(128, 256, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in (0, 1))
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+    with torch.autograd.graph.saved_tensors_hooks(lambda entry: saved.append(entry) or entry, lambda entry: entry):
         parallel_linear(x, weight, None, LinearTraits(Group("tp"), gemms=build_gemms(recipe, [weight])))
     rest = [item for item in saved if item.data_ptr() != weight.data_ptr()]
     assert sum(other.numel() * other.element_size() for other in rest) <= x.numel() * 1.05

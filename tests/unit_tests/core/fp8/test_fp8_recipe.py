@@ -100,8 +100,8 @@ def test_scales_of_a_checkpoint_have_global_names():
         f"fp8.{layer}.{matrix}.{kind}": shape
         for layer in linears(0, 1, 2) for matrix in ("input", "gradient") for kind, shape in shapes.items()
     }  # fmt: skip
-    assert {name: each.global_shape for name, each in tensors.items()} == expected
-    assert all(name == each.name and each.local.shape == each.global_shape for name, each in tensors.items())
+    assert {name: tensor.global_shape for name, tensor in tensors.items()} == expected
+    assert all(name == tensor.name and tensor.local.shape == tensor.global_shape for name, tensor in tensors.items())
     assert scale_tensors([build(fp8_recipe="tensorwise")]) == {}
 
 

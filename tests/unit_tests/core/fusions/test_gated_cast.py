@@ -28,7 +28,7 @@ def target(dtype, factor):
 
 
 def seen(*targets):
-    return [each.noted.view(torch.float32).max().item() for each in targets]
+    return [item.noted.view(torch.float32).max().item() for item in targets]
 
 
 def different_bytes(actual, expected):
@@ -51,7 +51,7 @@ def test_copies_have_the_bytes_of_separate_casts(rows, width, traits, monkeypatc
     output, gradient = target(E4M3, 16.0), target(E5M2, 64.0)
     carrier = gated_cast_triton(x, output, gradient, traits=traits)
     arrived = []
-    x.register_hook(lambda each: arrived.append(carried(each)))
+    x.register_hook(lambda item: arrived.append(carried(item)))
     carrier.backward(grad)
     assert carrier.shape == y.shape and carrier.isnan().all()
     assert seen(output, gradient) == pytest.approx([y.abs().max().item(), plain.grad.abs().max().item()], rel=1e-2)

@@ -74,7 +74,7 @@ def test_gather_and_combine_are_exact_and_have_exact_gradients(capacity):
     assert torch.autograd.gradcheck(lambda x: gather_rows(x, permutation), x)
     assert torch.autograd.gradcheck(lambda y: combine_rows(y, permutation), y)
     place, is_choice = permutation.place_tj, permutation.choice_r >= 0
-    assert torch.autograd.gradcheck(lambda each: gather_choices(each, permutation)[is_choice], numbers)
+    assert torch.autograd.gradcheck(lambda item: gather_choices(item, permutation)[is_choice], numbers)
     actual = gather_choices(numbers, permutation)
     assert torch.equal(actual[place[place >= 0]], numbers[place >= 0])
 
@@ -86,7 +86,7 @@ def test_a_complete_permutation_is_the_same_without_masks():
     assert all(torch.equal(one, other) for one, other in zip(masked[:4], complete[:4], strict=True))
     numbers = filled(9, 2, dtype=DOUBLE).requires_grad_()
     assert torch.equal(gather_choices(numbers, complete), gather_choices(numbers, masked))
-    assert torch.autograd.gradcheck(lambda each: gather_choices(each, complete), numbers)
+    assert torch.autograd.gradcheck(lambda item: gather_choices(item, complete), numbers)
 
 
 def test_gather_choices_without_rows_has_zero_gradient():

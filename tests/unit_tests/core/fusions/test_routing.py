@@ -50,7 +50,7 @@ def check(kind, sizes, k, dtype, biased):
     exact_outputs = exact_weights, exact_sums.scores_be, exact_sums.z_b
     upstream = [torch.randn(output.shape, generator=generator).to(DEVICE) for output in outputs]
     for results in (outputs, exact_outputs):
-        torch.autograd.backward(results, [grad.to(each.dtype) for grad, each in zip(upstream, results)])
+        torch.autograd.backward(results, [grad.to(result.dtype) for grad, result in zip(upstream, results)])
     loose = {"rtol": 1e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 2e-5, "atol": 2e-5}
     torch.testing.assert_close(mine.grad.double(), foreign.grad, **loose)
 

@@ -145,10 +145,10 @@ def test_layers_with_large_tiles_equal_decoding_on_a_gpu(monkeypatch):
     """The trainer's products and attention have hundreds of rows, the generator's 1 to 7: other kernels serve them."""
     monkeypatch.setitem(COMMON, "hidden_size", 1024)
     monkeypatch.setitem(COMMON, "ffn_hidden_size", 1536)
-    served = []
+    service = []
     for name in ("product_large", "product_cublas"):
         kernel = getattr(batch_invariant_product, name)
-        spy = lambda *args, name=name, kernel=kernel: (served.append(name), kernel(*args))[1]  # noqa: E731
+        spy = lambda *args, name=name, kernel=kernel: (service.append(name), kernel(*args))[1]  # noqa: E731
         monkeypatch.setattr(batch_invariant_product, name, spy)
     model = build("dense", torch.bfloat16, max_sequence_length=300).cuda()
     rng = random.Random(1)
@@ -156,7 +156,7 @@ def test_layers_with_large_tiles_equal_decoding_on_a_gpu(monkeypatch):
     ids = torch.tensor([prompt]).cuda()
     logits = model.train()(ids, torch.arange(300, device="cuda")[None]).detach()
     expected = log_softmax(logits[0], VOCAB).double().cpu()
-    assert {"product_large", "product_cublas"} == set(served)
+    assert {"product_large", "product_cublas"} == set(service)
     for max_tokens in (7, 200):
         engine = Engine(model, Limits(max_length=300, max_tokens=max_tokens, max_sequences=2))
         request = Request(prompt=prompt, max_new_tokens=0, prompt_logprobs=True, top_logprobs=VOCAB)
@@ -179,7 +179,7 @@ def log_probabilities(model, documents):
     positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
     bounds = torch.tensor([0, *itertools.accumulate(map(len, documents))], dtype=torch.int32)
     packed = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    samples_of_tokens = torch.cat([torch.full((len(each),), n) for n, each in enumerate(documents)])[None]
+    samples_of_tokens = torch.cat([torch.full((len(item),), n) for n, item in enumerate(documents)])[None]
     logits = model(ids, positions, packed_seq_params=packed, sample_index=samples_of_tokens)
     return log_softmax(logits[0].detach(), VOCAB)
 

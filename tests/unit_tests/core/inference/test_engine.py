@@ -117,10 +117,10 @@ def run(model, seed, extras=False):
     ``extras``: scores of every second prompt, and routes of every third."""
     rng, is_moe = random.Random(seed), model.config.num_moe_experts is not None
     limits = {"max_tokens": rng.choice((2, 5, 9, 40)), "max_sequences": rng.choice((1, 2, 5, 9))}
-    each = engine(model, rng.choice((6, 9, 40)), **limits)
+    item = engine(model, rng.choice((6, 9, 40)), **limits)
     pending, numbers, finished = list(enumerate(prompts())), {}, {}
     rng.shuffle(pending)
-    while pending or each.has_work:
+    while pending or item.has_work:
         for _ in range(rng.choice((0, 1, 3)) if pending else 0):
             if pending:
                 index, prompt = pending.pop()
@@ -129,13 +129,13 @@ def run(model, seed, extras=False):
                     prompt=prompt, max_new_tokens=4 + index % 3, sampling=sampling, **ALL,
                     prompt_logprobs=extras and index % 2 == 0, return_routes=extras and is_moe and index % 3 == 0,
                 )  # fmt: skip
-                numbers[each.add(request)] = index
-        for output in each.step() if each.has_work else ():
+                numbers[item.add(request)] = index
+        for output in item.step() if item.has_work else ():
             if output.completion.finish_reason:
                 finished[numbers[output.request]] = output.completion
-    assert each.pool.num_free == each.pool.num_usable
+    assert item.pool.num_free == item.pool.num_usable
     scores = {index: (x.tokens, [*x.prompt_scores[1:], *x.scores], x.routes) for index, x in finished.items()}
-    return scores, each.scheduler.num_preemptions
+    return scores, item.scheduler.num_preemptions
 
 
 @pytest.mark.parametrize("name", ["grouped", "experts"])
@@ -167,11 +167,11 @@ def test_tokens_do_not_depend_on_arrival_chunks_and_preemption(name):
 def test_batch_invariant_log_probabilities_are_equal_bit_for_bit(name):
     """Scores hold the full row of each token, so that every bit of a row is compared."""
     model, other = (build(name, torch.float32, ffn_hidden_size=24, batch_invariant_mode=x) for x in (True, False))
-    first, *others = 5, 2, 9  # chunks of 9, 2 and 40 tokens of at most 5, 1 and 5 sequences
+    first, *remaining = 5, 2, 9  # chunks of 9, 2 and 40 tokens of at most 5, 1 and 5 sequences
     expected, _ = run(model, first)
-    assert all(run(model, seed)[0] == expected for seed in others)
+    assert all(run(model, seed)[0] == expected for seed in remaining)
     changing, _ = run(other, first)
-    assert any(run(other, seed)[0] != changing for seed in others), "another order of sums would be found"
+    assert any(run(other, seed)[0] != changing for seed in remaining), "another order of sums would be found"
 
 
 @pytest.mark.parametrize("name", ["grouped", "window", "sink", "soft cap", "latent", LATENT_WINDOW])
@@ -195,20 +195,20 @@ def test_the_paged_kernel_gives_the_tokens_of_gathered_keys(name, monkeypatch):
 @pytest.mark.parametrize(("batch_invariant", "dtype"), [(False, torch.float64), (True, torch.float32)])
 def test_few_tokens_attend_to_latents_without_expanding_the_history(batch_invariant, dtype):
     model = build("latent", dtype, ffn_hidden_size=24, batch_invariant_mode=batch_invariant)
-    each = engine(model, pages=160, max_length=260, max_tokens=200, max_sequences=2)
+    item = engine(model, pages=160, max_length=260, max_tokens=200, max_sequences=2)
     expanded, outputs = [], {}
     hook = model.decoder.layers[0].self_attention.linear_kv_up_proj.register_forward_pre_hook(
         lambda _, inputs: expanded.append(len(inputs[0]))
     )
     document = [7 * place % VOCAB for place in range(165)]
-    each.generate([Request(prompt=document[:161], max_new_tokens=3)])
+    item.generate([Request(prompt=document[:161], max_new_tokens=3)])
     assert expanded[0] >= 161 and bool(expanded[1:]) == batch_invariant
     expanded.clear()
     # five more tokens after a cached prefix of 160, next to a new prompt
     requests = [Request(prompt=x, max_new_tokens=2, **ALL) for x in ([1] * 9, document)]
-    numbers = [each.add(request) for request in requests]
-    while each.has_work:
-        outputs |= {x.request: x.completion for x in each.step()}
+    numbers = [item.add(request) for request in requests]
+    while item.has_work:
+        outputs |= {x.request: x.completion for x in item.step()}
     assert batch_invariant or expanded == [9]
     hook.remove()
     for number, request in zip(numbers, requests):
@@ -230,11 +230,11 @@ def test_few_tokens_after_a_cached_prefix_read_pages_by_the_kernel(name, monkeyp
 
     monkeypatch.setattr(cached_layout, "_kernel_serves", lambda query: True)
     monkeypatch.setattr(cached_layout, "paged_attention", counted)
-    each = engine(model, pages=80, max_length=180, max_tokens=200, max_sequences=2)
+    item = engine(model, pages=80, max_length=180, max_tokens=200, max_sequences=2)
     document = [7 * place % VOCAB for place in range(165)]
-    each.generate([Request(prompt=document[:161], max_new_tokens=1)])
+    item.generate([Request(prompt=document[:161], max_new_tokens=1)])
     assert rows == []
-    new, finished = each.generate([Request(prompt=x, max_new_tokens=1, **ALL) for x in ([1] * 9, document)])
+    new, finished = item.generate([Request(prompt=x, max_new_tokens=1, **ALL) for x in ([1] * 9, document)])
     assert set(rows) == {5}
     for prompt, completion in (([1] * 9, new), (document, finished)):
         ids = torch.tensor([prompt])
@@ -267,12 +267,12 @@ def test_a_prompt_can_be_scored_without_generating():
 
 
 def test_a_cancelled_request_frees_its_pages():
-    each = engine(build("learned"))
-    numbers = [each.add(Request(prompt=[1] * 9)) for _ in range(5)]
-    each.step()
+    item = engine(build("learned"))
+    numbers = [item.add(Request(prompt=[1] * 9)) for _ in range(5)]
+    item.step()
     for number in (*numbers, 99):
-        each.cancel(number)
-    assert not each.has_work and each.pool.num_free == each.pool.num_usable
+        item.cancel(number)
+    assert not item.has_work and item.pool.num_free == item.pool.num_usable
 
 
 @pytest.mark.parametrize("free_memory", [False, True])
@@ -280,35 +280,35 @@ def test_a_discarded_cache_has_no_keys_of_former_weights(free_memory):
     model, other = build("grouped"), build("grouped", seed=8)
     requests = [Request(prompt=[*[1] * 11, n], max_new_tokens=3, sampling=Sampling(seed=n)) for n in range(3)]
     expected = [x.scores for x in engine(other).generate(requests)]
-    each = engine(model, max_tokens=2)
-    each.generate(requests)
-    numbers, finished = [each.add(request) for request in requests], {}
-    assert each.step() == [] and each.scheduler.running[0].num_cached == 10  # 8 by its prefix
+    item = engine(model, max_tokens=2)
+    item.generate(requests)
+    numbers, finished = [item.add(request) for request in requests], {}
+    assert item.step() == [] and item.scheduler.running[0].num_cached == 10  # 8 by its prefix
     model.load_state_dict(other.state_dict())
-    each.discard_cache(free_memory=free_memory)
-    assert each.pool.num_free == each.pool.num_usable and bool(each.runner.cache._tensors) != free_memory
-    while each.has_work:
-        finished |= {x.request: x.completion for x in each.step()}
+    item.discard_cache(free_memory=free_memory)
+    assert item.pool.num_free == item.pool.num_usable and bool(item.runner.cache._tensors) != free_memory
+    while item.has_work:
+        finished |= {x.request: x.completion for x in item.step()}
     assert [x.logprob for number in numbers for x in finished[number].scores] == pytest.approx(
         [x.logprob for scores in expected for x in scores], abs=1e-10
     )
 
 
 def test_an_equal_prompt_is_computed_once():
-    each = engine(build("learned"), max_tokens=16)
+    item = engine(build("learned"), max_tokens=16)
     counts = []
     for _ in range(2):
-        each.add(Request(prompt=[1] * 11, max_new_tokens=1))
-        counts.append(each.scheduler.plan()[0][1])
-        each.scheduler.computed(each.scheduler.running[0], counts[-1])
-        each.scheduler.append(each.scheduler.running[0], 1)
+        item.add(Request(prompt=[1] * 11, max_new_tokens=1))
+        counts.append(item.scheduler.plan()[0][1])
+        item.scheduler.computed(item.scheduler.running[0], counts[-1])
+        item.scheduler.append(item.scheduler.running[0], 1)
     assert counts == [11, 3]
 
 
 def test_pages_fill_what_the_limits_can_use():
-    each = Engine(build("latent"), Limits(max_length=16, max_sequences=3), page_size=4)
-    assert each.pool.num_usable == 3 * 4
-    assert each.runner.measure(5, 4) == 2 * (10 + 4) * 8  # the latent and the rope key of two layers
+    item = Engine(build("latent"), Limits(max_length=16, max_sequences=3), page_size=4)
+    assert item.pool.num_usable == 3 * 4
+    assert item.runner.measure(5, 4) == 2 * (10 + 4) * 8  # the latent and the rope key of two layers
 
 
 @pytest.mark.parametrize(("fields", "message"), [
@@ -353,19 +353,19 @@ def test_a_request_with_logits_that_are_not_finite_does_not_end_the_others(name,
                 for n, x in enumerate([*poisoned, *healthy])]  # fmt: skip
     rng = random.Random(name)
     for pages in (7, 40):
-        served, finished = engine(model, pages, max_tokens=rng.choice((2, 6, 40))), {}
-        numbers = {served.add(requests[index]): index for index in rng.sample(range(len(requests)), len(requests))}
-        while served.has_work:
-            for output in served.step():
+        service, finished = engine(model, pages, max_tokens=rng.choice((2, 6, 40))), {}
+        numbers = {service.add(requests[index]): index for index in rng.sample(range(len(requests)), len(requests))}
+        while service.has_work:
+            for output in service.step():
                 if output.completion.finish_reason:
                     assert numbers[output.request] not in finished
                     finished[numbers[output.request]] = output.completion
-        assert len(finished) == len(requests) and served.pool.num_free == served.pool.num_usable
+        assert len(finished) == len(requests) and service.pool.num_free == service.pool.num_usable
         for index, completion in finished.items():
             if index < len(poisoned):
                 assert (completion.finish_reason, completion.tokens) == ("failed", []), requests[index].prompt
             else:
                 assert completion.tokens == expected[index - len(poisoned)].tokens, requests[index].prompt
-        assert served.pool.match([bad, *shared, 1, 2]) == []
+        assert service.pool.match([bad, *shared, 1, 2]) == []
     with pytest.raises(UserError, match="logits are NaN or infinite"):
-        served.generate(requests)
+        service.generate(requests)

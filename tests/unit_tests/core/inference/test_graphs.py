@@ -101,7 +101,7 @@ def test_recorded_steps_equal_eager_ones_bit_for_bit(name, as_on_a_device):
         expected, _, _ = run(model, seed, None)
         results.append(run(model, seed, recorded))
         assert results[-1][0] == expected
-    shapes = {shape for _, each, _ in results for shape in each}
+    shapes = {shape for _, item, _ in results for shape in item}
     assert {(rows, outputs) for rows, outputs, *_ in shapes} >= {(1, 1), (2, 2), (4, 4), (64, 8)}
     assert {form.draws.is_random for *_, form in shapes} == {False, True}
     assert sum(preemptions for *_, preemptions in results)

@@ -78,7 +78,7 @@ def step(scheduler, rng):
     chunks = scheduler.plan()
     assert sum(count for _, count in chunks) <= scheduler.limits.max_tokens
     assert not scheduler.running or chunks, "no progress"
-    assert all(len(each.pages) * 4 >= each.num_cached + count for each, count in chunks)
+    assert all(len(item.pages) * 4 >= item.num_cached + count for item, count in chunks)
     for sequence, count in chunks:
         scheduler.computed(sequence, count)
         if sequence.num_cached == len(sequence.ids):

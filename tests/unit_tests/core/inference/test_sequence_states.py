@@ -89,8 +89,8 @@ def test_equal_beginnings_continue_from_a_snapshot(monkeypatch):
 
 def test_a_snapshot_that_was_replaced_is_not_used():
     model = build()
-    alone = engine(model, max_sequences=1)  # and two snapshots
-    check(model, alone, [*prompts(3, seed=3), list(range(9)), list(range(9, 18)), list(range(9))], count=5)
+    single = engine(model, max_sequences=1)  # and two snapshots
+    check(model, single, [*prompts(3, seed=3), list(range(9)), list(range(9, 18)), list(range(9))], count=5)
 
 
 def generated(rank, world_size, sizes):
@@ -125,12 +125,12 @@ def test_two_sequences_of_a_step_never_write_one_snapshot():
     first = pool.snapshot(b"a")
     pool.begin_step()
     pool.withdraw([b"a"])
-    again = pool.snapshot(b"a")
+    repeated = pool.snapshot(b"a")
     pool.replace(b"a")
-    assert pool.find(b"a") == again and pool.snapshot(b"b") != again
+    assert pool.find(b"a") == repeated and pool.snapshot(b"b") != repeated
     pool.begin_step()
     pool.replace(b"a")
-    assert pool.find(b"a") is None and pool.snapshot(b"c") == first == again
+    assert pool.find(b"a") is None and pool.snapshot(b"c") == first == repeated
 
 
 def test_equal_texts_in_progress_keep_their_snapshots_apart():

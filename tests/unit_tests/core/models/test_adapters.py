@@ -63,8 +63,8 @@ def test_output_and_gradients_equal_the_definition(dora, frozen_input):
         output = compute(x * 1.0)  # not a leaf, as inside of a model
         tensors = [*adapter.parameters(), *([] if frozen_input else [x])]
         results.append((output.detach(), *torch.autograd.grad(output.square().sum(), tensors)))
-    for ours, expected in zip(*results):
-        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    for native, expected in zip(*results):
+        torch.testing.assert_close(native, expected, rtol=1e-12, atol=1e-12)
 
 
 class LargeTensors(TorchDispatchMode):
@@ -76,9 +76,9 @@ class LargeTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        registered = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
         if isinstance(result, torch.Tensor) and result.numel() >= self.elements:
-            self.addresses += [result] if result.untyped_storage().data_ptr() not in known else []
+            self.addresses += [result] if result.untyped_storage().data_ptr() not in registered else []
         return result
 
 
@@ -116,8 +116,8 @@ def test_dropout_changes_the_input_of_the_adapter_only():
         x = inputs().requires_grad_()
         output = compute(x)
         results.append((output.detach(), *torch.autograd.grad(output.square().sum(), [*adapter.parameters(), x])))
-    for ours, expected in zip(*results):
-        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    for native, expected in zip(*results):
+        torch.testing.assert_close(native, expected, rtol=1e-12, atol=1e-12)
     linear.eval()
     torch.testing.assert_close(linear(inputs())[0], defined(linear, adapter, inputs()))
 

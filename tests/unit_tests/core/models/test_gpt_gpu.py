@@ -32,8 +32,8 @@ def batch():
 
 
 def test_initial_weights_have_the_same_bits_on_cpu_and_gpu():
-    for here, there in zip(make_model(on_cpu=True).parameters(), make_model().parameters()):
-        assert there.is_cuda and torch.equal(here, there.cpu())
+    for parameter, other in zip(make_model(on_cpu=True).parameters(), make_model().parameters()):
+        assert other.is_cuda and torch.equal(parameter, other.cpu())
 
 
 def test_dropout_masks_have_the_same_bits_on_cpu_and_gpu():

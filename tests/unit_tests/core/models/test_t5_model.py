@@ -284,9 +284,9 @@ def test_statistics_of_experts_name_the_stack():
     experts = layer_spec(get_backend("local"), experts=True).submodules.branches[-1]
 
     def with_experts(block):
-        branches = [getattr(each.submodules, "branches", each.submodules) for each in block.layer_specs]
+        branches = [getattr(item.submodules, "branches", item.submodules) for item in block.layer_specs]
         layers = [
-            replace(each, submodules=(*local[:-1], experts)) for each, local in zip(block.layer_specs, branches)
+            replace(item, submodules=(*local[:-1], experts)) for item, local in zip(block.layer_specs, branches)
         ]  # fmt: skip
         return replace(block, layer_specs=layers)
 

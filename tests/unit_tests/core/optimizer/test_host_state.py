@@ -130,7 +130,7 @@ def test_a_module_waits_for_its_update_only(lazy):
     ddp, optimizer = run = build(**OFFLOAD)
     reference = build()
     train(run, 2)
-    before = {name: each.clone() for name, each in ddp.state_dict().items()}
+    before = {name: item.clone() for name, item in ddp.state_dict().items()}
     train(reference, 3)
     train(run, 1, first=2)
     after = dict(reference[0].module.named_parameters())
@@ -303,7 +303,7 @@ def test_a_fraction_of_the_elements_is_offloaded(kind, fraction):
     train(plain, 3)
     train(offloaded, 3)
     assert same(plain, offloaded)
-    sizes = {name: each.weight.numel() for name, each in offloaded[1].storage.items()}
+    sizes = {name: item.weight.numel() for name, item in offloaded[1].storage.items()}
     stored = sum(sizes[name] for name in offloaded[1].host_state.names)
     assert stored <= fraction * sum(sizes.values()) and bool(stored) == (fraction > 0)
 
@@ -321,7 +321,7 @@ def test_slices_cover_every_element_once_in_order_and_fit_in_a_slot():
         for piece in pieces:
             assert covered.get(piece.name, 0) == piece.start and piece.start % 64 == 0
             covered[piece.name] = piece.stop
-    assert covered == {name: each.weight.numel() for name, each in state._storages.items()}
+    assert covered == {name: storage.weight.numel() for name, storage in state._storages.items()}
     assert NUM_SLOTS * len(state._slots[0]) == state.device_bytes
     assert any(len(pieces) > 1 for _, pieces in state._slices)
 
@@ -374,9 +374,9 @@ def test_skipped_steps_and_parameters_without_gradient_keep_their_state():
     net = network("fp32")  # no wrapper: gradients may be None
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, **OFFLOAD), [net], groups=SINGLE_PROCESS)
     net[0](torch.ones(2, 40)).sum().backward()
-    weights = {name: each.detach().clone() for name, each in net.named_parameters()}
+    weights = {name: item.detach().clone() for name, item in net.named_parameters()}
     optimizer.step()
-    changed = {name for name, each in net.named_parameters() if not torch.equal(each, weights[name])}
+    changed = {name for name, item in net.named_parameters() if not torch.equal(item, weights[name])}
     assert changed == {"0.weight", "0.bias"}
 
 

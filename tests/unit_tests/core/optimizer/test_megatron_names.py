@@ -55,11 +55,11 @@ def offload(model, optimizer):
                for value in part.optimizer.state.values()]  # fmt: skip
 
     def restore():
-        for each, copy, (weights, gradients) in zip(buffers, copies, sizes, strict=True):
-            each.param_data.untyped_storage().resize_(weights)
-            each.grad_data.untyped_storage().resize_(gradients)
-            each.param_data.copy_(copy)
-            each.grad_data.zero_()
+        for entry, copy, (weights, gradients) in zip(buffers, copies, sizes, strict=True):
+            entry.param_data.untyped_storage().resize_(weights)
+            entry.grad_data.untyped_storage().resize_(gradients)
+            entry.param_data.copy_(copy)
+            entry.grad_data.zero_()
         states = [value for part in optimizer.chained_optimizers for value in part.optimizer.state.values()]
         for value, (first, second) in zip(states, moments, strict=True):
             value["exp_avg"], value["exp_avg_sq"] = first, second

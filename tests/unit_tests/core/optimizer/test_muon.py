@@ -230,7 +230,7 @@ def train(model, config, steps=4):
         optimizer.zero_grad()
         ddp(random(5, 6, seed=step, dtype=next(model.parameters()).dtype)).square().sum().backward()
         ddp.finish_grad_sync()
-        gradients.append({name: each.main_grad.clone() for name, each in model.named_parameters()})
+        gradients.append({name: item.main_grad.clone() for name, item in model.named_parameters()})
         optimizer.step()
     return optimizer, gradients
 
@@ -255,17 +255,17 @@ VARIANTS = {
 def test_steps_equal_the_definition(name):
     model, start, config = network(), network(), settings(**VARIANTS[name])
     _, gradients = train(model, config)
-    weights = {key: each.detach().double() for key, each in start.named_parameters() if each.ndim == 2}
+    weights = {key: item.detach().double() for key, item in start.named_parameters() if item.ndim == 2}
     kinds = ("momentum", "second") if config.optimizer == "adaptive_muon" else ("momentum",)
-    moments = {key: [torch.zeros_like(each) for _ in kinds] for key, each in weights.items()}
+    moments = {key: [torch.zeros_like(item) for _ in kinds] for key, item in weights.items()}
     for gradient in gradients:
         for key in weights:
             state = dict(zip(kinds, moments[key]))
             weights[key], *moments[key] = muon_step(weights[key], gradient[key].double(), c=config, **state)
     # adamuon divides every element by its root mean square: elements near zero keep their absolute rounding error
     tolerance = 0.02 if "bf16" in name else 1e-4 if name == "adamuon" else 1e-5
-    for key, each in weights.items():
-        torch.testing.assert_close(model.get_parameter(key).double(), each, rtol=0, atol=tolerance)
+    for key, item in weights.items():
+        torch.testing.assert_close(model.get_parameter(key).double(), item, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -278,7 +278,7 @@ def test_equals_torch_muon_where_definitions_agree(nesterov):
         muon_fp32_matmul_prec="medium",
     )  # fmt: skip
     _, gradients = train(local, config)
-    matrices = {name: each for name, each in foreign.named_parameters() if each.ndim == 2}
+    matrices = {name: item for name, item in foreign.named_parameters() if item.ndim == 2}
     peer = torch.optim.Muon(matrices.values(), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov)
     for gradient in gradients:
         for name, param in matrices.items():

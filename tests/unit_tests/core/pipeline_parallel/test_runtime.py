@@ -100,7 +100,7 @@ def test_sums_may_start_with_the_last_micro_batch_of_each_chunk_only(split):
     run(zero_bubble(1, BATCHES, 2) if split else interleaved(1, 2, BATCHES, 2), chunks)
     for chunk in chunks:
         for name, _ in chunk.named_parameters():
-            assert [syncing for each, syncing in chunk.seen if each == name] == [False] * (BATCHES - 1) + [True]
+            assert [syncing for item, syncing in chunk.seen if item == name] == [False] * (BATCHES - 1) + [True]
 
 
 def test_outputs_are_let_go_before_their_backward():

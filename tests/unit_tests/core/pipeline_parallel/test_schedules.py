@@ -50,7 +50,7 @@ def test_whatever_the_loss_function_returns_comes_back_untouched():
 
 
 def gradient(batches, weights):
-    return sum(weight * each.sum(0, keepdim=True) for weight, each in zip(weights, batches, strict=True))
+    return sum(weight * item.sum(0, keepdim=True) for weight, item in zip(weights, batches, strict=True))
 
 
 @pytest.mark.parametrize("kind, weights", [
@@ -165,10 +165,10 @@ def test_other_data_than_losses_are_collected_without_a_backward_pass():
     model, batches = linear(), [torch.randn(2, 3) for _ in range(2)]
     results = run(model, batches, lambda output, non_loss_data: (non_loss_data, output), collect_non_loss_data=True)
     assert model.weight.grad is None
-    for (flag, output), each in zip(results, batches, strict=True):
-        assert flag is True and torch.equal(output, model(each))
+    for (flag, output), item in zip(results, batches, strict=True):
+        assert flag is True and torch.equal(output, model(item))
     results = run(model, batches, None, forward_only=True)  # no loss function: the outputs themselves
-    assert all(torch.equal(output, model(each)) for output, each in zip(results, batches, strict=True))
+    assert all(torch.equal(output, model(item)) for output, item in zip(results, batches, strict=True))
 
 
 def test_mistakes_are_named():

@@ -101,8 +101,8 @@ def test_statistics_of_every_layout_equal_their_definition(gloo_pool, sizes, opt
     for size in sizes.values():
         world_size *= size
     for actual in gloo_pool.run(statistics, world_size, sizes, temperature, options):
-        for each, requested in zip(actual, expected, strict=True):
-            torch.testing.assert_close(tuple(each), requested, atol=1e-10, rtol=0)
+        for item, requested in zip(actual, expected, strict=True):
+            torch.testing.assert_close(tuple(item), requested, atol=1e-10, rtol=0)
 
 
 def entropies(rank, world_size, logits):

@@ -109,13 +109,13 @@ def pipeline_ends(plan, stages, name=None):
             step = plan.ranks[rank][now.microbatch]
             together = [(item, action(item, stage)) for item in step.ranks]
             same = all(
-                other is not None and other.kind == now.kind and plan.ranks[each][other.microbatch] == step
-                for each, other in together
+                other is not None and other.kind == now.kind and plan.ranks[entry][other.microbatch] == step
+                for entry, other in together
             )
-            if same and all(is_ready(each, stage, other) for each, other in together):
-                for each, other in together:
-                    finished.add((each, stage, other))
-                    at[each, stage] += 1
+            if same and all(is_ready(entry, stage, other) for entry, other in together):
+                for entry, other in together:
+                    finished.add((entry, stage, other))
+                    at[entry, stage] += 1
                 progress = True
     return all(action(*place) is None for place in at)
 

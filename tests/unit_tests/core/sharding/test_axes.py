@@ -200,7 +200,7 @@ def changed_by_a_resume(rank, world, sizes, options, folder):
                 optimizer.step()
                 if step == STEPS - 1:
                     save(tensors_of(ddp, optimizer, groups), f"{folder}/{kind}")
-            runs.append({name: each.local.clone() for name, each in tensors_of(ddp, optimizer, groups).items()})
+            runs.append({name: item.local.clone() for name, item in tensors_of(ddp, optimizer, groups).items()})
         straight, resumed = runs
         assert straight.keys() == resumed.keys()
         changed = [name for name, tensor in straight.items() if not torch.equal(tensor, resumed[name])]

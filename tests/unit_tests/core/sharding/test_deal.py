@@ -41,8 +41,8 @@ CASES = {
 def make(kind, groups):
     results = []
     for name, (shape, mesh, stored) in CASES[kind].items():
-        placed = {} if groups is SINGLE_PROCESS else {"mesh": mesh, "stored": stored, "ndim": 2}
-        param = parameter(shape, init=Normal(1.0), groups=groups, **placed)
+        located = {} if groups is SINGLE_PROCESS else {"mesh": mesh, "stored": stored, "ndim": 2}
+        param = parameter(shape, init=Normal(1.0), groups=groups, **located)
         fill_parameter(param, param.spec, name, 1, groups)
         results.append(param)
     return results
@@ -75,8 +75,8 @@ def is_right(rank, world_size, kind, sharing):
 
     def compute(full, specs):
         nonlocal count
-        count += sum(len(each) if spec.is_expert else 1 for each, spec in zip(full, specs))
-        return [with_numbers(each, spec) for each, spec in zip(full, specs)]
+        count += sum(len(entry) if spec.is_expert else 1 for entry, spec in zip(full, specs))
+        return [with_numbers(entry, spec) for entry, spec in zip(full, specs)]
 
     values = [item.values.detach() for item in shards]
     results = deal.give_back(compute(deal.collect(values), deal.owned_specs), values)

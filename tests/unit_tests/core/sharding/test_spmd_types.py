@@ -61,7 +61,7 @@ def check(rank, world_size, model, ranks, sequence_parallel):
             return spmd.get_axis_local_type((losses * mask).sum(), group.handle)
 
     result = run().value
-    replicated = [name for name, each in gpt.named_parameters() if spmd_rules.declared_type(each, group) is not spmd.V]
+    replicated = [name for name, item in gpt.named_parameters() if spmd_rules.declared_type(item, group) is not spmd.V]
     undetected = []
     for name in replicated:
         try:

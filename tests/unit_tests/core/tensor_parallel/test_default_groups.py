@@ -106,7 +106,7 @@ def run_operator(case, memory=torch.clone):
     expected = output_of(rank)
     assert out.shape == expected.shape, (case, out.shape)
     out.backward(memory(weight(rank, out.shape)))
-    gradient = gradient_of(rank, lambda each: weight(each, output_of(each).shape))
+    gradient = gradient_of(rank, lambda item: weight(item, output_of(item).shape))
     assert torch.equal(x.detach(), on(rank, shape=shape)), f"{case} overwrote its input"
     return max((out - expected).abs().max().item(), (x.grad - gradient).abs().max().item())
 
@@ -118,7 +118,7 @@ def uneven_gather():
     out = tensor_parallel.gather_from_sequence_parallel_region(x, output_split_sizes=UNEVEN)
     (out * weight(rank, out.shape)).sum().backward()
     full = torch.cat([values(index, UNEVEN[index], WIDTH) for index in range(2)])
-    gradient = total(lambda each: weight(each, full.shape)).split(UNEVEN)[rank]
+    gradient = total(lambda item: weight(item, full.shape)).split(UNEVEN)[rank]
     return max((out - full).abs().max().item(), (x.grad - gradient).abs().max().item())
 
 

@@ -111,9 +111,9 @@ def _across_ranks(rank, world_size, traits, deferred):
     x, weight, bias, grad = (torch.randn(*shape, generator=generator, dtype=DOUBLE) for shape in
                              [(4, 2, 3), (8, 3), (8,), (4, 2, 8)])  # fmt: skip
     mine = slice(rank * 8 // world_size, (rank + 1) * 8 // world_size)
-    here = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
+    local = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
     weight, bias = torch.nn.Parameter(weight[mine].clone()), torch.nn.Parameter(bias[mine].clone())
-    x = (x[here] if traits.gather_input else x).clone().requires_grad_()
+    x = (x[local] if traits.gather_input else x).clone().requires_grad_()
     store = WeightGradientStore() if deferred else None
     output = parallel_linear(x, weight, bias, traits, store)
     output.backward(grad[..., mine])

@@ -273,7 +273,7 @@ def two_passes(flags):
         output.float().square().sum().backward()
         peak = torch.cuda.max_memory_allocated() - before
         result[f"pass {number}: output"] = output.detach()
-        result |= {f"pass {number}: {name}": each.grad for name, each in reversed([*model.decoder.named_parameters()])}
+        result |= {f"pass {number}: {name}": item.grad for name, item in reversed([*model.decoder.named_parameters()])}
         result[f"pass {number}: hidden"] = hidden.grad
         del output
     return result, peak

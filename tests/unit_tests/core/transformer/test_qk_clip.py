@@ -138,8 +138,8 @@ def test_rows_are_scaled_on_the_device_gpu(kind):
     factors = torch.where(torch.arange(6000) % 7 == 0, 0.37, 1.0).cuda()
     storage, expected = (stored(kind, values.cpu()) for _ in range(2))
     for part in ("weight", "kept"):
-        if (here := getattr(storage, part)) is not None:
-            setattr(storage, part, here.cuda())
+        if (local := getattr(storage, part)) is not None:
+            setattr(storage, part, local.cuda())
     scale_rows(storage, factors, 96, 100)
     scale_rows(expected, factors.cpu(), 96, 100)
     for part in ("weight", "kept"):

@@ -57,7 +57,7 @@ def experts():
             part = tensor if layer is None else tensor[layer]
             if "experts.experts" in name:
                 full = full.replace("experts.experts", "experts")
-                named |= {f"{full}{expert}": each.clone() for expert, each in enumerate(part)}
+                named |= {f"{full}{expert}": item.clone() for expert, item in enumerate(part)}
             else:
                 named[full] = part.clone()
     return named

@@ -58,7 +58,7 @@ def expect(loaded, rows=VOCABULARY, optimizer=True):
     kinds = {"model": WEIGHTS}
     if optimizer:
         kinds |= {"optimizer.exp_avg": MOMENTS, "optimizer.exp_avg_sq": SQUARES}
-    wanted = {f"{kind}.{name}": ours(name, each, rows) for kind, model in kinds.items() for name, each in model.items()}
+    wanted = {f"{kind}.{name}": ours(name, item, rows) for kind, model in kinds.items() for name, item in model.items()}
     assert loaded.tensors.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert loaded.tensors[name].shape == tuple(tensor.shape), name
@@ -103,7 +103,7 @@ def write_torch_dist(folder):
     tensors = {}
     states = {"": WEIGHTS, "optimizer.state.exp_avg.": MOMENTS, "optimizer.state.exp_avg_sq.": SQUARES}
     for prefix, model in states.items():
-        tensors |= {prefix + name: each for name, each in model.items() if not name.startswith("decoder.layers.")}
+        tensors |= {prefix + name: item for name, item in model.items() if not name.startswith("decoder.layers.")}
         for name in LAYER:
             layers = torch.stack([model[f"decoder.layers.{i}.{name}"] for i in range(LAYERS)])
             tensors[f"{prefix}decoder.layers.{FUSED.get(name, name)}"] = layers
@@ -142,9 +142,9 @@ def test_what_is_written_reads_back_and_stacks_layers(written, tmp_path):
         data = (tmp_path / "iter_0000007" / place.relative_path).read_bytes()[place.offset :][: place.length]
         assert torch.load(io.BytesIO(data)) == [None]
     groups = torch.load(tmp_path / "iter_0000007/common.pt", weights_only=False)["optimizer"]["param_groups"]
-    each = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "lr": 0.1,
+    item = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "lr": 0.1,
             "max_lr": 0.1, "min_lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "step": 7}  # fmt: skip
-    assert groups == [{**each, "wd_mult": mult, "weight_decay": 0.0} for mult in (1.0, 0.0)]
+    assert groups == [{**item, "wd_mult": mult, "weight_decay": 0.0} for mult in (1.0, 0.0)]
     stored = metadata.state_dict_metadata
     plain = {name: torch.empty(entry.size) for name, entry in stored.items() if hasattr(entry, "size")}
     dcp.load(plain, checkpoint_id=tmp_path / "iter_0000007", no_dist=True)
@@ -189,8 +189,8 @@ def test_a_loss_scale_that_moves_comes_over(flags, kept):
     scaler = {"scale": 8.0, "growth_tracker": LazyTensor.of(torch.tensor([3])), "hysteresis_tracker": 2}
     state = {"args": Record("Namespace", (), {}), "optimizer": [{"grad_scaler": scaler}]}
     objects = checkpoint_objects(state, flags, True)
-    wanted = {"scale": 8.0, "growth_tracker": 3, "hysteresis_tracker": 2} if kept else {}
-    assert objects["optimizer"] == {"step": 0, "grad_scaler": wanted}
+    expected = {"scale": 8.0, "growth_tracker": 3, "hysteresis_tracker": 2} if kept else {}
+    assert objects["optimizer"] == {"step": 0, "grad_scaler": expected}
     assert objects["iteration"] == objects["train_state"]["iteration"] == 0
 
 

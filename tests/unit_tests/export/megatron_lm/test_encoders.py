@@ -84,12 +84,12 @@ def expect(kind, loaded):
     """Assert that every tensor has the local shape, without vocabulary padding, and that moments match the weights."""
     for prefix, seed in (("model.", 0), ("optimizer.exp_avg.", 1), ("optimizer.exp_avg_sq.", 2)):
         for name, tensor in weights_of(kind, seed).items():
-            found = loaded.tensors.pop(prefix + name).read()
+            result = loaded.tensors.pop(prefix + name).read()
             if "word_embeddings" in name or "output_layer" in name:
                 tensor = tensor[:VOCABULARY]
             elif "linear_qkv" in name or "linear_kv" in name:  # of each head, one after the other
                 tensor = tensor.reshape(HEADS, -1, *tensor.shape[1:])
-            assert torch.equal(found, tensor), prefix + name
+            assert torch.equal(result, tensor), prefix + name
     assert not loaded.tensors
     assert loaded.settings["model_family"] == kind.split()[0] and loaded.settings["vocab_size"] == VOCABULARY
     if kind == "bert":
@@ -216,9 +216,9 @@ def test_torch_dist_is_the_whole_model_and_is_written_as_it_was(kind, tmp_path):
     with open(tmp_path / "ours" / "iter_0000007" / ".metadata", "rb") as file:
         stored = pickle.load(file).state_dict_metadata
     assert {name for name, entry in stored.items() if hasattr(entry, "size")} == tensors.keys()
-    found = {name: torch.empty(stored[name].size) for name in tensors}
-    dcp.load(found, checkpoint_id=tmp_path / "ours" / "iter_0000007", no_dist=True)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    result = {name: torch.empty(stored[name].size) for name in tensors}
+    dcp.load(result, checkpoint_id=tmp_path / "ours" / "iter_0000007", no_dist=True)
+    assert all(torch.equal(result[name], tensor) for name, tensor in tensors.items())
     modules = {name.partition("._extra_state")[0] for name in stored if "_extra_state" in name}
     assert ("decoder.layers.cross_attention.linear_kv" in modules) == ("t5" in kind)
     assert "encoder.layers.self_attention.core_attention" in modules
@@ -242,10 +242,10 @@ def test_a_model_of_flags_is_what_an_encoder_of_theirs_holds(tmp_path):
         " --untie-embeddings-and-output-weights"
     )):  # fmt: skip
         write_torch_dist(tmp_path / kind, kind)
-        ours = random_model(f"{sizes} --seq-length 24 {flags}".split(), VOCABULARY, model_family=kind.split()[0])
+        native = random_model(f"{sizes} --seq-length 24 {flags}".split(), VOCABULARY, model_family=kind.split()[0])
         loaded = load_megatron_torch_dist(tmp_path / kind)
         shapes = {name: tensor.shape for name, tensor in loaded.tensors.items() if name.startswith("model.")}
-        assert shapes == {name: tensor.shape for name, tensor in ours.tensors.items()}
+        assert shapes == {name: tensor.shape for name, tensor in native.tensors.items()}
 
 
 def test_an_encoder_without_a_layer_is_refused(tmp_path, monkeypatch):

@@ -66,16 +66,16 @@ def ours(name, tensor):
 
 
 def expect(loaded):
-    found = {name: tensor.read() for name, tensor in loaded.tensors.items()}
+    result = {name: tensor.read() for name, tensor in loaded.tensors.items()}
     for seed, prefix in enumerate(STATES.values()):
         for name, tensor in values(seed).items():
-            here = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
-            here = here.replace("experts.experts", "experts")
-            stem, stacked, rest = here.partition("decoder.layers.")
+            local = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+            local = local.replace("experts.experts", "experts")
+            stem, stacked, rest = local.partition("decoder.layers.")
             for layer in range(LAYERS) if stacked else (None,):
-                key = f"{prefix}.{here}" if layer is None else f"{prefix}.{stacked}{layer}.{rest}"
-                assert torch.equal(found.pop(key), ours(name, tensor if layer is None else tensor[layer])), key
-    assert not found
+                key = f"{prefix}.{local}" if layer is None else f"{prefix}.{stacked}{layer}.{rest}"
+                assert torch.equal(result.pop(key), ours(name, tensor if layer is None else tensor[layer])), key
+    assert not result
     assert loaded.settings["num_moe_experts"] == EXPERTS and loaded.objects["optimizer"]["step"] == 7
 
 
@@ -89,9 +89,9 @@ def test_states_of_experts_are_read_and_written_back(prefix_of, tmp_path):
     with open(tmp_path / "ours" / "iter_0000007" / ".metadata", "rb") as file:
         stored = pickle.load(file).state_dict_metadata
     stored = {name: entry for name, entry in stored.items() if hasattr(entry, "size")}
-    wanted = {(f"optimizer.state.{kind}." if kind else "") + name: each
-              for seed, kind in enumerate(STATES) for name, each in values(seed).items()}  # fmt: skip
-    assert stored.keys() == wanted.keys()
-    found = {name: torch.empty(entry.size) for name, entry in stored.items()}
-    dcp.load(found, checkpoint_id=tmp_path / "ours" / "iter_0000007", no_dist=True)
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    expected = {(f"optimizer.state.{kind}." if kind else "") + name: value
+              for seed, kind in enumerate(STATES) for name, value in values(seed).items()}  # fmt: skip
+    assert stored.keys() == expected.keys()
+    result = {name: torch.empty(entry.size) for name, entry in stored.items()}
+    dcp.load(result, checkpoint_id=tmp_path / "ours" / "iter_0000007", no_dist=True)
+    assert all(torch.equal(result[name], tensor) for name, tensor in expected.items())

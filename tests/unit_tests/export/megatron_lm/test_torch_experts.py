@@ -66,14 +66,14 @@ def shard(name, tensor, rank, tp):
 
 def names_of(stage, pp, ep_rank, ep, naming):
     """Return name in the file -> (global name, expert or None), in the order of a model's parameters."""
-    each, own = LAYERS // pp, EXPERTS // ep
+    item, custom = LAYERS // pp, EXPERTS // ep
     names = {"embedding.word_embeddings.weight": ("embedding.word_embeddings.weight", None)} if stage == 0 else {}
-    for local in range(each):
-        layer = f"decoder.layers.{stage * each + local}"
+    for local in range(item):
+        layer = f"decoder.layers.{stage * item + local}"
         names |= {f"decoder.layers.{local}.{name}": (f"{layer}.{name}", None) for name in LAYER}
-        for number in range(own):
+        for number in range(custom):
             for module in EXPERT:
-                place = f"{layer}.mlp.experts.{module}.weight", ep_rank * own + number
+                place = f"{layer}.mlp.experts.{module}.weight", ep_rank * custom + number
                 names[f"decoder.layers.{local}.{naming(module, number)}"] = place
     if stage == pp - 1:
         names |= {name: (name, None) for name in ("decoder.final_layernorm.weight", "output_layer.weight")}
@@ -138,9 +138,9 @@ def ours(name, tensor):
 
 def expect(loaded):
     kinds = {"model": WEIGHTS, "optimizer.exp_avg": MOMENTS, "optimizer.exp_avg_sq": SQUARES}
-    wanted = {f"{kind}.{name}": ours(name, each) for kind, model in kinds.items() for name, each in model.items()}
-    assert loaded.tensors.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+    expected = {f"{kind}.{name}": ours(name, item) for kind, model in kinds.items() for name, item in model.items()}
+    assert loaded.tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert torch.equal(loaded.tensors[name].read(), tensor), name
     counters = loaded.objects["train_state"]
     assert loaded.objects["iteration"] == counters["iteration"] == ITERATION
@@ -225,11 +225,11 @@ def test_a_schedule_that_is_read_is_the_plan_of_the_same_flags(changes, annealin
     """Megatron-LM's scheduler stores samples, except for the annealing length, which is in the arguments."""
     settings = flags(**changes)
     plan = schedule_plan(SimpleNamespace(**settings))
-    theirs = {name: getattr(plan, name) for name in (
+    foreign = {name: getattr(plan, name) for name in (
         "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "start_wd", "end_wd",
         "wd_incr_steps", "wd_incr_style",
     )}  # fmt: skip
-    state = {"args": Record("Namespace", (), {}), "iteration": 7, "opt_param_scheduler": {**theirs, "num_steps": 42}}
-    found = checkpoint_objects(state, settings, False)["scheduler"]
-    assert found.pop("num_steps") == 42 and found["wsd_decay_steps"] == annealing
-    assert SchedulePlan(**found) == plan
+    state = {"args": Record("Namespace", (), {}), "iteration": 7, "opt_param_scheduler": {**foreign, "num_steps": 42}}
+    result = checkpoint_objects(state, settings, False)["scheduler"]
+    assert result.pop("num_steps") == 42 and result["wsd_decay_steps"] == annealing
+    assert SchedulePlan(**result) == plan

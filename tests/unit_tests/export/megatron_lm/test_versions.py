@@ -42,23 +42,23 @@ def rewritten(written, target, change):
     directory.mkdir(parents=True)
     with open(source / ".metadata", "rb") as file:
         metadata = pickle.load(file)
-    whole = {name: torch.empty(entry.size) for name, entry in metadata.state_dict_metadata.items()}
-    dcp.load(whole, checkpoint_id=source, no_dist=True)
+    full = {name: torch.empty(entry.size) for name, entry in metadata.state_dict_metadata.items()}
+    dcp.load(full, checkpoint_id=source, no_dist=True)
     common = torch.load(source / "common.pt", weights_only=False)
-    pieces = {name: {(0,) * tensor.ndim: tensor} for name, tensor in whole.items()}
+    pieces = {name: {(0,) * tensor.ndim: tensor} for name, tensor in full.items()}
     metadata = Metadata({}, None, {})
     change(pieces, common, metadata)
     with open(directory / "__0_0.distcp", "wb") as file:
-        for name, held in pieces.items():
+        for name, piece in pieces.items():
             chunks = []
-            for offsets, value in held.items():
+            for offsets, value in piece.items():
                 start = file.tell()
                 torch.save(value, file)
                 index = MetadataIndex(name, None if offsets is None else torch.Size(offsets))
                 metadata.storage_data[index] = _StorageInfo("__0_0.distcp", start, file.tell() - start)
                 chunks.append((offsets, value))
             metadata.state_dict_metadata[name] = BytesStorageMetadata()
-            if None not in held:
+            if None not in piece:
                 size = torch.Size(max(o[dim] + v.shape[dim] for o, v in chunks) for dim in range(chunks[0][1].ndim))
                 listed = [ChunkStorageMetadata(torch.Size(offsets), value.shape) for offsets, value in chunks]
                 metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(), size, listed)
@@ -78,16 +78,16 @@ def flat_pieces(name, tensor, tp=2):
         counts[tensor.ndim - 2 + dim] = 2 * tp if "linear_fc1" in name else tp
     if "decoder.layers" in name:
         counts[0] = LAYERS
-    found = {}
+    result = {}
     for index in itertools.product(*map(range, counts)):
         local = tensor
         for axis, (i, count) in enumerate(zip(index, counts)):
             local = local.chunk(count, axis)[i]
         flat, cut = local.flatten(), local.numel() // 3
         leading = (1,) * tensor.ndim
-        found[(*index, 0)] = flat[:cut].reshape(*leading, -1).clone()
-        found[(*index, cut)] = flat[cut:].reshape(*leading, -1).clone()
-    return found
+        result[(*index, 0)] = flat[:cut].reshape(*leading, -1).clone()
+        result[(*index, cut)] = flat[cut:].reshape(*leading, -1).clone()
+    return result
 
 
 def test_states_of_fully_sharded_model_space_are_the_whole_ones(written, tmp_path):

@@ -60,9 +60,9 @@ def values(interchange):
 @pytest.mark.parametrize("loader", formats.SAVERS)
 def test_every_pair_of_formats_keeps_every_bit(folders, tmp_path, loader, saver):
     converted(folders / loader, tmp_path / "out", saver, "--loader", loader)
-    kind, found = formats.open_checkpoint(str(tmp_path / "out"), "auto")
+    kind, actual = formats.open_checkpoint(str(tmp_path / "out"), "auto")
     assert kind == saver
-    assert values(found) == values(load_hf(folders / "hf"))
+    assert values(actual) == values(load_hf(folders / "hf"))
 
 
 def test_a_model_with_experts_keeps_every_bit_and_gets_the_counters_that_others_lack(tmp_path):
@@ -75,8 +75,8 @@ def test_a_model_with_experts_keeps_every_bit_and_gets_the_counters_that_others_
     counter = "model.decoder.layers.1.mlp.router.last_choices"
     for saver in ("megatron_torch_dist", "native", "safetensors", "native"):
         folder = converted(folder, folder / saver, saver)
-        found = formats.open_checkpoint(folder, saver)[1]
-        read = {name: tensor.read() for name, tensor in found.tensors.items()}
+        result = formats.open_checkpoint(folder, saver)[1]
+        read = {name: tensor.read() for name, tensor in result.tensors.items()}
         assert all(torch.equal(read[name], tensor.read()) for name, tensor in model.tensors.items())
         assert (counter in read) == (saver != "megatron_torch_dist")
     half = formats.open_checkpoint(converted(folder, tmp_path / "half", "native", "--dtype", "bf16"), "native")[1]
@@ -129,8 +129,8 @@ def test_a_tokenizer_goes_along_and_settings_name_the_place_where_it_will_be(fol
     assert args["tokenizer_model"] == str(native / "release" / "tokenizer")
     assert (native / "release" / "tokenizer" / "tokenizer.json").read_text() == "{}"
     assert (native / "release" / "tokenizer" / template).read_text() == "T"
-    again = converted(native, tmp_path / "again", "hf")
-    assert (again / "tokenizer.json").read_text() == "{}" and (again / template).read_text() == "T"
+    repeated = converted(native, tmp_path / "again", "hf")
+    assert (repeated / "tokenizer.json").read_text() == "{}" and (repeated / template).read_text() == "T"
 
 
 def test_a_setting_names_the_file_of_the_tokenizer_that_goes_along(tmp_path):
@@ -174,15 +174,15 @@ def test_training_state_goes_along_and_is_left_out_where_asked(folders, tmp_path
     with Target(tmp_path / "state") as target:
         convert.completed(model, [], "hf", "model")
         convert.write(model, "native", target, 0, 10**9, allow_non_finite=False)
-    found = load_native(tmp_path / "state" / "iter_0000003")
-    assert found.objects["train_state"] == state and found.tensors.keys() == model.tensors.keys()
+    result = load_native(tmp_path / "state" / "iter_0000003")
+    assert result.objects["train_state"] == state and result.tensors.keys() == model.tensors.keys()
     weights = converted(tmp_path / "state", tmp_path / "weights", "native", "--no-optimizer")
     assert not any(name.startswith("optimizer.") for name in CheckpointReader(weights / "release").names)
     model.objects = {"iteration": 0, "more": 1}
     with Target(tmp_path / "untrained") as target:
         convert.write(model, "native", target, 0, 10**9, allow_non_finite=False)
-    again = CheckpointReader(converted(tmp_path / "untrained", tmp_path / "again", "native") / "release")
-    assert "more" not in again.objects and not any(name.startswith("optimizer.") for name in again.names)
+    repeated = CheckpointReader(converted(tmp_path / "untrained", tmp_path / "again", "native") / "release")
+    assert "more" not in repeated.objects and not any(name.startswith("optimizer.") for name in repeated.names)
     del model.tensors["optimizer.exp_avg.output_layer.weight"]
     with pytest.raises(UserError, match=r"optimizer\.exp_avg\.output_layer\.weight is missing, expected \[64, 32\]"):
         convert.completed(model, [], "hf", "model")
@@ -196,10 +196,10 @@ def plain(folders, tmp_path):
     """Writes the weights, changed by a function of their table, as safetensors without settings."""
 
     def write(change=lambda tensors: None):
-        found = load_native(folders / "native" / "release")
-        change(found.tensors)
+        result = load_native(folders / "native" / "release")
+        change(result.tensors)
         with Target(tmp_path / "plain") as target:
-            save_safetensors(found, target)
+            save_safetensors(result, target)
             target.publish()
         (tmp_path / "plain" / "settings.json").unlink()
         return tmp_path / "plain"
@@ -380,8 +380,8 @@ def test_another_conversion_to_the_same_place_starts_anew(warm_python, folders, 
     assert run_python(warm_python, KILLED, 9, "--saver", "native", *flags).returncode == -9
     assert convert.main(["--saver", "native", "--dtype", "fp32", *flags]) == 0
     assert "were complete already" not in capsys.readouterr().err
-    found = load_native(tmp_path / "out" / "release")
-    assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float32}
+    result = load_native(tmp_path / "out" / "release")
+    assert {tensor.dtype for tensor in result.tensors.values()} == {torch.float32}
 
 
 def test_a_source_that_has_changed_is_converted_anew(folders, tmp_path, monkeypatch, capsys):
@@ -403,9 +403,9 @@ def test_a_source_that_has_changed_is_converted_anew(folders, tmp_path, monkeypa
         save_safetensors(Interchange(changed.settings, tensors), target)
         target.publish()
     capsys.readouterr()
-    found = load_safetensors(converted(tmp_path / "in", tmp_path / "out", "safetensors", *flags))
+    result = load_safetensors(converted(tmp_path / "in", tmp_path / "out", "safetensors", *flags))
     assert "were complete already" not in capsys.readouterr().err
-    assert all(found.tensors[name].read().equal(tensor.read()) for name, tensor in tensors.items())
+    assert all(result.tensors[name].read().equal(tensor.read()) for name, tensor in tensors.items())
 
 
 def test_no_space_is_one_message_and_no_target(warm_python, folders, tmp_path):

@@ -64,15 +64,15 @@ def test_a_small_limit_makes_staging_and_writing_alternate(tmp_path, monkeypatch
     monkeypatch.setattr(staging, "ALIGNMENT", 16)
     tensors = [torch.randn(size) for size in (1, 50, 7, 600, 64, 3, 16, 16, 16, 300)]
     tensors.append(torch.arange(65, dtype=torch.uint8))  # a last block of one byte
-    expected = [[bytes(block) for block in writer.host_blocks(each)] for each in tensors]
+    expected = [[bytes(block) for block in writer.host_blocks(tensor)] for tensor in tensors]
     both = staging.Staging(3 * 256, "cpu")
     for _ in range(2):
-        found = []
+        actual = []
 
-        def write(found=found):
-            for each in tensors:
+        def write(actual=actual):
+            for tensor in tensors:
                 time.sleep(0.002)
-                found.append([bytes(block) for block in both.blocks(each.to("meta"))])
+                actual.append([bytes(block) for block in both.blocks(tensor.to("meta"))])
             both.end()
             both.trim()
 
@@ -81,7 +81,7 @@ def test_a_small_limit_makes_staging_and_writing_alternate(tmp_path, monkeypatch
         both.stage(iter(tensors))
         assert both._slabs_left == 0
         thread.join(20)
-        assert found == expected and both._slabs_left == 3
+        assert actual == expected and both._slabs_left == 3
 
 
 class LateStream:
@@ -136,24 +136,24 @@ def test_copies_of_a_gpu_are_complete_before_training_goes_on(monkeypatch, slabs
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: LateStream.current)
     weights = [torch.full((size,), float(size)) for size in (16, 40, 7, 100, 1)]
-    expected = [(each + 1).tolist() for each in weights]
-    both, found = staging.Staging(slabs * 256, "cuda"), []
+    expected = [(weight + 1).tolist() for weight in weights]
+    both, actual = staging.Staging(slabs * 256, "cuda"), []
 
     def write():
-        for each in weights:
-            found.append(torch.cat([torch.frombuffer(bytearray(block), dtype=torch.float32)
-                                    for block in both.blocks(each.to("meta"))]).tolist())  # fmt: skip
+        for weight in weights:
+            actual.append(torch.cat([torch.frombuffer(bytearray(block), dtype=torch.float32)
+                                    for block in both.blocks(weight.to("meta"))]).tolist())  # fmt: skip
         both.end()
 
     writer_thread = threading.Thread(target=write)
     writer_thread.start()
-    training.queue += [lambda each=each: each.add_(1) for each in weights]
+    training.queue += [lambda weight=weight: weight.add_(1) for weight in weights]
     with LateCopies():
         both.stage(iter(weights))
-    for each in weights:
-        each.zero_()
+    for weight in weights:
+        weight.zero_()
     writer_thread.join(20)
-    assert found == expected and training.done == len(training.queue)
+    assert actual == expected and training.done == len(training.queue)
 
 
 def test_a_failing_writer_lets_staging_end(monkeypatch):
@@ -302,30 +302,30 @@ def test_copies_off_a_gpu_hold_the_moment_of_the_save(tmp_path, gb, monkeypatch)
     run.train(3)
     gate.set()
     assert run.checkpointer.finish_save(wait=True).saved
-    ours, theirs = contents(tmp_path / "behind/iter_0000002"), contents(tmp_path / "plain/iter_0000002")
-    assert ours[1] == theirs[1] and {k: v for k, v in ours[0].items() if k[:4] != "rng."} == {
-        k: v for k, v in theirs[0].items() if k[:4] != "rng."
+    native, foreign = contents(tmp_path / "behind/iter_0000002"), contents(tmp_path / "plain/iter_0000002")
+    assert native[1] == foreign[1] and {k: v for k, v in native[0].items() if k[:4] != "rng."} == {
+        k: v for k, v in foreign[0].items() if k[:4] != "rng."
     }
 
 
 def saves_of_different_speed(rank, world):
     """Seconds after which each rank hears of the end of a save, and the bytes that it hears of."""
     world_group = parallel_state.initialize_model_parallel().world
-    behind = BackgroundWriter(world_group, "cpu", None, 60.0)
+    previous = BackgroundWriter(world_group, "cpu", None, 60.0)
     began = time.perf_counter()
 
     def work(group, blocks, fault):
         time.sleep(0.8 if rank == 1 else 0.0)
         return 7
 
-    behind.start(writer.WritePlan([], {}), work, lambda phase: None, "a save")
-    while not behind.has_finished(wait=False):
+    previous.start(writer.WritePlan([], {}), work, lambda phase: None, "a save")
+    while not previous.has_finished(wait=False):
         time.sleep(0.01)
-    seconds, found = time.perf_counter() - began, (behind.busy, behind.take()[0])
-    behind.close()
-    return seconds, found
+    seconds, actual = time.perf_counter() - began, (previous.busy, previous.take()[0])
+    previous.close()
+    return seconds, actual
 
 
 def test_a_save_has_ended_when_the_slowest_rank_has_written(gloo_pool):
-    for seconds, found in gloo_pool.run(saves_of_different_speed, 2):
-        assert seconds > 0.75 and found == (False, 7)
+    for seconds, actual in gloo_pool.run(saves_of_different_speed, 2):
+        assert seconds > 0.75 and actual == (False, 7)

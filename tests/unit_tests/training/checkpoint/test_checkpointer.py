@@ -113,8 +113,8 @@ def test_any_number_of_ranks_continues(gloo_pool, tmp_path):
     second = gloo_pool.run(ranks_train, 2, tmp_path, 2, 2)
     files = {p.name for p in (tmp_path / "iter_0000004").glob("model*")}
     assert files == {"model_00000.safetensors", "model_00001.safetensors"}, "the ranks share the writing"
-    [alone] = gloo_pool.run(ranks_train, 1, tmp_path, 4, 0)
-    assert alone == second[0]
+    [separate] = gloo_pool.run(ranks_train, 1, tmp_path, 4, 0)
+    assert separate == second[0]
 
 
 def ranks_draw(rank, world, folder, seed, save):
@@ -247,12 +247,12 @@ def test_a_changed_schedule_is_refused_or_overridden(two):
 
 def test_architecture_can_come_from_the_checkpoint(two):
     assert load_checkpoint_args(two)["hidden_size"] == 8
-    given = {"num_layers": None, "hidden_size": None, "num_attention_heads": 4, "swiglu": True, "lr": 3.0}
-    taken = apply_checkpoint_args(settings(two, use_checkpoint_args=True, **given))
-    model = taken.model
+    inputs = {"num_layers": None, "hidden_size": None, "num_attention_heads": 4, "swiglu": True, "lr": 3.0}
+    chosen = apply_checkpoint_args(settings(two, use_checkpoint_args=True, **inputs))
+    model = chosen.model
     assert (model.num_layers, model.hidden_size, model.swiglu) == (2, 8, False)
-    assert (model.num_attention_heads, taken.optimizer.lr) == (4, 3.0), "sizes that are given stay, training flags too"
-    unchanged = settings(two, **given)
+    assert (model.num_attention_heads, chosen.optimizer.lr) == (4, 3.0), "sizes that are given stay, training flags too"
+    unchanged = settings(two, **inputs)
     assert apply_checkpoint_args(unchanged) is unchanged
     with pytest.raises(CheckpointError, match="--use-checkpoint-args"):
         apply_checkpoint_args(settings(use_checkpoint_args=True, load=None))
@@ -267,8 +267,8 @@ def test_a_missing_checkpoint_is_refused_where_something_of_it_is_needed(tmp_pat
 
 
 def test_the_first_run_of_a_command_line_that_resumes_has_its_own_settings(tmp_path):
-    asked = settings(use_checkpoint_args=True, load=str(tmp_path / "none"))
-    assert apply_checkpoint_args(asked) is asked
+    requested = settings(use_checkpoint_args=True, load=str(tmp_path / "none"))
+    assert apply_checkpoint_args(requested) is requested
 
 
 def test_the_gelu_of_the_checkpoint_is_taken_unless_another_is_named(two):
@@ -281,15 +281,15 @@ def test_the_gelu_of_the_checkpoint_is_taken_unless_another_is_named(two):
 
 def test_a_tokenizer_of_the_command_line_stays(two):
     Run(settings(two, tokenizer_type="NullTokenizer", vocab_size=99)).save()
-    for kind, explicit, kept in (
+    for kind, explicit, retained in (
         ("BertWordPieceCase", set(), ("NullTokenizer", 99)),
         ("BertWordPieceCase", {"vocab_file"}, ("BertWordPieceCase", 7)),
         ("NullTokenizer", {"tokenizer_type"}, ("NullTokenizer", 99)),
         ("NullTokenizer", {"tokenizer_type", "vocab_size"}, ("NullTokenizer", 7)),
     ):  # fmt: skip
         asked = settings(two, use_checkpoint_args=True, tokenizer_type=kind, vocab_size=7, explicit=frozenset(explicit))
-        taken = apply_checkpoint_args(asked)
-        assert (taken.tokenizer.tokenizer_type, taken.tokenizer.vocab_size) == kept
+        selected = apply_checkpoint_args(asked)
+        assert (selected.tokenizer.tokenizer_type, selected.tokenizer.vocab_size) == retained
 
 
 def test_settings_come_from_the_step_that_is_asked_for(tmp_path):
@@ -298,11 +298,11 @@ def test_settings_come_from_the_step_that_is_asked_for(tmp_path):
     later.load()
     assert later.train(1).save()
     for step, dropout in ((1, 0.1), (2, 0.3), (None, 0.3)):
-        asked = settings(tmp_path, use_checkpoint_args=True, attention_dropout=0.5, ckpt_step=step)
-        assert apply_checkpoint_args(asked).model.attention_dropout == dropout
+        requested = settings(tmp_path, use_checkpoint_args=True, attention_dropout=0.5, ckpt_step=step)
+        assert apply_checkpoint_args(requested).model.attention_dropout == dropout
     empty = {"load": str(tmp_path / "none"), "pretrained_checkpoint": str(tmp_path)}
-    asked = settings(use_checkpoint_args=True, attention_dropout=0.5, **empty)
-    assert apply_checkpoint_args(asked).model.attention_dropout == 0.3
+    requested = settings(use_checkpoint_args=True, attention_dropout=0.5, **empty)
+    assert apply_checkpoint_args(requested).model.attention_dropout == 0.3
 
 
 def test_experts_of_an_upcycled_model_are_not_taken_from_the_dense_one(two):
@@ -419,6 +419,6 @@ def test_a_forgotten_flag_that_orders_the_samples_is_refused(tmp_path):
 
 
 def test_what_is_compared_with_a_checkpoint_exists():
-    known = {field.name for field in dataclasses.fields(FlatConfig)}
-    assert {*checkpoint_args.DATA_STREAM, *checkpoint_args.NUMBERS, *checkpoint_args.FORGOTTEN} <= known
-    assert set(checkpoint_args.CONVERTED) <= known
+    registered = {field.name for field in dataclasses.fields(FlatConfig)}
+    assert {*checkpoint_args.DATA_STREAM, *checkpoint_args.NUMBERS, *checkpoint_args.FORGOTTEN} <= registered
+    assert set(checkpoint_args.CONVERTED) <= registered

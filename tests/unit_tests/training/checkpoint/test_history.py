@@ -79,8 +79,8 @@ def test_starting_over_loses_nothing(two, caplog):
         assert name.name == ".lock" or (two / "set-aside-001" / name).read_bytes() == content
     assert saved_iterations(two) == [1] and (two / TRACKER).read_text() == "1"
     assert Run(settings(two)).load().iteration == 1
-    again = Run(settings(save=str(two), start_over=True)).train(2)
-    assert again.save() and saved_iterations(two) == [2]
+    repeated = Run(settings(save=str(two), start_over=True)).train(2)
+    assert repeated.save() and saved_iterations(two) == [2]
     assert saved_iterations(two / "set-aside-002") == [1]
 
 

@@ -17,12 +17,12 @@ from tests.test_utils.power_loss import PowerLoss
 
 def iterations(folder):
     """Return the iterations of the visible checkpoints; assert that each is complete."""
-    found = saved_iterations(folder)
-    for iteration in found:
+    result = saved_iterations(folder)
+    for iteration in result:
         reader = CheckpointReader(folder / f"iter_{iteration:07d}")
         reader.verify()
         assert reader.objects["iteration"] == iteration
-    return found
+    return result
 
 
 def complete(folder, promise=None):
@@ -30,11 +30,11 @@ def complete(folder, promise=None):
     if not folder.is_dir():
         assert promise is None, "the folder itself is gone"
         return
-    found = find_checkpoint(folder, repair=True)
+    result = find_checkpoint(folder, repair=True)
     iterations(folder)
     if (folder / TRACKER).exists():
-        assert read_tracker(folder) == found.iteration, "what the tracker names is there"
-    assert promise is None or (found.iteration >= promise and (folder / TRACKER).exists())
+        assert read_tracker(folder) == result.iteration, "what the tracker names is there"
+    assert promise is None or (result.iteration >= promise and (folder / TRACKER).exists())
 
 
 @pytest.fixture
@@ -91,9 +91,9 @@ def test_a_checkpoint_of_the_fast_folder_is_found_by_its_run(tmp_path, watch):
     def check(folder, promise):
         complete(folder / "slow")
         complete(folder / "fast")
-        here = settings(folder / "slow", non_persistent_global_ckpt_dir=str(folder / "fast"))
-        found = find_resumable(here.checkpoint, repair=True)
-        assert promise is None or found.iteration >= promise
+        local = settings(folder / "slow", non_persistent_global_ckpt_dir=str(folder / "fast"))
+        result = find_resumable(local.checkpoint, repair=True)
+        assert promise is None or result.iteration >= promise
 
     with watch(check) as power:
         run = Run(cfg).train(1)
@@ -113,17 +113,17 @@ def test_checkpoints_that_are_set_aside_are_not_lost(tmp_path, watch, changes):
 
     def check(folder, promise):
         places = [folder / "slow", *(folder / "slow").glob("set-aside-*")]
-        assert {1, 2, 3} <= {each for place in places for each in iterations(place)}
+        assert {1, 2, 3} <= {iteration for place in places for iteration in iterations(place)}
         if promise is not None:
             complete(folder / "slow", promise)
             assert saved_iterations(folder / "slow")[0] == promise, "no checkpoint of the history that was left"
 
     with watch(check) as power:
-        again = Run(settings(tmp_path / "slow", **changes))
-        again.load()
-        again.train(1)
-        assert again.save()
-        power.promise = again.state.iteration
+        repeated = Run(settings(tmp_path / "slow", **changes))
+        repeated.load()
+        repeated.train(1)
+        assert repeated.save()
+        power.promise = repeated.state.iteration
     assert power.num_states > 20
 
 
@@ -158,16 +158,16 @@ def ranks_save(rank, world, folder):
 
 def test_files_of_all_ranks_are_durable_before_the_first_rank_publishes_them(gloo_pool, tmp_path):
     ranks = gloo_pool.run(ranks_save, 3, tmp_path)
-    calls = sorted((each for calls in ranks for each in calls), key=lambda call: call[3])
-    [(_, _, published, end_of_rename)] = [each for each in calls if each[1] == f"{tmp_path}/iter_0000001"]
-    [(_, _, moved, end_of_move)] = [each for each in calls if each[:2] == ("replace", f"{tmp_path}/{TRACKER}")]
+    calls = sorted((item for calls in ranks for item in calls), key=lambda call: call[3])
+    [(_, _, published, end_of_rename)] = [item for item in calls if item[1] == f"{tmp_path}/iter_0000001"]
+    [(_, _, moved, end_of_move)] = [item for item in calls if item[:2] == ("replace", f"{tmp_path}/{TRACKER}")]
     synced = {Path(path).name: end for name, path, _, end in calls if name == "fsync"}
     files = {path.name for path in (tmp_path / "iter_0000001").iterdir()}
     assert len(files) > 6 and all(synced[name] < published for name in files), "files, before the rename"
-    for rank, own in enumerate(ranks):
-        last = max(end for name, path, _, end in own if path.endswith(f"_{rank:05d}.safetensors"))
+    for rank, local in enumerate(ranks):
+        last = max(end for name, path, _, end in local if path.endswith(f"_{rank:05d}.safetensors"))
         assert any(name == "fsync" and ".iter_0000001.tmp-" in Path(path).name and last <= begin < published
-                   for name, path, begin, _ in own), "their names"  # fmt: skip
+                   for name, path, begin, _ in local), "their names"  # fmt: skip
     parent = [(begin, end) for name, path, begin, end in ranks[0] if path == str(tmp_path)]
     assert any(end_of_rename <= begin and end <= moved for begin, end in parent), "the new name, before the tracker"
     assert any(end_of_move <= begin for begin, _ in parent), "the tracker's"

@@ -101,22 +101,22 @@ def test_counters_that_count_nothing_are_refused(two, forged, change):
 def test_settings_of_the_wrong_type_are_refused_before_they_are_used(two, forged):
     path, content = forged
     stored = content["objects"]["args"]
-    wanted = settings(two, use_checkpoint_args=True, num_layers=None, hidden_size=None)
+    expected = settings(two, use_checkpoint_args=True, num_layers=None, hidden_size=None)
     names = "num_layers hidden_size swiglu normalization rotary_base window_attn_skip_freq vocab_file"
     for name in names.split():
         for value in VALUES:
             rewritten(path, {**content, "objects": {**content["objects"], "args": {**stored, name: value}}})
             try:
-                taken = getattr(apply_checkpoint_args(wanted).flat, name)
+                selected = getattr(apply_checkpoint_args(expected).flat, name)
             except CheckpointError as error:
                 assert f"{name} is" in str(error)
             else:
-                assert not isinstance(taken, dict)
-                assert name != "num_layers" or type(taken) in (int, type(None))
-                assert name != "swiglu" or type(taken) is bool
+                assert not isinstance(selected, dict)
+                assert name != "num_layers" or type(selected) in (int, type(None))
+                assert name != "swiglu" or type(selected) is bool
     rewritten(path, {**content, "objects": {**content["objects"], "args": 5}})
     with pytest.raises(CheckpointError, match=r"metadata\.json: args is not a table"):
-        apply_checkpoint_args(wanted)
+        apply_checkpoint_args(expected)
 
 
 def test_nesting_without_end_is_refused(two):

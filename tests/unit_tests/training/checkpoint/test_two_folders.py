@@ -48,20 +48,20 @@ def run(tmp_path):
 def test_the_fast_folder_keeps_one_and_the_newest_of_both_is_loaded(run, tmp_path, snapshots):
     assert saved_iterations(tmp_path / "slow") == [3, 1] and saved_iterations(tmp_path / "fast") == [4]
     run.checkpointer.close()
-    again = start(both(tmp_path))
-    assert again.state.iteration == 4 and again.bits() == snapshots[4]
-    again.train(1).save()
+    repeated = start(both(tmp_path))
+    assert repeated.state.iteration == 4 and repeated.bits() == snapshots[4]
+    repeated.train(1).save()
     assert saved_iterations(tmp_path / "slow") == [5, 3, 1], "what was there is of the same history"
     assert saved_iterations(tmp_path / "fast") == [4] and not list(tmp_path.glob("*/set-aside*"))
-    again.checkpointer.close()
+    repeated.checkpointer.close()
     assert start(both(tmp_path)).state.iteration == 5
 
 
 def test_the_fast_folder_is_below_save_else_below_load():
     cfg = settings()
     assert fast_folder(cfg.checkpoint) is None
-    for given, base in (({"save": "a"}, "a"), ({"save": "a", "load": "b"}, "a"), ({"load": "b"}, "b")):
-        assert fast_folder(cfg.with_settings(**given).checkpoint) == f"{base}/non_persistent"
+    for inputs, base in (({"save": "a"}, "a"), ({"save": "a", "load": "b"}, "a"), ({"load": "b"}, "b")):
+        assert fast_folder(cfg.with_settings(**inputs).checkpoint) == f"{base}/non_persistent"
 
 
 def test_a_load_restores_a_checkpoint_whose_replacement_was_interrupted(run, tmp_path):
@@ -78,8 +78,8 @@ def test_it_is_loaded_without_the_interval_too_and_under_save_by_default(tmp_pat
     save_fast(run.train(3))
     assert saved_iterations(tmp_path / "non_persistent") == [3]
     assert start(settings(tmp_path, save=None)).state.iteration == 3
-    given = apply_checkpoint_args(settings(tmp_path, use_checkpoint_args=True, hidden_size=None))
-    assert given.model.hidden_size == 8
+    inputs = apply_checkpoint_args(settings(tmp_path, use_checkpoint_args=True, hidden_size=None))
+    assert inputs.model.hidden_size == 8
     with pytest.raises(CheckpointError, match="holds checkpoints up to iteration 3"):
         check_save_folder(settings(tmp_path, load=None))
 
@@ -87,9 +87,9 @@ def test_it_is_loaded_without_the_interval_too_and_under_save_by_default(tmp_pat
 def test_a_step_is_found_in_either_and_sets_newer_ones_of_both_aside(run, tmp_path):
     run.checkpointer.close()
     assert start(both(tmp_path, save=None, ckpt_step=4)).state.iteration == 4
-    again = start(both(tmp_path, ckpt_step=1))
-    assert again.state.iteration == 1
-    again.train(1).save()
+    repeated = start(both(tmp_path, ckpt_step=1))
+    assert repeated.state.iteration == 1
+    repeated.train(1).save()
     assert saved_iterations(tmp_path / "slow") == [2, 1] and saved_iterations(tmp_path / "fast") == []
     assert saved_iterations(tmp_path / "slow/set-aside-001") == [3]
     assert saved_iterations(tmp_path / "fast/set-aside-001") == [4]
@@ -118,9 +118,9 @@ def test_the_fast_folder_of_another_run_is_refused_and_never_loaded(run, tmp_pat
     with pytest.raises(CheckpointError, match="fast: holds checkpoints that do not belong to --save .*--start-over"):
         check_save_folder(both(tmp_path))
     assert Run(both(tmp_path, save=None)).load() is None
-    again = start(both(tmp_path, load=None, start_over=True))
-    assert again.state.iteration == 0
-    save_fast(again.train(1))
+    repeated = start(both(tmp_path, load=None, start_over=True))
+    assert repeated.state.iteration == 0
+    save_fast(repeated.train(1))
     assert saved_iterations(tmp_path / "fast") == [1] and saved_iterations(tmp_path / "fast/set-aside-001") == [4]
 
 

@@ -17,9 +17,9 @@ def errors(kind, rate=10, rank=0, first=1, seed=1234, count=2000):
 
 
 def test_one_in_so_many_iterations_has_an_error():
-    found = errors("persistent_error")
-    assert 150 < len(found) < 250 and errors("persistent_error", rate=1, count=50) == set(range(1, 50))
-    assert found != errors("persistent_error", rank=1) and found != errors("persistent_error", seed=1)
+    result = errors("persistent_error")
+    assert 150 < len(result) < 250 and errors("persistent_error", rate=1, count=50) == set(range(1, 50))
+    assert result != errors("persistent_error", rank=1) and result != errors("persistent_error", seed=1)
 
 
 def test_persistent_errors_return_after_a_restart_and_transient_ones_do_not():
@@ -32,8 +32,8 @@ def test_persistent_errors_return_after_a_restart_and_transient_ones_do_not():
 def test_an_error_is_a_nan_sum_and_keeps_the_count(kind):
     settings = SimpleNamespace(error_injection_rate=1, error_injection_type=kind)
     losses = {"lm loss": torch.tensor([6.0, 3.0]), "aux": torch.tensor([1.0, 2.0])}
-    found = ErrorInjection(settings, 1, 0, 1)(losses, 1)
-    assert all(pair[0].isnan() and pair[1] == losses[name][1] for name, pair in found.items())
+    result = ErrorInjection(settings, 1, 0, 1)(losses, 1)
+    assert all(pair[0].isnan() and pair[1] == losses[name][1] for name, pair in result.items())
     assert losses["lm loss"].tolist() == [6.0, 3.0]
 
 

@@ -121,8 +121,8 @@ def steady_state(rank, world_size, argv):
 )
 def test_a_step_that_logs_nothing_reads_nothing(gloo_pool, layout, extra):
     one = row("dp2").reference if layout == "plain" else row(layout)
-    for found in gloo_pool.run(steady_state, one.world_size, [*one.argv, *FLAGS[2:], *extra]):
-        assert set(found) == set()
+    for actual in gloo_pool.run(steady_state, one.world_size, [*one.argv, *FLAGS[2:], *extra]):
+        assert set(actual) == set()
 
 
 @pytest.mark.gpu
@@ -209,8 +209,8 @@ def train_into_a_nan(rank, world_size, folder, place, log_interval, name="dp2"):
 
 @pytest.mark.parametrize(("place", "log_interval"), [("loss", 100), ("gradient", 3), ("gradient", 1)])
 def test_nothing_after_a_nan_is_learned_saved_or_logged(gloo_pool, tmp_path, place, log_interval):
-    [found] = gloo_pool.run(train_into_a_nan, 1, str(tmp_path), place, log_interval)
-    message, iterations, same, moved, files, last = found
+    [actual] = gloo_pool.run(train_into_a_nan, 1, str(tmp_path), place, log_interval)
+    message, iterations, same, moved, files, last = actual
     words = {"loss": "lm loss is nan. The weights", "gradient": "the gradient norm is not finite though the loss is"}
     assert "iteration 3 (samples from 16 on)" in message and words[place] in message
     assert iterations == [1, 2] and same and moved

@@ -56,8 +56,8 @@ def held(index, name, stage=0, shape=(4, 4)):
 def test_every_branch_of_a_layer_is_wanted_once():
     first, last = [held(0, "self_attention"), held(0, "mlp")], [held(1, "self_attention"), held(1, "mlp", 1)]
     assert not list(find_problems([*first, *last], 2, 64, TWO_LAYERS))
-    found = find_problems([*first, last[0]], 2, 64, TWO_LAYERS)
-    assert "the feed-forward branch of layer 2 is on no rank" in list(found)
+    result = find_problems([*first, last[0]], 2, 64, TWO_LAYERS)
+    assert "the feed-forward branch of layer 2 is on no rank" in list(result)
     assert "the attention branch of layer 2 is on no rank" in list(find_problems([*first, last[1]], 2, 64, TWO_LAYERS))
     doubled = "; ".join(find_problems([*first, *last, held(1, "self_attention", 1)], 2, 64, TWO_LAYERS))
     assert doubled == "decoder.layers.1.self_attention.weight on stages 0 and 1, without being tied"
@@ -71,8 +71,8 @@ def test_every_branch_of_a_layer_is_wanted_once():
 def test_what_the_settings_do_not_make_is_named():
     pieces = [held(0, "self_attention"), held(0, "mlp", shape=(4, 2)), held(1, "self_attention"), held(1, "mlp"),
               held(1, "adapter")]  # fmt: skip
-    found = list(find_problems(pieces, 2, None, TWO_LAYERS))
-    assert found == [
+    result = list(find_problems(pieces, 2, None, TWO_LAYERS))
+    assert result == [
         "decoder.layers.0.mlp.weight has the shape (4, 2), the settings make (4, 4)",
         "the settings make no decoder.layers.1.adapter.weight",
     ]
@@ -281,9 +281,9 @@ def test_an_undeclared_parameter_is_refused_where_ranks_split_sequences(gloo_poo
 def test_a_parameter_declared_as_in_megatron_lm_trains_as_on_one_rank(gloo_pool):
     """Each rank's gradient is a sum over its own positions: without the declaration copies drift at the first step."""
     layout = row("tp2-sp")
-    alone = gloo_pool.run(train_with_a_norm_of_ones_own, 1, [*layout.reference.argv, *THREE_STEPS], True)[0]
+    single = gloo_pool.run(train_with_a_norm_of_ones_own, 1, [*layout.reference.argv, *THREE_STEPS], True)[0]
     ranks = gloo_pool.run(train_with_a_norm_of_ones_own, 2, [*layout.argv, *THREE_STEPS], True)
-    assert ranks[0] == ranks[1] and ranks[0] == pytest.approx(alone, abs=1e-6) and ranks[0] != [1.0] * len(alone)
+    assert ranks[0] == ranks[1] and ranks[0] == pytest.approx(single, abs=1e-6) and ranks[0] != [1.0] * len(single)
 
 
 def test_replicas_are_compared_in_the_first_steps_without_being_asked(gloo_pool):

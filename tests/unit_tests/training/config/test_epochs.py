@@ -60,8 +60,8 @@ def test_a_ramp_of_batch_sizes_and_settings_files_use_the_same_samples(tmp_path)
     cfg = resolved(f"{flags} --global-batch-size 4 --rampup-batch-size 2 2 8")
     assert (cfg.training.train_samples, cfg.training.train_iters) == (31, 4 + 5)  # 8 samples in steps of 2, 23 of 4
     write_settings(cfg.flat, str(tmp_path))
-    again = validate_args(parse_args(["--yaml-cfg", str(tmp_path / "settings.yaml")]), 1, announce=False)
-    assert again.training == cfg.training
+    repeated = validate_args(parse_args(["--yaml-cfg", str(tmp_path / "settings.yaml")]), 1, announce=False)
+    assert repeated.training == cfg.training
 
 
 def test_documents_of_different_lengths_give_the_samples_of_each(tmp_path):

@@ -19,7 +19,7 @@ from tests.unit_tests.training.config.test_resolve import TINY, resolved
 
 def test_every_group_is_frozen():
     cfg = resolved()
-    groups = {each.name: getattr(cfg, each.name) for each in fields(cfg)}
+    groups = {item.name: getattr(cfg, item.name) for item in fields(cfg)}
     frozen = {name: group for name, group in groups.items() if isinstance(group, FlagGroup)}
     assert {"flat", "model", "optimizer", "training", "data", "checkpoint"} <= frozen.keys()
     for group in (*frozen.values(), *cfg.family_groups.values()):

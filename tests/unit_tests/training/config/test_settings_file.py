@@ -31,8 +31,8 @@ def test_settings_are_equal_after_a_round_trip(row, tmp_path):
     except ConfigError:
         pytest.skip("a run that is rejected")
     write_settings(cfg, str(tmp_path / "run"))
-    again = resolved(["--yaml-cfg", str(tmp_path / "run" / "settings.yaml")], family, row.ranks)
-    read = again.values()
+    repeated = resolved(["--yaml-cfg", str(tmp_path / "run" / "settings.yaml")], family, row.ranks)
+    read = repeated.values()
     unequal = {name: (value, read[name]) for name, value in cfg.values().items() if value != read[name]}
     assert unequal.keys() <= {"yaml_cfg", "explicit", "model", "extra"}, unequal
 

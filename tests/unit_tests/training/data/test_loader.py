@@ -123,9 +123,9 @@ def test_a_batch_of_tensors_of_all_widths_travels_as_one(pinned):
         "loss_mask": torch.randn(3, 3), "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32),
     }  # fmt: skip
     flat = FlatBatch(batch)
-    found = (flat.pin_memory() if pinned else flat).tensors()
-    assert found.keys() == batch.keys() and all(x.is_pinned() == pinned for x in found.values() if x.numel())
-    assert all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in batch.items())
+    result = (flat.pin_memory() if pinned else flat).tensors()
+    assert result.keys() == batch.keys() and all(x.is_pinned() == pinned for x in result.values() if x.numel())
+    assert all(torch.equal(result[name], x) and result[name].dtype == x.dtype for name, x in batch.items())
 
 
 def test_samples_are_laid_end_to_end_and_the_row_is_filled_up():
@@ -188,7 +188,7 @@ def test_workers_do_not_free_objects_of_the_process_that_started_them(tmp_path):
         gc.collect()
     finally:
         gc.enable()
-    assert [each.name for each in tmp_path.iterdir()] == [str(os.getpid())]
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 def test_a_loader_without_workers_leaves_frozen_objects_frozen():
@@ -201,32 +201,32 @@ def test_a_loader_without_workers_leaves_frozen_objects_frozen():
 
 def counted_reader(stop=100, ahead=True):
     """A reader of micro-batches 0, 1, ... ``stop``, after which reading fails; and the numbers that were read."""
-    seen = []
+    observed = []
 
     def batches():
         for number in range(stop):
-            seen.append(number)
+            observed.append(number)
             yield {"number": number}
         raise UserError("no more data")
 
-    return BatchReader(batches(), lambda batch: [batch["number"], 1], reads_ahead=ahead), seen
+    return BatchReader(batches(), lambda batch: [batch["number"], 1], reads_ahead=ahead), observed
 
 
 def test_a_global_batch_is_read_and_counted_while_the_one_before_is_used():
-    reader, seen = counted_reader()
-    taken, counts = reader.take(3, 2)
-    assert seen == [0, 1, 2] and counts.tolist() == [3, 3]
+    reader, observed = counted_reader()
+    selected, counts = reader.take(3, 2)
+    assert observed == [0, 1, 2] and counts.tolist() == [3, 3]
     for number, ahead in ((0, 3), (1, 4), (2, 4)):
-        assert next(taken)["number"] == number and seen[-1] == ahead  # no more than the next two
-    taken, counts = reader.take(2, 4)
-    assert seen[-1] == 4 and counts.tolist() == [7, 2]
-    assert [batch["number"] for batch in taken] == [3, 4] and seen[-1] == 6
-    assert [batch["number"] for batch in reader.take(4, 0)[0]] == [5, 6, 7, 8] and seen[-1] == 8
+        assert next(selected)["number"] == number and observed[-1] == ahead  # no more than the next two
+    selected, counts = reader.take(2, 4)
+    assert observed[-1] == 4 and counts.tolist() == [7, 2]
+    assert [batch["number"] for batch in selected] == [3, 4] and observed[-1] == 6
+    assert [batch["number"] for batch in reader.take(4, 0)[0]] == [5, 6, 7, 8] and observed[-1] == 8
 
 
 def test_iterators_of_other_programs_are_read_when_their_batches_are_used():
-    reader, seen = counted_reader(ahead=False)
-    assert [batch["number"] for batch in reader.take(2, 2)[0]] == [0, 1] == seen
+    reader, observed = counted_reader(ahead=False)
+    assert [batch["number"] for batch in reader.take(2, 2)[0]] == [0, 1] == observed
 
 
 def test_errors_of_batches_that_nothing_needs_yet_wait():

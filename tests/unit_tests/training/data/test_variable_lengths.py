@@ -42,7 +42,7 @@ def shares(count, limit, num_workers=0, aligned=0):
     for rank in range(count):
         batches = EvalSampler(FullBatch(), 5, len(LENGTHS))  # the last batch has two samples
         ranks.append(list(planned_loader(Samples(), batches, settings(count, limit, aligned), rank, num_workers)))
-    return [list(each) for each in zip(*ranks)]
+    return [list(item) for item in zip(*ranks)]
 
 
 def build_rows(rank, count):
@@ -57,13 +57,13 @@ def build_rows(rank, count):
 def test_ranks_hold_every_token_of_a_batch_once(count, limit, aligned):
     batches = shares(count, limit, aligned=aligned)
     assert len(batches) == 3
-    seen = Counter()
+    observed = Counter()
     for share in batches:
         counted = 0.0
-        for rank, each in enumerate(share):
+        for rank, item in enumerate(share):
             rows = build_rows(rank, count)
-            counted += float(rows.count(each))
-            split = rows.split(each)
+            counted += float(rows.count(item))
+            split = rows.split(item)
             assert not aligned or len(split) % aligned == 0
             for row in split:
                 local, layout = rows.local(row)
@@ -72,13 +72,13 @@ def test_ranks_hold_every_token_of_a_batch_once(count, limit, aligned):
                 sample = local["sample_index"][used]
                 assert (local["tokens"][used] == 100 * sample + local["position_ids"][used]).all()
                 assert layout.padding == int((row["sample_index"] < 0).sum())
-                seen.update(local["tokens"][used].tolist())
+                observed.update(local["tokens"][used].tolist())
                 bounds = row["documents"].cu_seqlens_q
                 assert bounds[0] == 0 and bounds[-1] == row["tokens"].shape[1]
                 assert row["loss_mask"][0, row["tokens"].shape[1] - layout.padding :].sum() == 0
-        indices = {int(i) for each in share for i in each["sample_index"] if i >= 0}
+        indices = {int(i) for item in share for i in item["sample_index"] if i >= 0}
         assert counted == sum(float(Samples()[i]["loss_mask"].sum()) for i in indices)
-    assert seen == Counter(int(token) for i in range(len(LENGTHS)) for token in Samples()[i]["tokens"])
+    assert observed == Counter(int(token) for i in range(len(LENGTHS)) for token in Samples()[i]["tokens"])
 
 
 def test_worker_processes_give_the_same_shares():
@@ -89,11 +89,11 @@ def test_worker_processes_give_the_same_shares():
 
 
 def test_figures_describe_the_full_batch_on_every_rank():
-    first, *others = shares(4, 8)[0]
+    first, *remaining = shares(4, 8)[0]
     imbalance, tokens, squares, *sizes = first["plan"].tolist()
     assert (tokens, squares) == (sum(LENGTHS[:5]), sum(length**2 for length in LENGTHS[:5]))
     assert sizes[2] >= 1 and imbalance >= 0
-    assert all(torch.equal(first["plan"], each["plan"]) for each in others)
+    assert all(torch.equal(first["plan"], other["plan"]) for other in remaining)
 
 
 def test_a_data_set_without_lengths_is_named():

@@ -70,7 +70,7 @@ def test_memory_lines_come_from_one_data_parallel_replica(simulated_run):
 
 def test_a_profile_on_a_cpu_is_torchs(simulated_run, tmp_path):
     hooks = build_hooks(config(profile=True, save=str(tmp_path)), simulated_run().info(), Timers())
-    (hook,) = (each for each in hooks if each.only_for == "--profile")
+    (hook,) = (item for item in hooks if item.only_for == "--profile")
     assert isinstance(hook, ProfilerHook) and hook.directory == tmp_path / "torch_profile"
 
 

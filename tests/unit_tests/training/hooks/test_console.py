@@ -83,8 +83,8 @@ PARSERS = {
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_typical_parsers_find_their_fields(name):
-    found = re.search(PARSERS[name], line_of())
-    assert found and all(found.groups())
+    result = re.search(PARSERS[name], line_of())
+    assert result and all(result.groups())
 
 
 def test_a_parser_that_splits_at_bars_gets_every_field():
@@ -103,20 +103,20 @@ def documented_expression():
 
 def test_the_documented_expression_matches_every_form_of_the_line():
     expression = documented_expression()
-    found = expression.match(GOLDEN)
-    assert found["loss_scale"] == "1.0" and found["params_norm"] == "1.234" and found["skipped_samples"] is None
+    result = expression.match(GOLDEN)
+    assert result["loss_scale"] == "1.0" and result["params_norm"] == "1.234" and result["skipped_samples"] is None
     bare = line_of(grad_norm=None, num_zeros=None, params_norm=None, losses={}, with_tflops=False)
     assert expression.match(bare)["losses"] == ""
     losses = {"lm loss": float("nan"), "load balancing loss": 1.0}
     odd = line_of(skipped_samples=8, losses=losses, grad_norm=float("inf"), loss_scale=65536.0, with_tflops=False)
-    found = expression.match(odd)
-    assert found["losses"] == " lm loss: NAN | load balancing loss: 1.000000E+00 |" and found["grad_norm"] == "inf"
+    result = expression.match(odd)
+    assert result["losses"] == " lm loss: NAN | load balancing loss: 1.000000E+00 |" and result["grad_norm"] == "inf"
 
 
 def test_evaluation_lines_are_framed_by_dashes():
-    rule, line, again = evaluated(VALID, **{"lm loss": 2.0})
+    rule, line, repeated = evaluated(VALID, **{"lm loss": 2.0})
     assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
-    assert rule == again == "-" * (len(line) + 1)
+    assert rule == repeated == "-" * (len(line) + 1)
 
 
 def test_a_sample_is_one_line_without_control_characters():
@@ -209,7 +209,7 @@ def test_a_full_disk_under_standard_output_warns_once(monkeypatch, caplog, capsy
     record = logging.LogRecord("x", logging.INFO, "", 0, "line", None, None)
     for _ in range(3):
         handler.emit(record)
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [item.getMessage() for item in caplog.records] == [
         "cannot write the log to standard output: [Errno 28] No space left on device"
     ]
 
@@ -227,5 +227,5 @@ def test_memory_is_reported_once_or_at_its_interval(monkeypatch, capsys):
         hook.on_start(RunInfo(state=TrainState(), train_iters=9))
         for iteration in range(5, 10):
             hook.on_step(TrainState(iteration=iteration), None)
-        found = re.findall(r"\[Rank 0\] \(after (\d+) iterations\) memory \(MB\)", capsys.readouterr().out)
-        assert [int(number) for number in found] == expected
+        actual = re.findall(r"\[Rank 0\] \(after (\d+) iterations\) memory \(MB\)", capsys.readouterr().out)
+        assert [int(number) for number in actual] == expected

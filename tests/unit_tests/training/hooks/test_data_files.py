@@ -68,8 +68,8 @@ def test_the_files_below_any_data_set_are_found_once(data, tmp_path, monkeypatch
     other = IndexedDataset(str(write_dataset(tmp_path / "others", seed=1)))
     config = GPTDatasetConfig(random_seed=1, sequence_length=8, blend=([data.path_prefix], None), split="1,1,1")
     pair = [
-        GPTDataset(each, each.path_prefix, np.arange(20, dtype=np.int32), 10, Split.train, config)
-        for each in (data, other)
+        GPTDataset(item, item.path_prefix, np.arange(20, dtype=np.int32), 10, Split.train, config)
+        for item in (data, other)
     ]
     blend = BlendedDataset(pair, [0.5, 0.5], 8, config)
     assert list(opened_files([blend])) == [data, other]

@@ -48,16 +48,16 @@ def test_a_finished_run_that_is_extended_keeps_no_final_evaluation(tmp_path, sim
 
 
 def test_all_records_are_on_disk_before_the_checkpoint(tmp_path, simulated_run):
-    seen = []
+    observed = []
 
     class Checkpoint(Hook):
         kinds = (SAVING,)
 
         def on_record(self, kind, record):
-            seen.append([record["iteration"] for record in metrics_of(tmp_path)])
+            observed.append([record["iteration"] for record in metrics_of(tmp_path)])
 
     simulated_run(save_interval=3).train(Hooks(100, [FileSink(tmp_path), Checkpoint(), ConsoleHook()]), 1, 6)
-    assert seen == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
+    assert observed == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
 
 
 def test_validation_records_follow_their_iteration(tmp_path, simulated_run):

@@ -34,7 +34,7 @@ def test_a_slow_run_warns_once_and_records_the_parts(tmp_path, simulated_run, ca
     assert record["kind"] == "plan" and record["iteration"] == 30
     assert record["predicted_seconds"] == 0.2 and record["measured_seconds"] == pytest.approx(0.25)
     assert record["parts_seconds"]["forward and backward"] == pytest.approx({"predicted": 0.18, "measured": 0.2})
-    (warning,) = (each for each in caplog.records if each.levelno == logging.WARNING)
+    (warning,) = (item for item in caplog.records if item.levelno == logging.WARNING)
     assert "planned on H100: 0.2 s (+25%" in warning.getMessage()
 
 

@@ -57,9 +57,9 @@ def test_throughput_of_a_resumed_job_counts_its_flops_time_and_gpus(tmp_path, si
     monkeypatch.setattr("megatron.training.hooks.progress.time.monotonic", lambda: next(times))
     simulated_run(save_interval=60, world_size=4).train([ProgressHook(str(tmp_path), seq_length=5_000_000)], 41, 60)
     line = lines_of(tmp_path)[-1]
-    found = {name.strip(): float(value) for name, value in re.findall(r"([A-Z][^:\t]+): ([\d.]+(?:e\+\d+)?)", line)}
-    job, cumulative = found["Job throughput"], found["Cumulative throughput"]
-    flops, tokens = found["Floating-point operations"], found["Tokens (in billions)"]
+    result = {name.strip(): float(value) for name, value in re.findall(r"([A-Z][^:\t]+): ([\d.]+(?:e\+\d+)?)", line)}
+    job, cumulative = result["Job throughput"], result["Cumulative throughput"]
+    flops, tokens = result["Floating-point operations"], result["Tokens (in billions)"]
     assert job == pytest.approx(20e12 / 2.5 / 4 / 1e12)
     assert cumulative == pytest.approx(60e12 / 10 / 4 / 1e12)
     assert flops == 60e12 and tokens == pytest.approx(60 * 8 * 5_000_000 / 1e9)

@@ -68,12 +68,12 @@ def tags_of(folder):
 
 def test_tags_are_those_that_dashboards_know(tmp_path, gpu_run):
     gpu_run(eval_interval=2).train(hooks_of(tmp_path), 1, 5)
-    known = {
+    registered = {
         "learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "world-size", "iteration-time",
         "throughput", "lm loss validation", "lm loss validation ppl", "mfu", "tokens-per-second",
         "mem-resident-bytes", "mem-max-resident-bytes",
     }  # fmt: skip
-    assert tags_of(tmp_path) == known | {f"{tag} vs samples" for tag in known}
+    assert tags_of(tmp_path) == registered | {f"{tag} vs samples" for tag in registered}
 
 
 def test_every_iteration_has_its_own_point_although_written_at_log_points(tmp_path, simulated_run):
@@ -91,15 +91,15 @@ def test_point_interval_thins_the_points(tmp_path, simulated_run):
 @pytest.mark.parametrize(("stop", "crash_at"), [(10, 10), (10, 14), (0, 4)])
 @pytest.mark.parametrize("tag", ["lm loss", "lm loss validation", "learning-rate", "iteration-time"])
 def test_each_value_is_there_once_after_a_resume(tmp_path, simulated_run, stop, crash_at, tag):
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    full, resumed = tmp_path / "whole", tmp_path / "resumed"
     run = simulated_run(eval_interval=4, save_interval=5)
-    run.train(hooks_of(whole), 1, 20)
+    run.train(hooks_of(full), 1, 20)
     first = hooks_of(resumed)
     run.train(first, 1, crash_at, crash=crash_at > stop)
     first.hooks[-1].writer.close()  # a process that dies flushes nothing more; its file is closed all the same
     run.train(hooks_of(resumed), stop + 1, 20)
     if tag != "iteration-time":  # has a point more: the first iteration after a resume is a log point
-        assert read_points(resumed, tag) == read_points(whole, tag)
+        assert read_points(resumed, tag) == read_points(full, tag)
     steps = [step for step, _ in read_points(resumed, tag)]
     assert steps == sorted(set(steps))
     by_samples = [step for step, _ in read_points(resumed, f"{tag} vs samples")]

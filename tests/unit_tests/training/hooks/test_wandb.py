@@ -23,18 +23,18 @@ BLOCK, HEADER = 32768, 7  # LevelDB's log format, which a .wandb file is: blocks
 def rows_of(folder):
     """The history rows of the only offline run under ``folder``."""
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    data, position, whole, rows = path.read_bytes(), HEADER, b"", []
+    data, position, full, rows = path.read_bytes(), HEADER, b"", []
     while position + HEADER <= len(data):
         if BLOCK - position % BLOCK < HEADER:
             position += BLOCK - position % BLOCK
             continue
         length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
         position += HEADER
-        whole += data[position : position + length]
+        full += data[position : position + length]
         position += length
         if kind in (1, 4):  # full, or the last part
-            record = internal.Record.FromString(whole)
-            whole = b""
+            record = internal.Record.FromString(full)
+            full = b""
             if record.WhichOneof("record_type") == "history":
                 rows.append(
                     {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}

@@ -49,13 +49,13 @@ def shared(rank, world):
     group = parallel_state.get_process_groups().pp
     empty = LossSums(torch.device("cpu"))
     first = (sums_of(1) if group.is_last else empty).share(group)
-    again = (sums_of(1) if group.is_last else LossSums(torch.device("cpu"))).share(group, ["lm loss", "aux"])
-    return numbers(first), numbers(again)
+    repeated = (sums_of(1) if group.is_last else LossSums(torch.device("cpu"))).share(group, ["lm loss", "aux"])
+    return numbers(first), numbers(repeated)
 
 
 def test_the_last_stage_tells_the_others(gloo_pool):
-    for first, again in gloo_pool.run(shared, 2):
-        assert first == again == {"lm loss": [80, 8], "aux": [16, 2]}
+    for first, repeated in gloo_pool.run(shared, 2):
+        assert first == repeated == {"lm loss": [80, 8], "aux": [16, 2]}
 
 
 def counted(rank, world, cp):

@@ -44,7 +44,7 @@ def write(path, iterations):
 
 
 def iterations_of(path):
-    return [each["iteration"] for each in read_metrics(path)]
+    return [read_metric["iteration"] for read_metric in read_metrics(path)]
 
 
 # reading values
@@ -157,9 +157,9 @@ def test_resume_then_training_gives_the_bytes_of_an_uninterrupted_run(tmp_path, 
     crashed = tmp_path / "crashed.jsonl"
     write(crashed, range(1, 11))  # the crash came after iteration 10, the checkpoint is older
     file = MetricsFile(crashed)
-    kept = min(resumed_at, 10)
-    assert file.resume(resumed_at) == 10 - kept
-    for iteration in range(kept + 1, 13):
+    retained = min(resumed_at, 10)
+    assert file.resume(resumed_at) == 10 - retained
+    for iteration in range(retained + 1, 13):
         file.append(record(iteration))
     file.flush()
     assert crashed.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
@@ -181,11 +181,11 @@ def test_records_that_resume_removes_move_to_a_cut_file(tmp_path):
 def test_a_torn_last_line_is_repaired(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
-    whole = path.read_bytes()
-    path.write_bytes(whole + torn)
+    full = path.read_bytes()
+    path.write_bytes(full + torn)
     assert iterations_of(path) == [1, 2, 3]
     MetricsFile(path).resume(3)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == full
 
 
 def test_a_resume_without_later_records_does_not_change_the_file(tmp_path):
@@ -203,7 +203,7 @@ def test_final_evaluations_are_cut_when_training_goes_on(tmp_path):
     file.append({"kind": "valid", "iteration": 3, "consumed_samples": 24, "final": True, "lm loss": 1.0})
     file.flush()
     assert MetricsFile(path).resume(3) == 1
-    assert [each["kind"] for each in read_metrics(path)] == ["train"] * 3 + ["valid"]
+    assert [read_metric["kind"] for read_metric in read_metrics(path)] == ["train"] * 3 + ["valid"]
 
 
 @pytest.mark.parametrize("at", ["before", "after"])

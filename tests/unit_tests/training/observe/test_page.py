@@ -363,8 +363,8 @@ def test_points_are_placed_by_their_values():
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (3.1, 3.2), (-5, 120_000), (1e-9, 3e-9)])
 def test_ticks_are_few_round_numbers_in_the_range(low, high):
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 6 and all(low - 1e-12 <= each <= high * (1 + 1e-9) for each in found)
+    result = ticks(low, high)
+    assert 2 <= len(result) <= 6 and all(low - 1e-12 <= item <= high * (1 + 1e-9) for item in result)
 
 
 @pytest.mark.parametrize(
@@ -387,8 +387,8 @@ def test_texts_of_a_prompt_are_spread_over_the_run_and_escaped(tmp_path):
     folder = write_run(tmp_path, metrics=[train(1), *many, *other])
     page = page_of(folder)
     text = page.by_id["samples"]
-    shown = [int(each) for each in re.findall(r"iteration (\d+)Once text", text)]
-    assert shown == [1, 15, 29, 43, 58, 72, 86, 100] and "8 of 100 samples" in text
+    printed = [int(item) for item in re.findall(r"iteration (\d+)Once text", text)]
+    assert printed == [1, 15, 29, 43, 58, 72, 86, 100] and "8 of 100 samples" in text
     assert f"iteration 5{HOSTILE}{HOSTILE}" in text and not page.bad
     assert text.endswith("iteration 7Onceagain") and text.count("iteration 7Once") == 1  # the later text replaces it
 

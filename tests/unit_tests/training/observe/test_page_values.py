@@ -157,7 +157,7 @@ def test_the_use_of_time_adds_up_to_the_wall_time(tmp_path):
     rows = re.findall(r'<tr><td>(.*?)</td><td class="num">(.*?)</td><td class="num">(.*?)</td>', table)
     uses = {name: (parse_duration(seconds), parse_number(share)) for name, seconds, share in rows}
     expected = {
-        "iterations": sum(each["iterations"] * each["seconds_per_iteration"] for each in run.timing.values()),
+        "iterations": sum(item["iterations"] * item["seconds_per_iteration"] for item in run.timing.values()),
         "evaluation": run.evaluations,
         "checkpoint saving": run.saves,
         "repeated iterations": 3 * 31.0,
@@ -196,8 +196,8 @@ def test_charts_show_every_record_of_a_short_run(tmp_path):
     assert_points(curves["dots", "validation-b"], run.other, run.other.values(), spans)
     assert legend["training"] == pytest.approx(run.losses[75], rel=1e-3) and legend["validation-a"] == 2.5
     memory = {
-        "max-allocated": [each["memory"]["mem-max-allocated-bytes"] / 1024**3 for each in run.timing.values()],
-        "allocated": [each["memory"]["mem-allocated-bytes"] / 1024**3 for each in run.timing.values()],
+        "max-allocated": [item["memory"]["mem-max-allocated-bytes"] / 1024**3 for item in run.timing.values()],
+        "allocated": [item["memory"]["mem-allocated-bytes"] / 1024**3 for item in run.timing.values()],
     }
     curves, legend, spans = read_curves(text, "chart-memory")
     assert "memory, GiB" in text and legend.keys() == memory.keys()
@@ -209,10 +209,10 @@ def test_charts_show_every_record_of_a_short_run(tmp_path):
         ("chart-tflops-per-device", "tflops_per_device", "TFLOP/s per GPU"),
     ):
         curves, legend, spans = read_curves(text, key)
-        values = [each[field] for each in run.timing.values()]
+        values = [item[field] for item in run.timing.values()]
         assert_points(curves["strong", name], run.timing, values, spans)
     curves, _, spans = read_curves(text, "chart-seconds")
-    values = [each["seconds_per_iteration"] for each in run.timing.values()]
+    values = [item["seconds_per_iteration"] for item in run.timing.values()]
     assert_points(curves["strong", "iteration"], run.timing, values, spans)
 
 

@@ -100,9 +100,9 @@ def test_report_shows_the_learning_rate_at_quarters_of_the_decay(style):
     rows = re.findall(r"at sample ([\d,]+) +(\S+)", dry_run_report(settings(text, 2)))
     assert [int(sample.replace(",", "")) for sample, _ in rows] == [0, 10, 20, 30, 40]
     for sample, rate in rows:
-        done = (int(sample) - 8) / 32
-        share = 1 - done if style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        assert float(rate) == pytest.approx(1e-3 * int(sample) / 8 if done < 0 else 1e-4 + 9e-4 * share, rel=1e-5)
+        finished = (int(sample) - 8) / 32
+        share = 1 - finished if style == "linear" else 0.5 * (1 + math.cos(math.pi * finished))
+        assert float(rate) == pytest.approx(1e-3 * int(sample) / 8 if finished < 0 else 1e-4 + 9e-4 * share, rel=1e-5)
 
 
 @pytest.mark.parametrize("parts, name", [((), ""), (("norm", "adam"), ", apex: norm adam")])

@@ -26,8 +26,8 @@ def largest_gib(text, ranks):
 
 
 def hints(text, ranks):
-    given = [each for each in (TINY + text).split() if each != "--dry-run"]
-    return [row for _, row in expert_hints(validate_args(parse_args(given), ranks), 32000)]
+    inputs = [word for word in (TINY + text).split() if word != "--dry-run"]
+    return [row for _, row in expert_hints(validate_args(parse_args(inputs), ranks), 32000)]
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_a_hint_comes_with_its_reason_and_the_memory_of_its_flags(text, ranks, s
     assert hint.startswith(start) and reason in hint, hint
     flags = hint[: hint.index(": ")]
     now, proposed = (largest_gib(f"{text} {more}", ranks) for more in ("", flags))
-    shown = [int(number) for pair in re.findall(r"(\d+) GiB|(?:now|take) (\d+)", hint) for number in pair if number]
-    assert sorted(shown) == sorted([round(now), round(proposed)]), hint
+    printed = [int(number) for pair in re.findall(r"(\d+) GiB|(?:now|take) (\d+)", hint) for number in pair if number]
+    assert sorted(printed) == sorted([round(now), round(proposed)]), hint
 
 
 @pytest.mark.parametrize(

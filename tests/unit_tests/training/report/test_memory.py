@@ -101,8 +101,8 @@ def test_what_is_allocated_at_the_start_is_known_to_the_byte(gloo_pool, text, wo
     expected = estimate_memory(settings(text, world_size), VOCAB_SIZE)
     ranks = gloo_pool.run(built, world_size, text)
     for stage, estimate in enumerate(expected):
-        own = [found[1:] for found in ranks if found[0] == stage]
-        assert tuple(map(max, zip(*own))) == (estimate.weights, estimate.gradients, estimate.optimizer)
+        custom = [rank[1:] for rank in ranks if rank[0] == stage]
+        assert tuple(map(max, zip(*custom))) == (estimate.weights, estimate.gradients, estimate.optimizer)
 
 
 def weight_bytes(rank, world_size, text):
@@ -115,15 +115,15 @@ def weight_bytes(rank, world_size, text):
     cfg = settings(text, world_size)
     parts = build_components(cfg, with_synthetic_data(GPTTask, VOCAB_SIZE)(cfg), initialize_megatron(cfg))
     parts.model[0].zero_grad_buffer()
-    shards = [each.weight for each in parts.optimizer.storage.values()]
+    shards = [item.weight for item in parts.optimizer.storage.values()]
     return memory_of([*parts.model[0].parameters(), *shards])
 
 
 def test_weights_that_are_gathered_in_fp8_are_counted_once(gloo_pool):
     text = f"{LLAMA} --bf16 --ffn-hidden-size 256 {ZERO} --num-distributed-optimizer-instances 2 --fp8-format hybrid"
     plain, gathered = (
-        (gloo_pool.run(weight_bytes, 4, each)[0], estimate_memory(settings(each, 4), VOCAB_SIZE)[0].weights)
-        for each in (text, f"{text} --fp8-param-gather")
+        (gloo_pool.run(weight_bytes, 4, item)[0], estimate_memory(settings(item, 4), VOCAB_SIZE)[0].weights)
+        for item in (text, f"{text} --fp8-param-gather")
     )
     assert 0 < plain[0] - gathered[0] == pytest.approx(plain[1] - gathered[1], rel=0.01)
 
@@ -144,8 +144,8 @@ def test_offloaded_state_is_counted_on_the_host(text):
 
 
 def test_device_buffers_of_offloaded_state_have_the_estimated_size():
-    found = [slot_bytes(64 << 30, 0), slot_bytes(64 << 30, 1 << 30), slot_bytes(16 << 20, 0), slot_bytes(0, 0)]
-    assert found == [1 << 28, 1 << 30, 1 << 20, 0]
+    result = [slot_bytes(64 << 30, 0), slot_bytes(64 << 30, 1 << 30), slot_bytes(16 << 20, 0), slot_bytes(0, 0)]
+    assert result == [1 << 28, 1 << 30, 1 << 20, 0]
 
 
 # ---- activations
@@ -215,8 +215,8 @@ def losses(cfg, model, tokens):
         return model(tokens, decoded, lm_labels=decoded)
     places = torch.arange(predicted_per_rank(cfg)).expand(len(tokens), -1)
     labels = LabelsAt(tokens.gather(1, places), places)
-    found, order = model(tokens, None, tokens % 2 if cfg.flat.bert_binary_head else None, labels)
-    return found if order is None else torch.cat((found.flatten(), order.flatten()))
+    actual, order = model(tokens, None, tokens % 2 if cfg.flat.bert_binary_head else None, labels)
+    return actual if order is None else torch.cat((actual.flatten(), order.flatten()))
 
 
 def kept(rank, world_size, text, family="gpt"):
@@ -257,8 +257,8 @@ def test_kept_activations_are_near_the_estimate(gloo_pool, name):
     text = f"{WIDE}{text}"
     cfg = settings(text, world_size)
     expected = stage_activations(cfg, cfg.describe(512), run_stages(cfg, 512)[0])
-    found = gloo_pool.run(kept, world_size, text)[0]
-    assert found == pytest.approx(expected, rel=0.2), found / expected
+    actual = gloo_pool.run(kept, world_size, text)[0]
+    assert actual == pytest.approx(expected, rel=0.2), actual / expected
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -266,17 +266,17 @@ def test_kept_activations_of_encoders_are_near_the_estimate(gloo_pool, name):
     family, text = ENCODERS[name]
     cfg = settings(f"{WIDE}{text}", 1, family)
     expected = stage_activations(cfg, cfg.describe(512), run_stages(cfg, 512)[0])
-    found = gloo_pool.run(kept, 1, f"{WIDE}{text}", family)[0]
-    assert found == pytest.approx(expected, rel=0.2), found / expected
+    actual = gloo_pool.run(kept, 1, f"{WIDE}{text}", family)[0]
+    assert actual == pytest.approx(expected, rel=0.2), actual / expected
 
 
 def test_activations_of_packed_samples_are_those_of_the_longest_row():
     rows = "--use-varlen-dataset --hybrid-context-parallel --micro-batch-size 1 --max-seqlen-per-dp-cp-rank"
-    found = []
+    result = []
     for limit in (64, 128):
         cfg = settings(f"{WIDE}{LLAMA} {rows} {limit}", 4)
-        found.append(stage_activations(cfg, cfg.describe(512), run_stages(cfg, 512)[0]))
-    assert found[1] == 2 * found[0] > 0
+        result.append(stage_activations(cfg, cfg.describe(512), run_stages(cfg, 512)[0]))
+    assert result[1] == 2 * result[0] > 0
 
 
 @pytest.mark.parametrize("text, modules", [
@@ -287,8 +287,8 @@ def test_offloaded_activations_are_counted_on_the_host(text, modules):
     flags = f"{WIDE}{text} --fine-grained-activation-offloading --offload-modules {modules}"
     flags += " --min-offloaded-tensor-size 1"
     plain, offloaded, half, large = (
-        estimate_memory(settings(each, 4), 512)
-        for each in (f"{WIDE}{text}", flags, f"{flags} --activation-offload-fraction 0.5",
+        estimate_memory(settings(item, 4), 512)
+        for item in (f"{WIDE}{text}", flags, f"{flags} --activation-offload-fraction 0.5",
                      f"{flags} --min-offloaded-tensor-size 1000000")
     )  # fmt: skip
     assert plain == large

@@ -46,9 +46,9 @@ def test_activations_by_kind_add_up(model):
     for rank, stage in enumerate(run_stages(cfg, 128256)):
         kinds = activations_by_kind(cfg, described, stage)
         assert int(sum(kinds.values())) == stage_activations(cfg, described, stage)
-        found = estimate_memory(cfg, 128256)[rank]
-        assert abs(sum(found.kinds.values()) - found.activations) <= len(found.kinds)
-        assert list(found.kinds.values()) == sorted(found.kinds.values(), reverse=True)
+        result = estimate_memory(cfg, 128256)[rank]
+        assert abs(sum(result.kinds.values()) - result.activations) <= len(result.kinds)
+        assert list(result.kinds.values()) == sorted(result.kinds.values(), reverse=True)
 
 
 @pytest.mark.parametrize("layout, world_size", [("", 1), ("", 8), ("--tensor-model-parallel-size 2", 8)])
@@ -57,11 +57,11 @@ def test_advice_names_flags_with_the_memory_that_they_give(model, layout, world_
     flags = f"{MODELS[model]} {layout} {'--sequence-parallel' if layout and model == 'experts' else ''}"
     cfg = settings(flags, world_size)
     now, advice = peak_memory(cfg, 128256), memory_advice(cfg, 128256)
-    assert 1 <= len(advice) <= 3 and [each.bytes for each in advice] == sorted(each.bytes for each in advice)
-    for each in advice:
-        assert each.bytes < now
-        typed = settings(f"{flags} {each.flags}", world_size)  # passes every rule as typed
-        assert peak_memory(typed, 128256) == each.bytes
+    assert 1 <= len(advice) <= 3 and [item.bytes for item in advice] == sorted(item.bytes for item in advice)
+    for item in advice:
+        assert item.bytes < now
+        typed = settings(f"{flags} {item.flags}", world_size)  # passes every rule as typed
+        assert peak_memory(typed, 128256) == item.bytes
 
 
 def test_no_attention_dropout_is_the_first_advice():
@@ -71,9 +71,9 @@ def test_no_attention_dropout_is_the_first_advice():
     advice = memory_advice(cfg, 128256)
     assert (advice[0].flags, advice[0].bytes) == ("--attention-dropout 0", peak_memory(without, 128256))
     assert len(advice) == 3 and advice[1].bytes <= advice[2].bytes
-    assert not any("--attention-dropout" in each.flags for each in memory_advice(without, 128256))
+    assert not any("--attention-dropout" in item.flags for item in memory_advice(without, 128256))
     scores = 2 * 32 * 8192**2 * 5  # micro-batch x heads x pairs x bytes
-    saved = [stage_activations(each, each.describe(128256), run_stages(each, 128256)[0]) for each in (cfg, without)]
+    saved = [stage_activations(item, item.describe(128256), run_stages(item, 128256)[0]) for item in (cfg, without)]
     log_sum_exp, copies = 4 * 32, (32 + 8) * 128 * 2
     assert saved[0] - saved[1] == 32 * (scores + (copies - log_sum_exp) * 2 * 8192)
 
@@ -81,7 +81,7 @@ def test_no_attention_dropout_is_the_first_advice():
 @pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
 def test_advice_keeps_tensor_parallelism_inside_a_host(sequence):
     flags = f"{LLAMA_8B} --num-query-groups 32 --vocab-size 131072 --tensor-model-parallel-size 8 {sequence}"
-    assert not any("--tensor" in each.flags for each in memory_advice(settings(flags, 64), 131072))
+    assert not any("--tensor" in item.flags for item in memory_advice(settings(flags, 64), 131072))
 
 
 def test_dry_run_says_whether_the_run_fits_the_gpu():
@@ -99,8 +99,8 @@ def test_dry_run_and_out_of_memory_message_say_that_no_single_flag_is_enough(sha
     need = peak_memory(settings(LLAMA_8B, 8), 128256) / 2**30
     cfg = settings(f"{LLAMA_8B} --gpu-memory {need * share + LIBRARIES_GIB:.2f}", 8)
     assert ((("", NONE_FITS) in fit_rows(cfg, 128256)), NONE_FITS in dry_run_report(cfg)) == (is_said, is_said)
-    held = HeldMemory(0, 0, 0, capacity=int(cfg.program.gpu_memory * 2**30))
-    assert (NONE_FITS in str(out_of_memory(RuntimeError(), cfg, held, vocab_size=128256, where="here"))) == is_said
+    retained = HeldMemory(0, 0, 0, capacity=int(cfg.program.gpu_memory * 2**30))
+    assert (NONE_FITS in str(out_of_memory(RuntimeError(), cfg, retained, vocab_size=128256, where="here"))) == is_said
 
 
 def test_time_and_cost_follow_from_the_measured_rate():
@@ -111,8 +111,8 @@ def test_time_and_cost_follow_from_the_measured_rate():
     seconds = 8e15 * 3600 / (rate.tflops * 1e12)
     assert time.startswith(f"{seconds:.3g} s at {rate.tflops:.0f} TFLOP/s")
     assert f"{seconds * 1000 / 86400:,.1f} days" in cost and f"{seconds * 1000 / 3600 * 8:,.3g} GPU-hours" in cost
-    again = settings(MODELS["full"], 8)
-    assert next(iter(cost_rows(again, 1e18, 64)))[1].startswith(f"{1e18 * 4 / 3 / 8 / rate.tflops / 1e12:.3g} s")
+    repeated = settings(MODELS["full"], 8)
+    assert next(iter(cost_rows(repeated, 1e18, 64)))[1].startswith(f"{1e18 * 4 / 3 / 8 / rate.tflops / 1e12:.3g} s")
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_no_rate_is_given_for_float32():
 
 def test_message_compares_what_is_held_with_the_estimate():
     cfg = settings(LLAMA_8B, 8)
-    held = HeldMemory(15 * 2**30, 30 * 2**30, 20 * 2**30, 78 * 2**30, 80 * 2**30, "NVIDIA H100")
-    text = str(out_of_memory(torch.OutOfMemoryError(CUDA), cfg, held, vocab_size=128256, where="in iteration 3"))
+    retained = HeldMemory(15 * 2**30, 30 * 2**30, 20 * 2**30, 78 * 2**30, 80 * 2**30, "NVIDIA H100")
+    text = str(out_of_memory(torch.OutOfMemoryError(CUDA), cfg, retained, vocab_size=128256, where="in iteration 3"))
     first, header, weights, gradients, state, rest, *others = text.splitlines()
     assert first == "out of memory for 2.00 GiB in iteration 3 (NVIDIA H100: 78.0 GiB in tensors of 80.0)"
     estimate = estimate_memory(cfg, 128256)[0]
@@ -154,7 +154,7 @@ def test_message_compares_what_is_held_with_the_estimate():
     assert [line.split()[0] for line in others[: len(estimate.kinds)]] == [name.split()[0] for name in estimate.kinds]
     assert sum(line.startswith("  --") for line in others) == 3
     for capacity, fits in ((2**34, False), (2**40, True)):
-        changed = replace(held, capacity=capacity)
+        changed = replace(retained, capacity=capacity)
         text = str(out_of_memory(torch.OutOfMemoryError(CUDA), cfg, changed, vocab_size=128256, where="here"))
         last = "none of them alone fits this GPU: combine them, or split the model over more GPUs"
         assert text.endswith(last) == (not fits)
@@ -224,16 +224,16 @@ def test_a_gpu_out_of_memory_holds_what_was_estimated():
     groups = initialize_megatron(cfg)
     try:
         parts = build_components(cfg, with_synthetic_data(GPTTask, 32000)(cfg), groups)
-        held, estimate = measure(parts.model, parts.optimizer), estimate_memory(cfg, 32000)[0]
-        assert held.weights == estimate.weights and held.gradients == estimate.gradients
-        assert abs(held.optimizer - estimate.optimizer) < 0.01 * estimate.optimizer
-        assert held.rest - before < 0.05 * (held.total - before)
-        kept = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+        retained, estimate = measure(parts.model, parts.optimizer), estimate_memory(cfg, 32000)[0]
+        assert retained.weights == estimate.weights and retained.gradients == estimate.gradients
+        assert abs(retained.optimizer - estimate.optimizer) < 0.01 * estimate.optimizer
+        assert retained.rest - before < 0.05 * (retained.total - before)
+        saved = torch.empty(2**28, dtype=torch.uint8, device="cuda")
         assert measure(parts.model, parts.optimizer).rest >= 2**28
         with pytest.raises(torch.OutOfMemoryError) as error:
             torch.empty(2**50, dtype=torch.uint8, device="cuda")
         message = str(_cause(error.value, cfg, parts))
         assert "GiB in tensors of" in message and "these flags help most" in message, message
-        del kept
+        del saved
     finally:
         destroy_model_parallel()

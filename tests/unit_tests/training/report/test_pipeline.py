@@ -68,8 +68,8 @@ def test_bubbles_and_live_activations_of_equal_stages_equal_the_closed_forms(sch
         assert texts[f"pipeline rank {rank}"].count(";") == num_schedule_chunks - 1
     assert f"{num_schedule_chunks} per rank, {microbatches} micro-batches" in texts["schedule"]
     assert texts["bubble"].startswith(f"{bubble:.1%} of the time")
-    shown = re.search(r"at most (.*) by rank", texts["layers x micro-batches alive"])[1]
-    assert [float(peak) for peak in shown.split(", ")] == peaks
+    printed = re.search(r"at most (.*) by rank", texts["layers x micro-batches alive"])[1]
+    assert [float(peak) for peak in printed.split(", ")] == peaks
 
 
 def test_the_output_layer_makes_the_bubble_larger():

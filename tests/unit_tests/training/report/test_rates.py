@@ -93,9 +93,9 @@ def test_the_full_run_of_a_report_is_computed_from_its_iterations(monkeypatch, s
     expected = {"min": hours * 60, "hours": hours, "days": hours / 24}[unit]
     cfg = resolved(TP4, 16).with_settings(train_iters=samples // 32)
     (row,) = (line for line in dry_run_report(cfg).splitlines() if line.startswith("  full run"))
-    shown, unit_shown, gpu_hours = re.search(r"([\d,.]+) (\w+), ([\d,.e+]+) GPU-hours", row).groups()
+    printed, unit_shown, gpu_hours = re.search(r"([\d,.]+) (\w+), ([\d,.e+]+) GPU-hours", row).groups()
     assert unit_shown == unit
-    assert float(shown.replace(",", "")) == pytest.approx(expected, rel=6e-3)
+    assert float(printed.replace(",", "")) == pytest.approx(expected, rel=6e-3)
     assert float(gpu_hours.replace(",", "")) == pytest.approx(16 * hours, rel=6e-3)
 
 

@@ -18,7 +18,7 @@ ENGINE = "--transformer-impl transformer_engine "
 
 
 def problems(text, world_size=1, family="gpt"):
-    return [str(each) for each in check(resolve(parse_args((TINY + text).split(), model_family=family), world_size))]
+    return [str(item) for item in check(resolve(parse_args((TINY + text).split(), model_family=family), world_size))]
 
 
 def bad_value(text):
@@ -50,11 +50,11 @@ BUILT_IN = [
 def test_built_in_layers_do_what_transformer_engine_cannot(text, world_size):
     """The package need not be there then; one notice names the replacement and the reason."""
     assert problems(f"{ENGINE} {text}", world_size) == []
-    given = parse_args((TINY + ENGINE + text).split())
-    resolved = validate_args(given, world_size)
+    inputs = parse_args((TINY + ENGINE + text).split())
+    resolved = validate_args(inputs, world_size)
     assert resolved.model.transformer_impl == "local"
     flag = next(word for word in text.split() if word in " ".join(needs_built_in_layers(resolved.flat)))
-    (sentence,) = [each for each in notices(given, resolved) if "are used instead" in each]
+    (sentence,) = [notice for notice in notices(inputs, resolved) if "are used instead" in notice]
     assert sentence.startswith("--transformer-impl transformer_engine: built-in layers") and flag in sentence
 
 
@@ -62,12 +62,12 @@ def test_attention_with_dropout_is_built_in(everything_installed):
     given = parse_args((TINY + ENGINE).split())
     resolved = validate_args(given, 1)
     assert resolved.model.transformer_impl == "transformer_engine" and resolved.model.attention_dropout == 0.1
-    assert [each for each in notices(given, resolved) if each.startswith("--attention-dropout 0.1: built-in attention")]
+    assert [item for item in notices(given, resolved) if item.startswith("--attention-dropout 0.1: built-in attention")]
 
 
 def test_flash_attention_of_a_version_is_not_for_transformer_engine(everything_installed):
-    (found,) = problems(f"{ENGINE} --attention-dropout 0 --flash-attention-version 2 --bf16")
-    assert found.startswith("--flash-attention-version 2: has no effect on --transformer-impl")
+    (actual,) = problems(f"{ENGINE} --attention-dropout 0 --flash-attention-version 2 --bf16")
+    assert actual.startswith("--flash-attention-version 2: has no effect on --transformer-impl")
 
 
 def test_settings_that_transformer_engine_can_do_pass(everything_installed):
@@ -77,12 +77,12 @@ def test_settings_that_transformer_engine_can_do_pass(everything_installed):
 
 def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(rules_backends, "is_installed", lambda module: False)
-    (found,) = problems(f"{ENGINE} --attention-dropout 0")
-    assert found.startswith("--transformer-impl transformer_engine: needs a package") and "pip install" in found
+    (actual,) = problems(f"{ENGINE} --attention-dropout 0")
+    assert actual.startswith("--transformer-impl transformer_engine: needs a package") and "pip install" in actual
     assert problems(f"{ENGINE} --attention-dropout 0 --dry-run") == []
     monkeypatch.setattr(rules_backends, "installed_versions", lambda: ())
-    (found,) = problems("--flash-attention-version 2 --bf16 --attention-dropout 0")
-    assert "pip install flash-attn" in found
+    (actual,) = problems("--flash-attention-version 2 --bf16 --attention-dropout 0")
+    assert "pip install flash-attn" in actual
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
 )
 def test_what_a_cuda_graph_cannot_hold_is_refused(text, problem, everything_installed):
     assert problems("--cuda-graph-impl local --global-batch-size 8", 2) == []
-    found = problems(f"--cuda-graph-impl local {text}", 2)
-    assert len(found) == 1 and problem in found[0], found
+    result = problems(f"--cuda-graph-impl local {text}", 2)
+    assert len(result) == 1 and problem in result[0], result
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_what_a_cuda_graph_cannot_hold_is_refused(text, problem, everything_inst
 def test_a_cuda_graph_of_padded_rows_holds_no_lengths(family, text, problem, everything_installed):
     lengths = "--decoder-seq-length 16 " * (family == "t5")
     assert problems(f"--cuda-graph-impl local {lengths}", family=family) == []
-    found = problems(f"--cuda-graph-impl local {text}", family=family)
-    assert len(found) == 1 and problem in found[0], found
+    result = problems(f"--cuda-graph-impl local {text}", family=family)
+    assert len(result) == 1 and problem in result[0], result
     assert problems("--cuda-graph-impl local --softmax-type learnable") == []
 
 
@@ -125,8 +125,8 @@ def test_nccl_needs_gpus_if_a_launcher_started_the_process(monkeypatch):
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: False)
     assert problems("--distributed-backend nccl") == []  # builds no process group
     monkeypatch.setenv("WORLD_SIZE", "2")
-    (found,) = problems("--distributed-backend nccl", 2)
-    assert found.startswith("--distributed-backend nccl: requires NVIDIA GPUs") and found.endswith("use gloo")
+    (actual,) = problems("--distributed-backend nccl", 2)
+    assert actual.startswith("--distributed-backend nccl: requires NVIDIA GPUs") and actual.endswith("use gloo")
     assert problems("--distributed-backend nccl --dry-run", 2) == []
     assert problems("--distributed-backend gloo", 2) == []
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
@@ -147,8 +147,8 @@ def test_a_cuda_graph_needs_a_gpu(monkeypatch):
     ],
 )
 def test_flash_attention_version_excludes(text, problem, everything_installed):
-    found = problems(f"--flash-attention-version 3 --bf16 --attention-dropout 0 {text}", 2)
-    assert len(found) == 1 and problem in found[0], found
+    result = problems(f"--flash-attention-version 3 --bf16 --attention-dropout 0 {text}", 2)
+    assert len(result) == 1 and problem in result[0], result
     assert problems("--flash-attention-version 3 --attention-dropout 0")[0].endswith("--bf16")
 
 
@@ -164,8 +164,8 @@ def test_flash_attention_version_excludes(text, problem, everything_installed):
 )  # fmt: skip
 def test_cudnn_by_name_needs_lengths_that_it_takes(text, world_size, refused, everything_installed):
     """A rule about whole sequences, which all-to-all attends over too; odd blocks of rings go to the flash kernel."""
-    found = problems(f"--attention-backend fused {text}", world_size)
-    assert len(found) == refused and all("a multiple of 128 tokens, but --seq-length is 32" in each for each in found)
+    result = problems(f"--attention-backend fused {text}", world_size)
+    assert len(result) == refused and all("a multiple of 128 tokens, but --seq-length is 32" in item for item in result)
 
 
 @pytest.mark.parametrize(
@@ -178,15 +178,15 @@ def test_cudnn_by_name_needs_lengths_that_it_takes(text, world_size, refused, ev
     ],
 )
 def test_parts_of_apex_without_a_place_are_refused(text, world_size, problem, everything_installed):
-    found = problems(f"--apex-parts {text}", world_size)
-    assert len(found) == 1 and problem in found[0], found
+    result = problems(f"--apex-parts {text}", world_size)
+    assert len(result) == 1 and problem in result[0], result
 
 
 def test_norms_without_biases_are_built_in_ones(everything_installed):
-    said = "--disable-norm-bias: is not supported by"
+    messages = "--disable-norm-bias: is not supported by"
     for text in ("--apex-parts norm", ENGINE + "--attention-dropout 0"):
-        (found,) = problems(f"--disable-norm-bias {text}")
-        assert found.startswith(said), found
+        (actual,) = problems(f"--disable-norm-bias {text}")
+        assert actual.startswith(messages), actual
         assert problems(f"--disable-norm-bias --normalization RMSNorm {text}") == []
     assert problems("--disable-norm-bias") == []
 
@@ -195,22 +195,22 @@ def test_all_contradictions_of_apex_are_named_at_once(everything_installed):
     assert problems("--apex-parts wgrad norm adam --bf16") == []
     assert problems("--apex-parts adam --no-gradient-accumulation-fusion") == []
     assert problems("--apex-parts wgrad --optimizer sgd") == []
-    found = problems("--apex-parts wgrad adam --optimizer sgd --no-gradient-accumulation-fusion")
-    assert [each.split(": ")[0] for each in found] == ["--apex-parts wgrad adam"] * 2
+    result = problems("--apex-parts wgrad adam --optimizer sgd --no-gradient-accumulation-fusion")
+    assert [item.split(": ")[0] for item in result] == ["--apex-parts wgrad adam"] * 2
     settings = resolve(parse_args((TINY + "--apex-parts adam").split()), 1).with_settings(fp64=True)
-    (found,) = unmet_requirements(settings)
-    assert "does not support float64" in str(found)
+    (result,) = unmet_requirements(settings)
+    assert "does not support float64" in str(result)
 
 
 def test_a_missing_apex_is_one_error_that_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
-    (found,) = problems("--apex-parts wgrad norm")
-    assert found.startswith("--apex-parts wgrad norm: needs NVIDIA apex, which is not installed; APEX_CPP_EXT=1 ")
-    assert "APEX_CUDA_EXT=1 pip install" in found and found.endswith("or remove it")
+    (actual,) = problems("--apex-parts wgrad norm")
+    assert actual.startswith("--apex-parts wgrad norm: needs NVIDIA apex, which is not installed; APEX_CPP_EXT=1 ")
+    assert "APEX_CUDA_EXT=1 pip install" in actual and actual.endswith("or remove it")
     fake_apex.install(monkeypatch, without=("amp_C",))
     assert problems("--apex-parts wgrad norm") == []
-    (found,) = problems("--apex-parts wgrad adam")
-    assert found.startswith("--apex-parts wgrad adam: adam needs amp_C, without which the installed apex was built; ")
+    (actual,) = problems("--apex-parts wgrad adam")
+    assert actual.startswith("--apex-parts wgrad adam: adam needs amp_C, without which the installed apex was built; ")
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: False)
     assert "requires an NVIDIA GPU" in problems("--apex-parts wgrad")[0]
     assert problems("--apex-parts wgrad norm adam --dry-run") == []

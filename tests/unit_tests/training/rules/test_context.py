@@ -38,8 +38,8 @@ def problems(text, world_size):
      "--hierarchical-context-parallel-sizes 2 2: requires --cp-comm-type a2a+p2p; add that, or remove it"),
 ])  # fmt: skip
 def test_an_impossible_layout_is_named_with_its_fix(text, world_size, expected):
-    found = problems(text, world_size)
-    assert any(each.startswith(expected) for each in found), found
+    actual = problems(text, world_size)
+    assert any(item.startswith(expected) for item in actual), actual
 
 
 @pytest.mark.parametrize("text, world_size", [

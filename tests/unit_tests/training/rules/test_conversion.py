@@ -26,7 +26,7 @@ LATENT = (
     ],
 )
 def test_contradictions_are_named(text, problem):
-    assert any(each.startswith(problem) for each in map(str, problems(text, 1))), problems(text, 1)
+    assert any(item.startswith(problem) for item in map(str, problems(text, 1))), problems(text, 1)
 
 
 @pytest.mark.parametrize("text", ["--load-hf tests --load b", "--save a --save-interval 2 --save-hf-interval 4",
@@ -45,5 +45,5 @@ def test_what_goes_together_is_accepted(text):
 def test_a_model_without_a_family_is_refused_at_the_start_with_all_reasons(text, nearest, reasons):
     (problem,) = map(str, problems(text, 1, model_family="bert" if nearest == "bert" else "gpt"))
     assert problem.startswith("--save-hf-interval 4: no Hugging Face family has a model of these settings. not ")
-    said = next(part for part in problem.split(". not ") if part.startswith(f"{nearest}: "))
-    assert all(reason in said for reason in reasons), problem
+    messages = next(part for part in problem.split(". not ") if part.startswith(f"{nearest}: "))
+    assert all(reason in messages for reason in reasons), problem

@@ -17,7 +17,7 @@ RELATIVE = DECODER + "--position-embedding-type relative "
 
 def problems(text, world_size=1, family="t5", **options):
     parsed = parse_args((TINY + text).split(), model_family=family, **options)
-    return [str(each) for each in check(resolve(parsed, world_size))]
+    return [str(item) for item in check(resolve(parsed, world_size))]
 
 
 @pytest.mark.parametrize("text, world_size, flag, reason", [
@@ -87,8 +87,8 @@ def test_settings_of_two_stacks_are_refused_elsewhere(text, family):
 
 
 def test_bucket_sizes_without_relative_positions_give_one_notice():
-    given = parse_args((TINY + DECODER + "--relative-attention-num-buckets 8").split(), model_family="t5")
-    (notice,) = (each for each in notices(given, resolve(given, 1)) if each.startswith("--relative"))
+    inputs = parse_args((TINY + DECODER + "--relative-attention-num-buckets 8").split(), model_family="t5")
+    (notice,) = (item for item in notices(inputs, resolve(inputs, 1)) if item.startswith("--relative"))
     assert notice == "--relative-attention-num-buckets: no effect without --position-embedding-type relative"
 
 
@@ -112,8 +112,8 @@ def test_families_that_do_not_continue_texts_reject_prompts(family, text):
     ("--short-seq-prob 0.2", "pretrain_bert.py and pretrain_t5.py"), ("--bert-no-binary-head", "pretrain_bert.py"),
 ])  # fmt: skip
 def test_harmless_flags_of_other_families_give_one_notice(text, programs):
-    given = parse_args((TINY + text).split())
-    assert f"{text.split()[0]}: no effect here, only in {programs}" in notices(given, resolve(given, 1))
+    inputs = parse_args((TINY + text).split())
+    assert f"{text.split()[0]}: no effect here, only in {programs}" in notices(inputs, resolve(inputs, 1))
     assert not problems(text, family="gpt")
 
 

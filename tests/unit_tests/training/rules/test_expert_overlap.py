@@ -25,8 +25,8 @@ def test_consistent_settings_pass(text):
 
 
 def test_experts_are_needed():
-    (found,) = problems(HALVES)
-    assert "needs experts" in found
+    (actual,) = problems(HALVES)
+    assert "needs experts" in actual
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_experts_are_needed():
     ],
 )  # fmt: skip
 def test_what_needs_whole_micro_batches_turns_the_overlap_off(text, reason):
-    given = parse_args(f"{TINY} {text}".split())
-    resolved = resolve(given, 1)
+    inputs = parse_args(f"{TINY} {text}".split())
+    resolved = resolve(inputs, 1)
     assert not resolved.model.overlap_moe_expert_parallel_comm and not check(resolved)
-    assert [each for each in notices(given, resolved) if each.startswith(f"{HALVES}: off, as ") and reason in each]
+    assert [item for item in notices(inputs, resolved) if item.startswith(f"{HALVES}: off, as ") and reason in item]

@@ -124,23 +124,23 @@ def test_possible_experts_are_accepted(text):
     ],
 )  # fmt: skip
 def test_impossible_experts_are_named(text, problem):
-    found = problems(text, 4)
-    assert any(each.startswith(problem) for each in found), found
+    result = problems(text, 4)
+    assert any(item.startswith(problem) for item in result), result
 
 
 def test_all_problems_of_experts_are_told_at_once():
     text = "--num-experts 6 --moe-router-topk 7 --tensor-model-parallel-size 2 --expert-model-parallel-size 4"
     text += " --moe-router-num-groups 4 --moe-shared-expert-overlap --moe-pad-expert-input-to-capacity"
-    assert [each.split()[0].rstrip(":") for each in problems(text, 4)] == [
+    assert [problem.split()[0].rstrip(":") for problem in problems(text, 4)] == [
         "--num-experts", "--moe-router-topk", "--moe-router-num-groups", "--moe-pad-expert-input-to-capacity",
         "--moe-shared-expert-overlap", "--expert-model-parallel-size", "--num-experts",
     ]  # fmt: skip
 
 
 def said(text):
-    given = parse_args(f"{TINY} {text}".split())
-    told = notices(given, validate_args(given, 1))
-    return [each for each in told if any(word in each for word in ("--num-experts", "flex", "upcycling", "coeff"))]
+    inputs = parse_args(f"{TINY} {text}".split())
+    reported = notices(inputs, validate_args(inputs, 1))
+    return [item for item in reported if any(word in item for word in ("--num-experts", "flex", "upcycling", "coeff"))]
 
 
 def test_settings_of_experts_without_experts_get_one_notice():
@@ -170,7 +170,7 @@ def test_coefficient_of_routing_without_a_loss_gets_one_notice_and_adds_no_loss(
     ],
 )  # fmt: skip
 def test_upcycling_needs_a_dense_model_and_slices_that_fit(text, problem):
-    assert [each[: len(problem)] for each in problems(text, 1)] == [problem]
+    assert [item[: len(problem)] for item in problems(text, 1)] == [problem]
 
 
 def test_slices_without_upcycling_get_a_notice():
@@ -180,13 +180,13 @@ def test_slices_without_upcycling_get_a_notice():
 
 
 def test_latent_attention_with_learned_positions_gets_a_notice():
-    given = parse_args(f"{TINY} --multi-latent-attention --kv-lora-rank 16".split())
-    told = [each for each in notices(given, validate_args(given, 1)) if "learned_absolute" in each]
-    assert len(told) == 1 and "--position-embedding-type rope removes them" in told[0]
+    inputs = parse_args(f"{TINY} --multi-latent-attention --kv-lora-rank 16".split())
+    reported = [notice for notice in notices(inputs, validate_args(inputs, 1)) if "learned_absolute" in notice]
+    assert len(reported) == 1 and "--position-embedding-type rope removes them" in reported[0]
 
 
 def test_the_flex_dispatcher_is_all_to_all_with_one_notice():
     flex = "--num-experts 4 --moe-token-dispatcher-type flex"
-    told = "--moe-token-dispatcher-type flex: uses the alltoall dispatcher, with the same results"
-    assert said(flex) == [told]
+    reported = "--moe-token-dispatcher-type flex: uses the alltoall dispatcher, with the same results"
+    assert said(flex) == [reported]
     assert not problems(f"{flex} --moe-enable-deepep --moe-flex-dispatcher-backend hybridep --moe-deepep-num-sms 8", 1)

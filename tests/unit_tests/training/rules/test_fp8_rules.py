@@ -92,8 +92,8 @@ def test_consistent_settings_pass(text, ranks):
     (f"{FP8} --fp8-param-gather --bf16", 2, "--fp8-param-gather: requires sharded optimizer state; add"),
 ])  # fmt: skip
 def test_contradictions_name_flag_value_and_fix(text, ranks, expected):
-    found = problems(text, ranks)
-    assert any(each.startswith(expected) for each in found), found
+    actual = problems(text, ranks)
+    assert any(item.startswith(expected) for item in actual), actual
 
 
 @pytest.mark.parametrize("recipe, expected", [
@@ -102,8 +102,8 @@ def test_contradictions_name_flag_value_and_fix(text, ranks, expected):
     ("rowwise", "--fp8-recipe rowwise: "),
 ])  # fmt: skip
 def test_recipes_that_do_not_exist_here_are_rejected(recipe, expected):
-    found = problems(f"--fp8-format e4m3 --fp8-recipe {recipe}")
-    assert len(found) == 1 and found[0].startswith(expected), found
+    actual = problems(f"--fp8-format e4m3 --fp8-recipe {recipe}")
+    assert len(actual) == 1 and actual[0].startswith(expected), actual
 
 
 def test_fp8_stays_off_without_its_flag():
@@ -124,8 +124,8 @@ def test_fp8_stays_off_without_its_flag():
 def test_gpus_without_the_format_are_rejected(monkeypatch, capability, recipe, expected):
     monkeypatch.setattr(rules_fp8, "gpu_present", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    found = problems(f"{BLOCKS} {LONG} --fp8-recipe {recipe}")
-    assert len(found) == len(expected) and all(map(str.startswith, found, expected)), found
+    actual = problems(f"{BLOCKS} {LONG} --fp8-recipe {recipe}")
+    assert len(actual) == len(expected) and all(map(str.startswith, actual, expected)), actual
     assert problems(f"{BLOCKS} {LONG} --fp8-recipe {recipe} --dry-run") == []
 
 
@@ -137,8 +137,8 @@ ENGINE = "--transformer-impl transformer_engine"
 ])  # fmt: skip
 def test_layers_of_transformer_engine_support_less(text, expected):
     """An installed package is another rule."""
-    found = problems(f"{text} {ENGINE}", 2)
-    assert any(each.startswith(expected) and "transformer_engine" in each for each in found), found
+    actual = problems(f"{text} {ENGINE}", 2)
+    assert any(item.startswith(expected) and "transformer_engine" in item for item in actual), actual
 
 
 def test_a_program_gets_the_rules_with_names_of_fields():
@@ -152,20 +152,20 @@ def test_a_program_gets_the_rules_with_names_of_fields():
 
 def test_packed_rows_of_varying_lengths_need_weight_gradients_in_higher_precision():
     packed = f"--use-packed-sequence --attention-dropout 0 {FP8}"
-    (found,) = problems(packed, model_family="bert")
-    assert found.startswith("--use-packed-sequence: packs rows of varying lengths") and "--no-fp8-wgrad" in found
+    (actual,) = problems(packed, model_family="bert")
+    assert actual.startswith("--use-packed-sequence: packs rows of varying lengths") and "--no-fp8-wgrad" in actual
     assert problems(f"{packed} --no-fp8-wgrad", model_family="bert") == []
 
 
 def test_cuda_graphs_record_fp8_without_gathered_copies(monkeypatch):
     graphs = f"{FP8} --bf16 --cuda-graph-impl local --dry-run"
     assert problems(graphs) == []
-    found = problems(f"{graphs} --fp8-param-gather --use-distributed-optimizer")
-    assert any("is untested with --fp8-param-gather" in each for each in found)
+    result = problems(f"{graphs} --fp8-param-gather --use-distributed-optimizer")
+    assert any("is untested with --fp8-param-gather" in item for item in result)
 
 
 def test_cuda_graphs_record_experts_only_if_they_are_not_in_fp8():
     graphs = f"{FP8} --bf16 --cuda-graph-impl local --dry-run --num-experts 4 --moe-ffn-hidden-size"
     assert problems(f"{graphs} 6128") == []
-    (found,) = problems(f"{graphs} 6144")
-    assert "reads the number of tokens per expert (--fp8-format with wide experts)" in found
+    (actual,) = problems(f"{graphs} 6144")
+    assert "reads the number of tokens per expert (--fp8-format with wide experts)" in actual

@@ -60,9 +60,9 @@ def refusal(family, text):
     ("gpt", "--hidden-size 15 --data-path sentences", ["--hidden-size 15", "holds sentences"]),
 ])  # fmt: skip
 def test_flags_tokenizer_and_data_are_refused_in_one_message(tmp_path, family, text, expected):
-    found = refusal(family, text)
-    assert all(sum(part in line for line in found) == 1 for part in expected), found
-    assert len(found) == len(expected), found
+    actual = refusal(family, text)
+    assert all(sum(part in line for line in actual) == 1 for part in expected), actual
+    assert len(actual) == len(expected), actual
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
@@ -142,11 +142,11 @@ def test_tokenizer_types_of_other_libraries_name_the_type_to_use(name, meant):
                                              ("t5", "pretrain_t5.py")])  # fmt: skip
 def test_a_layout_without_a_launcher_names_the_command_that_starts_it(family, program, monkeypatch):
     for flags, ranks in (("--tensor-model-parallel-size 2", 2), ("--context-parallel-size 3", 3)):
-        (message,) = (each for each in refusal(family, flags) if each.startswith("world size 1"))
+        (message,) = (item for item in refusal(family, flags) if item.startswith("world size 1"))
         assert message.endswith(f"start {ranks} ranks, or a multiple: torchrun --nproc_per_node={ranks} {program} ...")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    found = refusal(family, "--tensor-model-parallel-size 2")
-    assert any(each.endswith("start a multiple of 2 ranks") for each in found)
+    result = refusal(family, "--tensor-model-parallel-size 2")
+    assert any(item.endswith("start a multiple of 2 ranks") for item in result)
 
 
 def test_experts_without_a_launcher_name_the_command_that_starts_them():

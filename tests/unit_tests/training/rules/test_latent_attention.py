@@ -25,18 +25,18 @@ def test_consistent_settings_pass(text):
 
 
 def test_everything_that_latent_attention_excludes_is_named_at_once():
-    found = problems(
+    result = problems(
         "--multi-latent-attention --group-query-attention --qk-l2-norm --add-qkv-bias --rotary-interleaved"
         " --use-rope-scaling --rotary-seq-len-interpolation-factor 2 --position-embedding-type yarn"
         " --yarn-original-max-position-embeddings 16 --mla-down-proj-fusion"
     )
-    flags = [each.split(":")[0].split()[0] for each in found]
+    flags = [item.split(":")[0].split()[0] for item in result]
     assert flags == [
         "--qk-l2-norm", "--add-qkv-bias", "--rotary-interleaved", "--mla-down-proj-fusion", "--kv-lora-rank",
         "--group-query-attention", "--use-rope-scaling", "--rotary-seq-len-interpolation-factor",
         "--position-embedding-type",
     ]  # fmt: skip
-    assert "for example --kv-lora-rank 512" in found[4] and "--rope-type yarn" in found[-1]
+    assert "for example --kv-lora-rank 512" in result[4] and "--rope-type yarn" in result[-1]
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def test_everything_that_latent_attention_excludes_is_named_at_once():
     ],
 )
 def test_contradictions_are_named(text, problem):
-    assert [each for each in problems(text) if each.startswith(problem)], problems(text)
+    assert [item for item in problems(text) if item.startswith(problem)], problems(text)
 
 
 def test_sizes_without_latent_attention_have_no_effect_and_say_so():
-    given = parse_args(f"{TINY} --q-lora-rank 8 --v-head-dim 16".split())
+    inputs = parse_args(f"{TINY} --q-lora-rank 8 --v-head-dim 16".split())
     expected = "--q-lora-rank, --v-head-dim: no effect without --multi-latent-attention"
-    assert expected in notices(given, resolve(given, 1))
+    assert expected in notices(inputs, resolve(inputs, 1))
 
 
 def test_layers_are_built_in_ones():
-    given = parse_args(f"{TINY} {LATENT} --transformer-impl transformer_engine".split())
-    assert resolve(given, 1).model.transformer_impl == "local"
+    inputs = parse_args(f"{TINY} {LATENT} --transformer-impl transformer_engine".split())
+    assert resolve(inputs, 1).model.transformer_impl == "local"

@@ -15,8 +15,8 @@ WORDS = "--vocab-file vocab.txt --dry-run --tokenizer-type "
 
 def problems(family, text, world_size=1):
     lengths = "--decoder-seq-length 16 " if family == "t5" else ""
-    found = check(resolve(parse_args((TINY + lengths + text).split(), model_family=family), world_size))
-    return [str(each) for each in found if "dry" not in str(each)]
+    result = check(resolve(parse_args((TINY + lengths + text).split(), model_family=family), world_size))
+    return [str(item) for item in result if "dry" not in str(item)]
 
 
 @pytest.mark.parametrize("family, text, flag, reason", [
@@ -51,8 +51,8 @@ def test_random_samples_need_no_words_to_mask(family, lengths):
 
 def test_a_length_is_named_as_it_was_given():
     text = TINY.replace("--seq-length 32", "--encoder-seq-length 3") + "--decoder-seq-length 16 --vocab-extra-ids 9 "
-    found = check(resolve(parse_args((text + WORDS + "BertWordPieceCase").split(), model_family="t5"), 1))
-    assert any(str(each).startswith("--encoder-seq-length 3: leaves 1 token") for each in found)
+    result = check(resolve(parse_args((text + WORDS + "BertWordPieceCase").split(), model_family="t5"), 1))
+    assert any(str(item).startswith("--encoder-seq-length 3: leaves 1 token") for item in result)
 
 
 @pytest.mark.parametrize("family, text, reason", [
@@ -62,7 +62,7 @@ def test_a_length_is_named_as_it_was_given():
 ])  # fmt: skip
 def test_rows_of_several_samples_are_for_some_runs(family, text, reason):
     flags = f"NullTokenizer --vocab-size 99 --mock-data --attention-dropout 0 --use-packed-sequence {text}"
-    (problem,) = (each for each in problems(family, WORDS + flags) if "packed" in each)
+    (problem,) = (item for item in problems(family, WORDS + flags) if "packed" in item)
     assert reason in problem
 
 

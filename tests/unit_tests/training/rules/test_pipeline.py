@@ -79,8 +79,8 @@ def test_a_possible_pipeline_is_accepted(text):
     ],
 )  # fmt: skip
 def test_an_impossible_pipeline_is_named(text, problem):
-    found = problems(text, 4)
-    assert any(each.startswith(problem) for each in found), found
+    result = problems(text, 4)
+    assert any(item.startswith(problem) for item in result), result
 
 
 def test_all_problems_of_a_pipeline_come_at_once():

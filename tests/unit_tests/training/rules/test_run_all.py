@@ -31,9 +31,9 @@ ONE_NORM = "--use-parallel-residual --share-parallel-norm"
 
 def problems(text, world_size=1, base=TINY, **options):
     try:
-        return [str(each) for each in check(resolve(parse_args((base + " " + text).split(), **options), world_size))]
+        return [str(item) for item in check(resolve(parse_args((base + " " + text).split(), **options), world_size))]
     except ConfigError as error:  # values that no other setting could make sensible are found in reading
-        return [str(each) for each in error.problems]
+        return [str(item) for item in error.problems]
 
 
 FINE = [
@@ -208,8 +208,8 @@ def test_consistent_settings_pass(text):
     ],
 )  # fmt: skip
 def test_contradiction_is_named(text, problem):
-    found = problems(text)
-    assert any(each.startswith(problem) for each in found), found
+    result = problems(text)
+    assert any(item.startswith(problem) for item in result), result
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_contradiction_is_named(text, problem):
     ],
 )  # fmt: skip
 def test_everything_that_is_required_is_named_at_once(base, flags):
-    assert {each.split(":")[0] for each in problems("", base=base)} == flags
+    assert {problem.split(":")[0] for problem in problems("", base=base)} == flags
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_everything_that_is_required_is_named_at_once(base, flags):
     ],
 )
 def test_data_contradiction_is_named(text, problem):
-    found = problems(text, base=f"{MODEL} {BATCH} --tokenizer-type ByteLevelTokenizer")
-    assert len(found) == 1 and found[0].startswith(problem), found
+    result = problems(text, base=f"{MODEL} {BATCH} --tokenizer-type ByteLevelTokenizer")
+    assert len(result) == 1 and result[0].startswith(problem), result
 
 
 def test_split_tolerates_quotes_and_fills_up():
@@ -256,8 +256,8 @@ def test_split_tolerates_quotes_and_fills_up():
     ],
 )
 def test_contradiction_of_a_run_by_samples_is_named(text, problem):
-    found = problems(text, base=f"{MODEL} {SAMPLES} {DATA}")
-    assert len(found) == 1 and found[0].startswith(problem), found
+    result = problems(text, base=f"{MODEL} {SAMPLES} {DATA}")
+    assert len(result) == 1 and result[0].startswith(problem), result
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
     ],
 )  # fmt: skip
 def test_layout_contradiction_is_named(text, world_size, problem):
-    found = problems(text, world_size)
-    assert any(each.startswith(problem) for each in found), found
+    result = problems(text, world_size)
+    assert any(item.startswith(problem) for item in result), result
 
 
 def test_layers_of_your_own_that_are_not_there_are_refused():
@@ -312,8 +312,8 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
     ],
 )  # fmt: skip
 def test_unavailable_capability_is_refused(text):
-    found = [each for each in problems(text, 2) if "not available yet" in each]
-    assert found and all("; remove it" in each for each in found)
+    result = [problem for problem in problems(text, 2) if "not available yet" in problem]
+    assert result and all("; remove it" in problem for problem in result)
 
 
 def test_flags_of_data_are_not_asked_of_scripts_with_data_of_their_own():
@@ -347,10 +347,10 @@ LIKE_LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu"
     ("--dry-run --attention-dropout 0", ""),
 ])  # fmt: skip
 def test_runs_like_llama_and_dry_runs_say_that_dropout_makes_attention_unfused(text, is_named):
-    given = parse_args(f"{TINY} {text}".split())
-    sentences = [each for each in notices(given, validate_args(given, 1, announce=False)) if "unfused" in each]
+    inputs = parse_args(f"{TINY} {text}".split())
+    sentences = [item for item in notices(inputs, validate_args(inputs, 1, announce=False)) if "unfused" in item]
     assert len(sentences) == bool(is_named)
-    assert all(each.startswith(is_named) and "--attention-dropout 0 uses fused kernels" in each for each in sentences)
+    assert all(item.startswith(is_named) and "--attention-dropout 0 uses fused kernels" in item for item in sentences)
 
 
 def test_rules_have_names_and_run_once():
@@ -364,10 +364,10 @@ def test_an_empty_path_is_refused():
     assert paths.keys() == set(rules_checkpoints.PATHS)
     for field, spec in paths.items():
         for value in ("", "  "):
-            given = ["a", value] if spec.nargs else value
-            cfg = compose(FlatConfig(**{field: given}))
-            [found] = rules_checkpoints.paths_not_empty(cfg)
-            assert found.flag == spec.names[0] and "check whether a shell variable is unset" in str(found)
+            inputs = ["a", value] if spec.nargs else value
+            cfg = compose(FlatConfig(**{field: inputs}))
+            [actual] = rules_checkpoints.paths_not_empty(cfg)
+            assert actual.flag == spec.names[0] and "check whether a shell variable is unset" in str(actual)
 
 
 def test_every_flag_that_names_a_place_is_checked_for_emptiness():
@@ -388,11 +388,11 @@ def test_every_flag_that_names_a_place_is_checked_for_emptiness():
     ],
 )
 def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):
-    given = parse_args(f"{TINY} {text}".split())
-    resolved = validate_args(given, 1)
+    inputs = parse_args(f"{TINY} {text}".split())
+    resolved = validate_args(inputs, 1)
     assert resolved.checkpoint.save_interval is None
     assert resolved.model.recompute_num_layers is resolved.model.recompute_method is None
-    assert len([each for each in notices(given, resolved) if each.startswith(notice)]) == 1
+    assert len([item for item in notices(inputs, resolved) if item.startswith(notice)]) == 1
 
 
 @pytest.mark.parametrize(
@@ -404,8 +404,8 @@ def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):
     ],
 )  # fmt: skip
 def test_a_flag_of_another_program_is_answered_as_such(flag, answer):
-    (found,) = problems(f"{flag} 8")
-    assert answer in found and "did you mean" not in found
+    (actual,) = problems(f"{flag} 8")
+    assert answer in actual and "did you mean" not in actual
 
 
 def test_integrity_is_always_verified():
@@ -414,8 +414,8 @@ def test_integrity_is_always_verified():
 
 def test_an_absent_wandb_is_found_before_anything_is_built(monkeypatch):
     monkeypatch.setattr("megatron.training.rules.training.is_installed", lambda name: name != "wandb")
-    found = problems("--wandb-project p --wandb-exp-name n --wandb-save-dir d")
-    assert len(found) == 1 and found[0].startswith("--wandb-project p: needs the package wandb; pip install")
+    result = problems("--wandb-project p --wandb-exp-name n --wandb-save-dir d")
+    assert len(result) == 1 and result[0].startswith("--wandb-project p: needs the package wandb; pip install")
 
 
 def test_a_folder_that_is_not_writable_is_named(tmp_path, monkeypatch):

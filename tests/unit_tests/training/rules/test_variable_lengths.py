@@ -46,9 +46,9 @@ def configure(text, world_size=4):
     (f"{EXPERTS} {NONE} --moe-expert-capacity-factor 1", 2, "--moe-expert-capacity-factor 1.0: depends on the tokens"),
 ])  # fmt: skip
 def test_a_contradiction_is_named_with_its_fix(text, ranks, expected):
-    found = [str(problem) for problem in check(configure(text, ranks))]
-    assert any(each.startswith(expected) for each in found), found
-    assert all("; " in each for each in found), "a fix"
+    actual = [str(problem) for problem in check(configure(text, ranks))]
+    assert any(item.startswith(expected) for item in actual), actual
+    assert all("; " in item for item in actual), "a fix"
 
 
 @pytest.mark.parametrize("text, ranks", [
@@ -85,8 +85,8 @@ def test_the_default_limit_is_a_rank_s_part_of_the_longest_sample():
     (f"{EXPERTS} {NONE} --expert-model-parallel-size 2", 2, (2, 1, None, 1)), (f"{EXPERTS} {NONE}", 2, (2, 1, None, 0)),
 ])  # fmt: skip
 def test_ranks_that_communicate_in_every_step_run_the_same_number(text, ranks, expected):
-    found = plan_ranks(configure(text, ranks))
-    assert (found.count, found.smallest, found.largest, found.aligned) == expected
+    actual = plan_ranks(configure(text, ranks))
+    assert (actual.count, actual.smallest, actual.largest, actual.aligned) == expected
 
 
 def test_attention_costs_as_many_flops_as_described():

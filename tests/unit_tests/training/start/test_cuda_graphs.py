@@ -91,9 +91,9 @@ def train(model, forward_backward, device, steps=6, task=None, first=0):
     return outcome
 
 
-def assert_equal_bits(found, expected):
-    assert len(found) == len(expected)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+def assert_equal_bits(actual, expected):
+    assert len(actual) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected))
 
 
 def test_replays_equal_plain_execution():
@@ -152,17 +152,17 @@ def test_cuda_graphs_with_fused_attention_agree(length, monkeypatch):
     graphed = GraphedForwardBackward(
         run_without_pipeline, device, warmup_steps=3, stream=torch.cuda.Stream(device)
     )
-    for found, wanted in zip(train(make_model(**choices), graphed, device), expected):
-        torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-3)
+    for actual, requested in zip(train(make_model(**choices), graphed, device), expected):
+        torch.testing.assert_close(actual, requested, rtol=3e-2, atol=3e-3)
 
 
 def samples(task, step):
     """Return micro-batches with padding; some have no valid token."""
     data, size = KeyedDataset(task.train_valid_test_datasets_provider((0, 0, 0))[0]), task.cfg.training.micro_batch_size
     starts = range(step * MICRO_BATCHES * size, (step + 1) * MICRO_BATCHES * size, size)
-    made = (collate([data[index, index] for index in range(start, start + size)]) for start in starts)
-    found = BatchReader(made, task.batches.counts, reads_ahead=True).take(MICRO_BATCHES)[0]
-    return task.batches.split(found, MICRO_BATCHES, size)["data_iterator"]
+    created = (collate([data[index, index] for index in range(start, start + size)]) for start in starts)
+    result = BatchReader(created, task.batches.counts, reads_ahead=True).take(MICRO_BATCHES)[0]
+    return task.batches.split(result, MICRO_BATCHES, size)["data_iterator"]
 
 
 def task_and_model(family, flags, precision="fp32"):
@@ -272,8 +272,8 @@ def test_a_matrix_without_delayed_scale_is_not_recorded(monkeypatch):
 def test_cuda_graphs_in_fp8_equal_plain_execution_bit_for_bit(family, flags):
     flags += " --attention-backend unfused --bf16"
     stream = torch.cuda.Stream(torch.cuda.current_device())
-    found = train_with_state(flags, "bf16", family=family, graphs={"stream": stream})
-    assert_equal_bits(found, train_with_state(flags, "bf16", family=family))
+    result = train_with_state(flags, "bf16", family=family, graphs={"stream": stream})
+    assert_equal_bits(result, train_with_state(flags, "bf16", family=family))
 
 
 def test_bert_has_a_recording_per_number_of_full_rows():
@@ -288,11 +288,11 @@ def test_replays_of_padded_batches_equal_plain_execution(family, flags, monkeypa
     run_as_on_a_device(monkeypatch)
     expected = train_task(family, flags, "fp64")
     monkeypatch.setattr(packed_seq_params, "is_on_host", lambda x: False)
-    found = train_task(family, flags, "fp64", graphs={"record": record_tape})
+    actual = train_task(family, flags, "fp64", graphs={"record": record_tape})
     if DROPOUT in flags:
-        assert_equal_bits(found, expected)
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected):  # kernels that take padding otherwise where its bounds are known
+        assert_equal_bits(actual, expected)
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected):  # kernels that take padding otherwise where its bounds are known
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
@@ -308,7 +308,7 @@ def test_cuda_graphs_of_padded_batches_equal_plain_execution_bit_for_bit(family,
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "family, flags", [*(each for each in PADDED if NO_DROPOUT in each[1]), ("t5", f"{RELATIVE} {NO_DROPOUT}")]
+    "family, flags", [*(item for item in PADDED if NO_DROPOUT in item[1]), ("t5", f"{RELATIVE} {NO_DROPOUT}")]
 )
 def test_cuda_graphs_of_padded_batches_with_fused_attention_agree(family, flags, precision):
     """Batches on the device select equal kernels; runs without graphs otherwise choose the kernel by the padding."""
@@ -316,5 +316,5 @@ def test_cuda_graphs_of_padded_batches_with_fused_attention_agree(family, flags,
     flags += " --decoder-seq-length 128" * (family == "t5")
     stream = torch.cuda.Stream(torch.cuda.current_device())
     expected = train_task(family, flags, graphs={"record": lambda run, stream: run, "stream": stream})
-    for found, wanted in zip(train_task(family, flags, graphs={"stream": stream}), expected, strict=True):
-        assert (found - wanted).abs().max() <= 0.03 * wanted.abs().max() + 3e-3
+    for actual, requested in zip(train_task(family, flags, graphs={"stream": stream}), expected, strict=True):
+        assert (actual - requested).abs().max() <= 0.03 * requested.abs().max() + 3e-3

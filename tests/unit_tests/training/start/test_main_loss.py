@@ -41,9 +41,9 @@ def test_a_forward_step_without_a_weight_gets_the_live_one():
 
 def test_a_given_weight_stays():
     model, _ = build(**EXPERTS)
-    own = MainLoss(torch.tensor(3.0))
-    model(TOKENS, main_loss=own)
-    assert model.given.main_loss is own
+    local = MainLoss(torch.tensor(3.0))
+    model(TOKENS, main_loss=local)
+    assert model.given.main_loss is local
 
 
 class Positional(Model):
@@ -54,12 +54,12 @@ class Positional(Model):
 
 
 def test_arguments_by_position_and_none_are_seen():
-    model, weight, own = Positional(**EXPERTS), torch.tensor(0.5), MainLoss(torch.tensor(3.0))
+    model, weight, local = Positional(**EXPERTS), torch.tensor(0.5), MainLoss(torch.tensor(3.0))
     supply_main_loss([model], weight)
     model(TOKENS, TOKENS)
     assert model.given.main_loss.scale is weight and model.given.loss_mask is TOKENS
-    model(TOKENS, TOKENS, own)
-    assert model.given.main_loss is own
+    model(TOKENS, TOKENS, local)
+    assert model.given.main_loss is local
     model(TOKENS, TOKENS, main_loss=None)
     assert model.given.main_loss.scale is weight
 

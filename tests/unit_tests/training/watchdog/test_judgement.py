@@ -103,14 +103,14 @@ def first_of(*reports, late=None):
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_the_rank_of_a_nan_is_named_whoever_raises_first(late):
-    own = [report(0, "lm loss (of another rank) is nan", True), report(1, "lm loss is nan"),
+    local = [report(0, "lm loss (of another rank) is nan", True), report(1, "lm loss is nan"),
            report(2, "lm loss (of another rank) is nan", True)]  # fmt: skip
-    assert first_of(*own, late=late) == [own[1].failure] * 3
+    assert first_of(*local, late=late) == [local[1].failure] * 3
 
 
 def test_an_error_that_all_ranks_raise_is_nobodys():
-    found = first_of(*(report(rank, "the training data is used up") for rank in range(3)), late=1)
-    assert {str(each) for each in found} == {"all ranks failed together: the training data is used up"}
+    result = first_of(*(report(rank, "the training data is used up") for rank in range(3)), late=1)
+    assert {str(item) for item in result} == {"all ranks failed together: the training data is used up"}
 
 
 def declared(consequences, *reports):
@@ -118,35 +118,35 @@ def declared(consequences, *reports):
     ranks = monitors(len(reports), timeout=20.0)
 
     def raise_on(monitor):
-        own, spoken = reports[monitor.rank], []
-        monitor.main_thread_raised(own, consequence=monitor.rank in consequences, speak=spoken.append)
+        local, spoken = reports[monitor.rank], []
+        monitor.main_thread_raised(local, consequence=monitor.rank in consequences, speak=spoken.append)
         monitor.store.acknowledge()
         return monitor.store.failure()
 
-    for each in ranks:
-        each._guards_itself = False
+    for rank in ranks:
+        rank._guards_itself = False
     began = time.monotonic()
     with ThreadPoolExecutor(len(ranks)) as pool:
-        found = [pool.submit(raise_on, monitor) for monitor in ranks]
+        result = [pool.submit(raise_on, monitor) for monitor in ranks]
         while not all(monitor.store.failure() for monitor in ranks) and time.monotonic() - began < 60.0:
             time.sleep(0.05)
         seconds = time.monotonic() - began
         for monitor in ranks:
             monitor.store.acknowledge()
-        return [each.result() for each in found], seconds
+        return [rank.result() for rank in result], seconds
 
 
 def test_equal_errors_of_collectives_are_one_failure_without_a_wait():
     """For example a missing communication library: no rank has died, so that no wait is needed."""
     text = "Distributed package doesn't have NCCL built in"
-    found, seconds = declared({0, 1}, report(0, text), report(1, text))
-    assert {str(each) for each in found} == {f"all ranks failed together: {text}"}
+    actual, seconds = declared({0, 1}, report(0, text), report(1, text))
+    assert {str(item) for item in actual} == {f"all ranks failed together: {text}"}
     assert seconds < Limits.of(20.0).heartbeat
 
 
 def test_an_error_of_a_collective_does_not_hide_the_error_that_caused_it():
-    found, _ = declared({0}, report(0, "gloo: connection closed by peer"), report(1, "a bug"))
-    assert [each.rank for each in found] == [1, 1] and "a bug" in found[0].reason
+    actual, _ = declared({0}, report(0, "gloo: connection closed by peer"), report(1, "a bug"))
+    assert [item.rank for item in actual] == [1, 1] and "a bug" in actual[0].reason
 
 
 def test_a_rank_that_raises_alone_is_named_after_a_moment():
@@ -212,11 +212,11 @@ def test_work_of_unknown_length_is_given_the_time_of_a_collective():
     mark = ForwardProgress(progress)
 
     def forward_step(training):
-        found = []
+        result = []
         for event in ("reads", "has batch", "done"):
             mark(event, training)
-            found.append((progress.phase, progress.allowed))
-        return found
+            result.append((progress.phase, progress.allowed))
+        return result
 
     first = [(DATA, 540.0), (COMPUTING, 540.0), (COMPUTING, 540.0)]
     assert forward_step(True) == forward_step(True) == first  # the next micro-batch of it too
@@ -273,12 +273,12 @@ CRASH, MISUSE = RuntimeError("a kernel failed"), UserError("--lr 0: too small")
 ])  # fmt: skip
 def test_an_error_of_all_ranks_is_printed_once_per_host(error, together, is_first, lines, monkeypatch):
     """Every rank writes the launcher's error file. The monitor prints the stack of one rank's crash."""
-    said, launcher = [], []
-    monkeypatch.setattr(watchdog, "say", lambda text, rank: said.append(text))
-    monkeypatch.setattr(watchdog, "write_line", said.append)
+    messages, launcher = [], []
+    monkeypatch.setattr(watchdog, "say", lambda text, rank: messages.append(text))
+    monkeypatch.setattr(watchdog, "write_line", messages.append)
     monkeypatch.setattr(watchdog, "notify_launcher", lambda text, error: launcher.append((text, error)))
     one = SimpleNamespace(_monitor=SimpleNamespace(rank=1, local_ranks=SimpleNamespace(is_first=is_first)))
     for_user = isinstance(error, UserError)
     watchdog.Watchdog._speak(one, error, Failure(1, "what", for_user=for_user, together=together))
-    assert said == lines and [each for _, each in launcher] == [None if for_user else error]
+    assert messages == lines and [item for _, item in launcher] == [None if for_user else error]
     assert not for_user or error.reported

@@ -79,9 +79,9 @@ def test_another_job_on_the_same_host_is_nobodys_neighbour():
 
 def test_a_process_number_that_was_given_away_is_not_signalled(victim):
     """Simulates a kernel without process descriptors."""
-    known = Process(victim.pid, "1", None)
-    assert not known.alive
-    LocalRanks({1: known}, 0).end(1, 0.0)
+    registered = Process(victim.pid, "1", None)
+    assert not registered.alive
+    LocalRanks({1: registered}, 0).end(1, 0.0)
     assert victim.poll() is None
     opened = Process.open(victim.pid)
     Process(victim.pid, opened.started, None).send(signal.SIGKILL)
@@ -102,15 +102,15 @@ except RendezvousError as error:
 
 def test_a_second_process_of_a_rank_is_rejected_and_leaves_the_job_alone():
     run = place()
-    held = open_store(run, 10.0, holds=True)
+    retained = open_store(run, 10.0, holds=True)
     second = LaunchInfo(1, 2, run.host, run.port, agent_holds_store=False, attempt="0")
     with ThreadPoolExecutor(2) as pool:
-        signed_in = [pool.submit(roll_call, open_store(each, 10.0), each, 10.0) for each in (run, second)]
-    before = [each.result() for each in signed_in]
+        signed_in = [pool.submit(roll_call, open_store(item, 10.0), item, 10.0) for item in (run, second)]
+    before = [item.result() for item in signed_in]
     program = [sys.executable, "-c", SECOND, str(run.port)]
     result = subprocess.run(program, capture_output=True, text=True, timeout=60)
     assert f"RANK 1: process {os.getpid()} on" in result.stdout and "another MASTER_PORT" in result.stdout, result
-    assert json.loads(held.get("arrival/1")) == asdict(before[0][1])
+    assert json.loads(retained.get("arrival/1")) == asdict(before[0][1])
     assert roll_call(open_store(second, 10.0), second, 10.0) == before[0]  # a second run in the same process
 
 
@@ -133,8 +133,8 @@ def test_a_port_of_a_program_that_stays_silent_is_refused_within_the_limit():
 
 
 def test_a_port_that_is_taken_is_refused_by_its_holder():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.socket() as selected:
+        selected.bind(("127.0.0.1", 0))
+        selected.listen()
         with pytest.raises(RendezvousError, match="rank 0 cannot listen there, another job may"):
-            open_store(place(port=taken.getsockname()[1]), 5.0, holds=True)
+            open_store(place(port=selected.getsockname()[1]), 5.0, holds=True)

@@ -46,7 +46,7 @@ def test_tokens_and_masks_are_those_of_the_template(tmp_path, name, line):
         all_ids, mask = expected["input_ids"], np.array(expected["assistant_masks"])
         first = np.flatnonzero(np.diff(mask, prepend=0) == 1)[-1]
         assert ids[: len(all_ids)] == all_ids[: len(ids)]
-        assert trained == [index for index, kept in zip(all_ids[first:], mask[first:]) if kept]
+        assert trained == [index for index, retained in zip(all_ids[first:], mask[first:]) if retained]
 
 
 def test_texts_have_their_completion_and_end_token_in_the_loss(tmp_path, tokenizer):

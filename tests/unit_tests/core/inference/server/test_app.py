@@ -48,7 +48,7 @@ def tokenizer(tmp_path_factory):
 
 def test_malformed_requests_get_4xx_in_form_and_never_end_the_engine(tokenizer, caplog):
     rng, statuses = random.Random(11), []
-    with running_server(tokenizer) as (url, served), httpx.Client(base_url=url, timeout=30) as http:
+    with running_server(tokenizer) as (url, service), httpx.Client(base_url=url, timeout=30) as http:
         for _ in range(400):
             path = rng.choice([*FIELDS])
             chosen = [name for name in FIELDS[path] if rng.random() < 0.7 or name in ("prompt", "messages")]
@@ -69,7 +69,7 @@ def test_malformed_requests_get_4xx_in_form_and_never_end_the_engine(tokenizer, 
                 error = answer.json()["error"]
                 assert error["message"] and error["type"] == "invalid_request_error" and set(error) >= {"param", "code"}
         assert http.get("/health").json()["status"] == "ok"
-        wait(lambda: served.num_unfinished == 0)
+        wait(lambda: service.num_unfinished == 0)
     assert 50 < statuses.count(200) < 300 and not caplog.records
 
 
@@ -125,7 +125,7 @@ def test_no_work_of_a_request_blocks_the_event_loop(tokenizer, monkeypatch, kind
 
 def test_special_tokens_are_added_as_the_fields_ask(tmp_path):
     tokenizer = build_huggingface(byte_fallback_bpe(tmp_path))
-    with running_server(tokenizer) as (url, served), httpx.Client(base_url=url, timeout=30) as http:
+    with running_server(tokenizer) as (url, service), httpx.Client(base_url=url, timeout=30) as http:
         ids = [http.post("/tokenize", json={"prompt": "the cat", **more}).json()["tokens"]
                for more in ({}, {"add_special_tokens": True}, {"add_special_tokens": False})]  # fmt: skip
         assert ids[0] == ids[1] == [tokenizer.bos, *ids[2]] == tokenizer.tokenize("the cat")

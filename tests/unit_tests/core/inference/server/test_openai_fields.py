@@ -230,6 +230,6 @@ def test_developer_messages_are_system_messages_for_templates_without_them(tmp_p
     from tests.test_utils.scripted_model import byte_tokenizer
 
     byte_tokenizer(tmp_path, template + "{{ messages[0].role + reasoning_effort|default('') }}")
-    served = Model("m", build_huggingface(str(tmp_path)), 99, 4)
+    service = Model("m", build_huggingface(str(tmp_path)), 99, 4)
     body = {"messages": [{"role": "developer", "content": "Be brief."}], "reasoning_effort": "low"}
-    assert read_chat(Fields(json.dumps(body).encode()), served).texts[0].endswith(f"{role}low")
+    assert read_chat(Fields(json.dumps(body).encode()), service).texts[0].endswith(f"{role}low")

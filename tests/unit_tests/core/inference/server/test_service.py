@@ -28,8 +28,8 @@ def tokenizer(tmp_path_factory):
 def damaged(tokenizer):
     model = tiny_model(tokenizer.vocab_size)
     model.embedding.word_embeddings.weight.data[BAD] = torch.nan
-    with running_server(tokenizer, model=model) as (url, served):
-        yield url, served
+    with running_server(tokenizer, model=model) as (url, server):
+        yield url, server
 
 
 def post(url, **body):
@@ -37,12 +37,12 @@ def post(url, **body):
 
 
 def test_a_request_without_finite_logits_gets_an_error_and_the_others_their_texts(damaged, tokenizer):
-    url, served = damaged
+    url, server = damaged
     with running_server(tokenizer) as (healthy_url, _):
         texts = [post(healthy_url, prompt=prompt).json()["choices"][0]["text"] for prompt in ("Once upon", "b")]
     expected = dict(zip(("Once upon", "b"), texts))
-    gate, step = threading.Event(), served.engine.step
-    served.engine.step = lambda: gate.wait(20) and step()
+    gate, step = threading.Event(), server.engine.step
+    server.engine.step = lambda: gate.wait(20) and step()
     bad = [BAD, *range(5, 25)]
     requests = [
         {"prompt": "Once upon"}, {"prompt": bad}, {"prompt": bad, "n": 3, "temperature": 1}, {"prompt": "b", "n": 2},
@@ -53,7 +53,7 @@ def test_a_request_without_finite_logits_gets_an_error_and_the_others_their_text
     threads = [threading.Thread(target=lambda n=n: answers.__setitem__(n, post(url, **requests[n]))) for n in range(8)]
     for thread in threads:
         thread.start()
-    wait(lambda: served.num_unfinished == 12)
+    wait(lambda: server.num_unfinished == 12)
     gate.set()
     for thread in threads:
         thread.join()
@@ -78,57 +78,57 @@ def test_a_request_without_finite_logits_gets_an_error_and_the_others_their_text
         assert post(url, prompt="Once upon").json()["choices"][0]["text"] == expected["Once upon"]
         assert post(url, prompt=bad).status_code == 500
     assert httpx.get(url + "/health").json() == {"status": "ok", "unfinished_requests": 0}
-    assert served.engine.pool.num_free == served.engine.pool.num_usable
+    assert server.engine.pool.num_free == server.engine.pool.num_usable
 
 
 def test_an_engine_without_progress_has_failed(tokenizer, monkeypatch, caplog):
     monkeypatch.setattr(connections, "LINGER_SECONDS", 30)
     monkeypatch.setattr(service, "JOIN_SECONDS", 0.2)
-    with running_server(tokenizer, limit=0.6) as (url, served):
+    with running_server(tokenizer, limit=0.6) as (url, server):
         assert post(url, prompt="a").status_code == 200
         time.sleep(1.0)
         assert httpx.get(url + "/health").status_code == 200, "an idle engine shows signs of life"
-        gate, step = threading.Event(), served.engine.step
-        served.engine.step = lambda: gate.wait(30) and step()
+        gate, step = threading.Event(), server.engine.step
+        server.engine.step = lambda: gate.wait(30) and step()
         began = time.monotonic()
         answer = post(url, prompt="a", n=3)
         assert answer.status_code == 503 and 0.3 < time.monotonic() - began < 3
         for reply in (answer, httpx.get(url + "/health"), post(url, prompt="b")):
             assert reply.status_code == 503 and "no progress since 0.6 s" in reply.json()["error"]["message"]
-        assert served.num_unfinished == 0 and served.failure.is_fault
+        assert server.num_unfinished == 0 and server.failure.is_fault
         gate.set()
     assert "Traceback" not in caplog.text
 
 
 def test_a_frozen_rank_is_noticed_while_no_request_runs(tokenizer):
-    with running_server(tokenizer, limit=0.6) as (url, served):
+    with running_server(tokenizer, limit=0.6) as (url, server):
         gate = threading.Event()
-        served.engine.keep_alive = lambda: gate.wait(30)
+        server.engine.keep_alive = lambda: gate.wait(30)
         wait(lambda: httpx.get(url + "/health").status_code == 503, 3)
         gate.set()
 
 
 def test_cancelled_requests_are_not_counted_during_a_step(tokenizer):
-    with running_server(tokenizer, max_requests=4) as (url, served):
-        gate, step = threading.Event(), served.engine.step
-        served.engine.step = lambda: gate.wait(30) and step()
+    with running_server(tokenizer, max_requests=4) as (url, server):
+        gate, step = threading.Event(), server.engine.step
+        server.engine.step = lambda: gate.wait(30) and step()
         for _ in range(3):
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(url + "/v1/completions", json={"prompt": "a", "n": 4}, timeout=0.3)
-            wait(lambda: served.num_unfinished == 0)
+            wait(lambda: server.num_unfinished == 0)
         gate.set()
         assert post(url, prompt="a", n=4).status_code == 200
-        wait(lambda: served.engine.pool.num_free == served.engine.pool.num_usable)
+        wait(lambda: server.engine.pool.num_free == server.engine.pool.num_usable)
 
 
 def test_a_server_stops_within_seconds_during_an_endless_step(tokenizer, monkeypatch):
     monkeypatch.setattr(connections, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(service, "JOIN_SECONDS", 0.3)
     gate = threading.Event()
-    with running_server(tokenizer) as (url, served):
-        served.engine.step = lambda: gate.wait(30) and []
+    with running_server(tokenizer) as (url, server):
+        server.engine.step = lambda: gate.wait(30) and []
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url + "/v1/completions", json={"prompt": "a"}, timeout=0.3)
         began = time.monotonic()
-    assert time.monotonic() - began < 3 and served.failure.is_fault and "did not end its step" in str(served.failure)
+    assert time.monotonic() - began < 3 and server.failure.is_fault and "did not end its step" in str(server.failure)
     gate.set()

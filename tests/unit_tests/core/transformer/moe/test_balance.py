@@ -217,7 +217,7 @@ def trained(rank, world_size, kind, tp, cp, micro_batch):
     gradients = torch.cat([router.weight.grad.flatten(), router.bias.grad])
     if world_size > 1:
         torch.distributed.all_reduce(gradients)
-    return routed, gradients, totals, {name: each.clone() for name, each in router.named_buffers()}
+    return routed, gradients, totals, {name: item.clone() for name, item in router.named_buffers()}
 
 
 LAYOUTS = {"tp2": (2, 2, 1), "cp2": (2, 1, 2), "dp2": (2, 1, 1), "tp2 cp2": (4, 2, 2)}
@@ -243,9 +243,9 @@ def test_micro_batch_size_changes_only_the_loss_that_is_named_after_it(gloo_pool
 def _compare(ranks, reference):
     (routed, gradients, totals, buffers), *_ = reference
     result = {}
-    for each, *_ in ranks:
-        assert not result.keys() & each.keys()
-        result |= each
+    for item, *_ in ranks:
+        assert not result.keys() & item.keys()
+        result |= item
     assert result == routed
     for _, other_gradients, other_totals, other_buffers in ranks:
         torch.testing.assert_close(other_gradients, gradients, rtol=1e-11, atol=1e-12)

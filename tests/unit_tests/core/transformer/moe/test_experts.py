@@ -210,7 +210,7 @@ def test_rows_of_no_expert_reach_no_gradient():
         rows.data[ENDS[-1] :], weights.data[ENDS[-1] :] = filler, filler
         output = experts(rows, ends, weights)
         result = torch.autograd.grad(output, [rows, weights, *experts.parameters()], upstream())
-        gradients.append([each[: ENDS[-1]] if index < 2 else each for index, each in enumerate(result)])
+        gradients.append([item[: ENDS[-1]] if index < 2 else item for index, item in enumerate(result)])
     for clean, with_nan in zip(*gradients):
         assert torch.equal(clean, with_nan)
 

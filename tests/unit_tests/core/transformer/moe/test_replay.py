@@ -148,7 +148,7 @@ def test_the_trainer_replays_the_routes_of_generated_texts(gloo_pool):
             assert all(torch.equal(routes[layer], requested[layer]) for layer in requested)
     finished, prompts = finished[:3] + finished[4:], [*PROMPTS[:3], PROMPTS[1]]
     sequences = [[*prompt, *tokens] for prompt, (tokens, _, _) in zip(prompts, finished)]
-    routes = [each for _, _, each in finished]
+    routes = [item for _, _, item in finished]
     assert all(route.keys() == {2, 3} for route in routes)
     assert [len(route[2]) for route in routes] == [len(x) - 1 for x in sequences]
     for ranks in ({}, {"cp": 2}, {"pp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"ep": 2}):

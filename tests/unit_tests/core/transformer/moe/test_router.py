@@ -361,11 +361,11 @@ def test_balancing_losses_know_no_bias_groups_and_capacity(other):
      ({"moe_router_load_balancing_type": ["sinkhorn"]}, False, False)],
 )  # fmt: skip
 def test_kernels_are_for_all_but_sinkhorn_and_choices_among_groups(monkeypatch, settings, weighs, chooses):
-    for served in (True, False):
-        monkeypatch.setattr(router_module, "kernels_serve", lambda dtype, expected, served=served: served)
+    for service in (True, False):
+        monkeypatch.setattr(router_module, "kernels_serve", lambda dtype, expected, service=service: service)
         router = make_router(**settings)
         results = [isinstance(x, ByDevice) for x in (router._weigh, router._choose_by_score)]
-        assert results == [served and weighs, served and chooses]
+        assert results == [service and weighs, service and chooses]
 
 
 @pytest.mark.parametrize("settings", [

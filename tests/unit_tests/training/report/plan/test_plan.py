@@ -106,8 +106,8 @@ def test_parts_add_up_to_the_step(layout):
 
 def test_full_recomputation_adds_a_forward_pass():
     plain = predicted(SMALL)
-    again = predicted(f"{SMALL} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    assert 1.2 < again.seconds / plain.seconds < 1.35
+    repeated = predicted(f"{SMALL} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    assert 1.2 < repeated.seconds / plain.seconds < 1.35
 
 
 @pytest.mark.parametrize("ranks, dropout, bytes_per_pair, masks", [
@@ -195,8 +195,8 @@ def test_experts_wait_for_row_counts_of_the_all_to_all(monkeypatch):
 )
 def test_a_step_is_not_faster_than_the_host_starts_its_kernels(monkeypatch, flags, launches):
     monkeypatch.setattr(step_time, "LAUNCH", 1e-3)
-    found = predicted(f"{SMALL} {flags}", world_size=1)
-    assert found.seconds - found.parts["optimizer"] == pytest.approx(32 * 8 * launches * 1e-3)
+    result = predicted(f"{SMALL} {flags}", world_size=1)
+    assert result.seconds - result.parts["optimizer"] == pytest.approx(32 * 8 * launches * 1e-3)
 
 
 def test_factors_apply_to_device_time_only():
@@ -211,11 +211,11 @@ def test_factors_apply_to_device_time_only():
 @pytest.mark.parametrize("flags", [SMALL, MOE], ids=["dense", "experts"])
 def test_proposed_layouts_pass_the_rules_and_fit(flags):
     cluster = build_cluster("H100", 1, 8, memory=40.0)
-    found = search(settings(flags), cluster, 32000)
-    assert found.layouts and found.tried > 20
-    times = [each.time.seconds for each in found.layouts]
+    result = search(settings(flags), cluster, 32000)
+    assert result.layouts and result.tried > 20
+    times = [item.time.seconds for item in result.layouts]
     assert times == sorted(times)
-    for layout in found.layouts:
+    for layout in result.layouts:
         assert not check(layout.cfg)
         assert layout.memory == peak_memory(layout.cfg, 32000) <= HEADROOM * (40 - LIBRARIES_GIB) * 2**30
         typed = settings(f"{flags} {layout.flags}")
@@ -238,7 +238,7 @@ def exhaustive(cfg, cluster, keep):
                     continue
                 rough.append((predict_step(changed, cluster, 32000, rough=True).seconds, len(rough), changed, values))
                 break
-    best = [(predict_step(each, cluster, 32000).seconds, len(values)) for *_, each, values in sorted(rough)[:keep]]
+    best = [(predict_step(item, cluster, 32000).seconds, len(values)) for *_, item, values in sorted(rough)[:keep]]
     return [seconds for seconds, _ in sorted(best)]
 
 
@@ -253,9 +253,9 @@ def exhaustive(cfg, cluster, keep):
 def test_the_search_finds_what_predicting_every_candidate_finds(flags, memory, nodes, monkeypatch):
     monkeypatch.setattr(search_module, "REFINED", 6)  # so that bounds skip candidates
     cfg, cluster = settings(flags), build_cluster("H100", nodes, 8, memory=float(memory))
-    found = search(cfg, cluster, 32000)
-    assert [each.time.seconds for each in found.layouts] == pytest.approx(exhaustive(cfg, cluster, 6))
-    assert found.slower > 0 and found.tried >= found.slower + found.too_large + found.rejected
+    result = search(cfg, cluster, 32000)
+    assert [layout.time.seconds for layout in result.layouts] == pytest.approx(exhaustive(cfg, cluster, 6))
+    assert result.slower > 0 and result.tried >= result.slower + result.too_large + result.rejected
 
 
 @pytest.mark.parametrize("flags", [SMALL, MOE], ids=["dense", "experts"])
@@ -286,8 +286,8 @@ def test_a_search_for_16384_gpus_skips_most_candidates():
         "--num-layers 32 --hidden-size 8192 --num-attention-heads 64 --seq-length 8192 --max-position-embeddings 8192"
         " --vocab-size 32000 --global-batch-size 4096 --micro-batch-size 1"
     )
-    found = search(settings(flags), build_cluster("H100", 2048, 8), 32000)
-    assert found.layouts and found.tried > 100 and found.slower + found.too_large > found.tried / 2
+    result = search(settings(flags), build_cluster("H100", 2048, 8), 32000)
+    assert result.layouts and result.tried > 100 and result.slower + result.too_large > result.tried / 2
 
 
 def test_the_bound_of_a_pipeline_has_the_closed_form_of_its_bubble():
@@ -319,11 +319,11 @@ def test_a_search_is_cut_only_beyond_its_largest_number_of_candidates(monkeypatc
 
 
 def test_search_keeps_sizes_of_the_command_line():
-    found = search(
+    result = search(
         settings(f"{SMALL} --tensor-model-parallel-size 4 --micro-batch-size 2"), build_cluster("H100", 1, 8), 32000
     )
-    assert {each.cfg.model.tensor_model_parallel_size for each in found.layouts} == {4}
-    assert {each.cfg.training.micro_batch_size for each in found.layouts} == {2}
+    assert {layout.cfg.model.tensor_model_parallel_size for layout in result.layouts} == {4}
+    assert {layout.cfg.training.micro_batch_size for layout in result.layouts} == {2}
 
 
 def test_plan_reports_days_and_cost(capsys):
@@ -341,10 +341,10 @@ def test_plan_names_the_smallest_need_if_nothing_fits(capsys):
 
 
 def test_goodput_matches_youngs_interval():
-    found = goodput(1024, 1 / (1024 * 49.5), 10.0, 120.0)
-    assert found.failure_hours == pytest.approx(49.5)
-    assert found.interval == pytest.approx((2 * 10 * 49.5 * 3600) ** 0.5)
-    assert found.share == pytest.approx(0.989, abs=1e-3)
+    result = goodput(1024, 1 / (1024 * 49.5), 10.0, 120.0)
+    assert result.failure_hours == pytest.approx(49.5)
+    assert result.interval == pytest.approx((2 * 10 * 49.5 * 3600) ** 0.5)
+    assert result.share == pytest.approx(0.989, abs=1e-3)
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 0.0), (8, 1.42), (100, 2.51), (1000, 3.24), (16384, 3.97)])
@@ -358,12 +358,12 @@ def test_trial_runs_a_tiny_model_on_gloo(warm_python, monkeypatch):
         "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
         " --vocab-size 64 --global-batch-size 4 --micro-batch-size 1 --distributed-backend gloo"
     )
-    found = search(
+    result = search(
         settings(f"{flags} --pipeline-model-parallel-size 1 --tensor-model-parallel-size 1"),
         build_cluster("H100", 1, 2),
         64,
     )
-    seconds = try_layout(found.layouts[0], 2, "pretrain_gpt.py", flags.split())
+    seconds = try_layout(result.layouts[0], 2, "pretrain_gpt.py", flags.split())
     assert seconds is not None and seconds > 0
 
 
@@ -377,11 +377,11 @@ def test_dry_run_predicts_time_and_fit():
 def test_a_run_is_predicted_on_known_gpus_in_16_bits(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     cfg = apply(settings(SMALL), {}, 8)
-    found = predict_run(cfg, "NVIDIA H200", 32000)
-    assert found.gpu == "H200" and found.error == 0.03
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    result = predict_run(cfg, "NVIDIA H200", 32000)
+    assert result.gpu == "H200" and result.error == 0.03
+    assert sum(result.parts.values()) == pytest.approx(result.seconds)
     plan = predict_step(cfg, build_cluster("H200", 1, 8), 32000)
-    assert plan.seconds < found.seconds < 1.02 * plan.seconds  # the slowest of eight ranks
+    assert plan.seconds < result.seconds < 1.02 * plan.seconds  # the slowest of eight ranks
     assert predict_run(apply(settings(MOE), {}, 8), "NVIDIA H200", 32000).error == 0.1
     assert predict_run(cfg, "CPU", 32000) is None and predict_run(cfg, "NVIDIA H200", 0) is None
 

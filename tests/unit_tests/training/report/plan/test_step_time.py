@@ -80,8 +80,8 @@ def expected_parts(cfg, hardware, factor):
     stages = run_stages(cfg, VOCAB, description)
 
     def params(chunks):
-        stored = [each for chunk in chunks for each in stored_parameters(cfg, stage_pieces(description, chunk))]
-        return [(each.elements, each.param.is_expert) for each in stored]
+        stored = [item for chunk in chunks for item in stored_parameters(cfg, stage_pieces(description, chunk))]
+        return [(item.elements, item.param.is_expert) for item in stored]
 
     plan = planner.Plan(cfg, hardware, description, stages, factor)
     schedule = run_schedule(cfg, plan.num_microbatches) if plan.pp > 1 else None
@@ -91,8 +91,8 @@ def expected_parts(cfg, hardware, factor):
 @pytest.mark.parametrize("seed", range(8))
 def test_parts_of_a_step_equal_the_definition_on_random_layouts(seed):
     """Long schedules are extrapolated, by at most 0.2 % of the step."""
-    draw, seen, axes = random.Random(seed), 0, set()
-    while seen < 15:
+    draw, observed, axes = random.Random(seed), 0, set()
+    while observed < 15:
         flags, nodes, per_node = random_flags(draw)
         cfg = apply(settings(f"{MODEL} {flags}"), {}, nodes * per_node)
         if isinstance(cfg, str) or cfg.training.global_batch_size % (cfg.training.micro_batch_size):
@@ -100,19 +100,19 @@ def test_parts_of_a_step_equal_the_definition_on_random_layouts(seed):
         gpu = draw.choice(["H200", "H100", "H800", "A100"])
         nic = draw.choice([400.0, 100.0])
         factor = draw.choice([1.0, 1.3])
-        found = predict_step(
+        actual = predict_step(
             cfg, build_cluster(gpu, nodes, per_node, nic_gbits=nic), VOCAB, {"dense": factor, "small": factor}
         )
         expected, idle = expected_parts(cfg, planner.Hardware(gpu, nodes, per_node, nic), factor)
-        parts = {part: seconds for part, seconds in found.parts.items() if abs(seconds) > 1e-12}
+        parts = {part: seconds for part, seconds in actual.parts.items() if abs(seconds) > 1e-12}
         assert parts.keys() | {"bubble"} == expected.keys() | {"bubble"}, flags
         for part, seconds in expected.items():
-            error = 2e-3 * found.seconds if part == "bubble" else 1e-9 * seconds
+            error = 2e-3 * actual.seconds if part == "bubble" else 1e-9 * seconds
             assert parts.get(part, 0.0) == pytest.approx(seconds, abs=error), (part, flags, gpu, nodes)
-        assert found.seconds == pytest.approx(sum(expected.values()), rel=2e-3)
-        assert found.bubble == pytest.approx(idle, abs=3e-3)
+        assert actual.seconds == pytest.approx(sum(expected.values()), rel=2e-3)
+        assert actual.bubble == pytest.approx(idle, abs=3e-3)
         axes |= {word for word in flags.split() if word.startswith("--")}
-        seen += 1
+        observed += 1
     assert len(axes) >= 15, axes
 
 
@@ -165,8 +165,8 @@ def test_days_and_gpu_hours_of_a_dry_run_are_those_of_all_samples_on_all_ranks(l
         numbers = [float(number.replace(",", "")) for number in re.findall(r"[\d,]*\.?\d+(?:e[+-]?\d+)?", text)]
         reserved = gib - numbers[1]
         assert 1 <= reserved <= 5, "CUDA context and libraries"
-        shown = [need, gib - reserved, seconds, expected["days"], expected["gpu_hours"]]
-        assert numbers == pytest.approx(shown, rel=6e-3), text
+        printed = [need, gib - reserved, seconds, expected["days"], expected["gpu_hours"]]
+        assert numbers == pytest.approx(printed, rel=6e-3), text
 
 
 def test_a_layout_that_is_too_large_for_one_gpu_kind_is_named():
@@ -191,7 +191,7 @@ def test_frozen_weights_have_no_weight_gradients_reductions_or_updates():
     """Low-rank adapters of rank 16: their parameters by the formula, 2 of 3 GEMMs of the base."""
     cluster, flags = build_cluster("H200", 1, 8), f"{MODEL} --bf16 --use-distributed-optimizer"
     full, lora = (apply(settings(f"{flags} {more}"), {}, 8) for more in ("", "--lora-rank 16 --load-hf FOLDER"))
-    whole, low = (predict_step(cfg, cluster, VOCAB) for cfg in (full, lora))
+    complete, low = (predict_step(cfg, cluster, VOCAB) for cfg in (full, lora))
     description = full.describe(VOCAB)
     weight_gradients = sum(
         seconds
@@ -201,12 +201,12 @@ def test_frozen_weights_have_no_weight_gradients_reductions_or_updates():
     )
     factor = calibration_factor(full, cluster.gpu, calibration())
     number = 64 // 8 // full.training.micro_batch_size
-    assert whole.parts["GEMM"] - low.parts["GEMM"] == pytest.approx(number * factor * weight_gradients)
+    assert complete.parts["GEMM"] - low.parts["GEMM"] == pytest.approx(number * factor * weight_gradients)
     width, keys, ffn = 1024, 4 * 64, 3072
     adapters = 16 * 16 * (3 * width + width + 2 * keys + 2 * width + 2 * width + 2 * ffn + ffn + width)
     base = 16 * (width * (2 * width + 2 * keys) + 3 * width * ffn + 2 * width) + width + 2 * VOCAB_ROWS * width
-    assert (low.parts["optimizer"] - 1e-3) / (whole.parts["optimizer"] - 1e-3) == pytest.approx(adapters / base)
-    assert 0 < low.parts["data communication"] < 0.05 * whole.parts["data communication"]
+    assert (low.parts["optimizer"] - 1e-3) / (complete.parts["optimizer"] - 1e-3) == pytest.approx(adapters / base)
+    assert 0 < low.parts["data communication"] < 0.05 * complete.parts["data communication"]
 
 
 @pytest.mark.parametrize("kind", ["shard", "all_reduce", "all_to_all"])
