@@ -87,7 +87,7 @@ def train_on_a_full_disk(rank, world_size, argv, broken):
         return train_with_errors(rank, world_size, argv)
 
 
-def test_a_failed_save_costs_that_save_alone(gloo_pool, tmp_path):
+def test_failed_save_loses_that_save_only(gloo_pool, tmp_path):
     argv = ["--mock-data", "--save", str(tmp_path), "--save-interval", "2", "--async-save"]
     assert gloo_pool.run(train_on_a_full_disk, 2, argv, [4]) == [(0, "")] * 2
     assert saved_iterations(tmp_path) == [8, 6, 2] and not list(tmp_path.glob(".*tmp*"))

@@ -55,18 +55,18 @@ def flags(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def own_losses(gloo_pool, flags, tmp_path_factory):
+def builtin_losses(gloo_pool, flags, tmp_path_factory):
     """The suite's own losses, with a vocabulary as large as what the scripts build, so that the sums agree."""
     folder = tmp_path_factory.mktemp("own")
     gloo_pool.run(train, 1, flags + NO_DROPOUT + ["--save", str(folder), "--make-vocab-size-divisible-by", "64"])
     return losses(folder)
 
 
-def test_the_example_script_trains_like_the_suites_own(launch, flags, own_losses, tmp_path):
+def test_example_script_trains_like_the_program(launch, flags, builtin_losses, tmp_path):
     argv = flags + NO_DROPOUT + ["--label_smoothing=0", "--save", str(tmp_path)]
     output = launch("examples/pretrain_custom_gpt.py", argv, ranks=2)
     assert "building a GPT model of this script's own" in output
-    np.testing.assert_allclose(losses(tmp_path), own_losses, rtol=2e-5)
+    np.testing.assert_allclose(losses(tmp_path), builtin_losses, rtol=2e-5)
 
 
 EXPERTS = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "2"]
@@ -83,13 +83,15 @@ EXPERTS = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-
     ],
     ids=["2024", "2025", "old-loss", "experts"],
 )
-def test_scripts_of_earlier_years_run_as_they_are(launch, flags, own_losses, tmp_path, gloo_pool, script, ranks, more):
+def test_scripts_of_earlier_years_run_as_they_are(
+    launch, flags, builtin_losses, tmp_path, gloo_pool, script, ranks, more
+):
     argv = flags + NO_DROPOUT + ["--make-vocab-size-divisible-by", "64", "--save", str(tmp_path / "script")]
     launch(f"tests/functional_tests/scripts/pretrain_classic_{script}.py", argv + more, ranks)
     if more and more != ["--old-loss"]:
         gloo_pool.run(train, 1, argv[:-1] + [str(tmp_path / "own")] + more)
-        own_losses = losses(tmp_path / "own")
-    np.testing.assert_allclose(losses(tmp_path / "script"), own_losses, rtol=2e-5)
+        builtin_losses = losses(tmp_path / "own")
+    np.testing.assert_allclose(losses(tmp_path / "script"), builtin_losses, rtol=2e-5)
 
 
 @pytest.mark.parametrize("more", [[], ["--old-loss"]], ids=["sum", "mean"])
@@ -142,7 +144,7 @@ def check_script(gloo_pool, folder, script, layout, argv, local):
 
 
 @pytest.fixture(scope="module")
-def own_hard_run(gloo_pool, flags, tmp_path_factory):
+def builtin_hard_run(gloo_pool, flags, tmp_path_factory):
     """Flags of a model with four layers, and the folder of the built-in program's run with them on one rank."""
     folder = tmp_path_factory.mktemp("hard")
     argv = [*flags, *HARD, "--num-layers", "4", "--make-vocab-size-divisible-by", "64", "--train-iters", "4"]
@@ -154,14 +156,14 @@ def own_hard_run(gloo_pool, flags, tmp_path_factory):
     "script, layout",
     [("2024", "pp4"), ("2024", "pp2-vpp2-tp2"), ("2025", "tp2-pp2"), ("2026", "pp4"), ("2026", "pp2-vpp2-tp2")],
 )
-def test_scripts_that_read_data_on_some_ranks_match_our_program(gloo_pool, own_hard_run, tmp_path, script, layout):
+def test_scripts_that_read_data_on_some_ranks_match_our_program(gloo_pool, builtin_hard_run, tmp_path, script, layout):
     """They build data on the first tensor-parallel rank of the outer pipeline stages and give middle stages nothing."""
-    argv, local = own_hard_run
+    argv, local = builtin_hard_run
     check_script(gloo_pool, tmp_path, f"pretrain_classic_{script}", layout, argv, local)
 
 
-def test_a_model_provider_beside_parsed_settings_is_used(gloo_pool, own_hard_run, tmp_path):
-    argv, local = own_hard_run
+def test_model_provider_passed_with_parsed_settings_is_used(gloo_pool, builtin_hard_run, tmp_path):
+    argv, local = builtin_hard_run
     check_script(gloo_pool, tmp_path, "pretrain_classic_2026", "tp2-pp2", [*argv, "--own-model"], local)
 
 
@@ -190,7 +192,7 @@ def test_data_sets_that_only_some_ranks_hold_are_shared(gloo_pool, tmp_path, lay
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "pp2-vpp2-tp2"])
-def test_a_program_with_its_own_loop_gets_the_same_model_on_every_layout(gloo_pool, tmp_path, layout):
+def test_program_with_a_custom_loop_gets_the_same_model_on_every_layout(gloo_pool, tmp_path, layout):
     argv = ["--mock-data", *NO_DROPOUT, "--num-layers", "4", "--make-vocab-size-divisible-by", "64"]
     results = []
     for number, (world_size, more) in enumerate([(1, []), LAYOUTS[layout]]):
@@ -215,7 +217,7 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def own_masked_runs(gloo_pool, tmp_path_factory):
+def builtin_masked_runs(gloo_pool, tmp_path_factory):
     """Flags of BERT and T5, and the folders of the built-in programs' runs with them on one rank."""
     folder = tmp_path_factory.mktemp("masked")
     masked_runs.write_corpora(folder)
@@ -236,9 +238,9 @@ def own_masked_runs(gloo_pool, tmp_path_factory):
         ("t5", "tp2", ["--masks-of-2024"]), ("t5", None, []),
     ],
 )  # fmt: skip
-def test_masked_scripts_match_our_programs(gloo_pool, own_masked_runs, tmp_path, family, layout, more):
+def test_masked_scripts_match_our_programs(gloo_pool, builtin_masked_runs, tmp_path, family, layout, more):
     """One micro-batch is the global batch: the scripts' BERT loss is a mean of micro-batches' means."""
-    argv, local = own_masked_runs[family]
+    argv, local = builtin_masked_runs[family]
     world_size, flags = LAYOUTS.get(layout, (1, []))
     argv = [*argv, *flags, *more, "--save", str(tmp_path)]
     assert set(gloo_pool.run(run_script, world_size, "pretrain_classic_masked", argv)) == {0}

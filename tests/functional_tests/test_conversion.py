@@ -118,7 +118,7 @@ def test_exports_hold_what_the_checkpoint_holds(one_rank):
     assert all(exported.tensors[name].read().equal(stored.read(name)) for name in exported.tensors)
 
 
-def test_the_same_command_again_goes_on_from_its_own_checkpoint(gloo_pool, llama, one_rank, tmp_path):
+def test_repeated_command_resumes_from_its_checkpoint(gloo_pool, llama, one_rank, tmp_path):
     argv = [*RUN, "--load-hf", str(llama), "--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "2"]
     assert gloo_pool.run(run, 1, [*argv, "--exit-interval", "2"])[0][0] == 0
     assert gloo_pool.run(run, 1, argv)[0][0] == 0

@@ -79,7 +79,7 @@ def test_a_folder_trains_on_two_layouts_and_is_exported_with_its_tokenizer(gloo_
     assert code == 0, errors
 
 
-def test_pieces_of_a_t5_are_read_as_ours(tmp_path, monkeypatch):
+def test_t5_shards_are_read_as_native_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
     pieces = tmp_path / "pieces.model"

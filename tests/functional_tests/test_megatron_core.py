@@ -88,7 +88,7 @@ def same(one, other):
         assert torch.equal(tensor.read(), other.tensors[name].read()), name
 
 
-def test_both_formats_of_one_state_are_read_alike(there):
+def test_both_formats_of_a_state_give_equal_values(there):
     same(load_megatron_torch(there / "torch"), load_megatron_torch_dist(there / "torch_dist"))
 
 

@@ -98,7 +98,7 @@ def test_the_dry_run_counts_both_transformers():
     assert ranks[1][0].weights > ranks[0][0].weights and ranks[1][-1].weights == ranks[0][-1].weights
 
 
-def test_its_flags_rules_and_settings_are_its_own():
+def test_flags_rules_and_settings_belong_to_the_family():
     with pytest.raises(ConfigError, match="--context-parallel-size 2: is not supported by the encoder of numbers"):
         settings("--context-parallel-size 2", 2)
     with pytest.raises(ConfigError, match="--num-experts 8: is supported only by pretrain_gpt.py and pretrain_moe.py"):

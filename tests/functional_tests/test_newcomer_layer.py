@@ -272,7 +272,7 @@ pretrain(datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
 
 
 @pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--pipeline-model-parallel-size 2")])
-def test_a_program_with_its_own_model_provider_trains_it(warm_python, tmp_path, ranks, flags):
+def test_program_with_a_custom_model_provider_trains_it(warm_python, tmp_path, ranks, flags):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [warm_python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
                str(tmp_path / "program.py"), *MODEL_FLAGS, "--num-layers", "3", "--train-iters", "3",

@@ -167,7 +167,7 @@ def library_loop(rank, world_size):
     return names, [result["lm loss"].item() for result in results], have_gradients
 
 
-def test_a_program_of_its_own_runs_interleaved_chunks(gloo_pool):
+def test_custom_program_runs_interleaved_chunks(gloo_pool):
     """The provider takes no stage; losses come out on the last rank, one per micro-batch."""
     (first, no_losses, first_complete), (second, actual, second_complete) = gloo_pool.run(library_loop, 2)
     assert first_complete and second_complete and no_losses == [] and [1 < loss < 10 for loss in actual] == [True] * 3

@@ -70,7 +70,7 @@ def test_the_reference_computes_the_losses_and_gradients_of_transformers(name):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_the_balancing_loss_is_theirs_over_the_number_of_chosen_experts(name):
+def test_balancing_loss_equals_transformers_over_top_k(name):
     """The HF loss is not divided by that number and pools the tokens of layers: compare each layer separately."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

@@ -49,7 +49,7 @@ def test_sentences_are_taken_until_the_target_is_reached(sizes, least, length, e
     assert len(rows) == len(expected) and {row[:3] for row in rows} == expected and {row[3] for row in rows} == {length}
 
 
-def test_a_map_holds_whole_epochs_and_short_targets():
+def test_map_holds_full_epochs_and_short_targets():
     sizes = [[len(sentence) for sentence in document] for document in documents()]
     one, more = (sample_map(sizes, expected, 61, 0.1, 3, 2) for expected in (None, 50))
     assert len(one) < 50 <= len(more) and len(more) % len(one) < 10  # epochs differ by their short targets
@@ -91,7 +91,7 @@ def test_what_t5_reads_and_writes_make_the_text():
         assert joined == list(np.concatenate(texts[row][first:end])[:target])
 
 
-def test_words_are_masked_whole_and_specials_never():
+def test_all_pieces_of_a_word_are_masked_and_specials_never():
     tokens = [2, 5, 8, 12, 16, 3, 20, 7, 3]  # 8, 12, 16 and 20 belong to the word before them, the last across a sep
     for seed in range(50):
         random, text = np.random.RandomState(seed), tokens.copy()

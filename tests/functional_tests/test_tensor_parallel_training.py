@@ -40,7 +40,7 @@ def one_rank(gloo_pool, dataset, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_whole_run_has_the_losses_of_one_rank(gloo_pool, dataset, one_rank, tmp_path, layout):
+def test_full_run_has_the_losses_of_one_rank(gloo_pool, dataset, one_rank, tmp_path, layout):
     world_size, flags = LAYOUTS[layout]
     folder = run(gloo_pool, dataset, tmp_path / layout, world_size, flags)
     np.testing.assert_allclose(losses(folder), losses(one_rank), rtol=2e-5)

@@ -17,7 +17,7 @@ import pytest
     "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "import atexit, threading; atexit.register(print, 'bye'); threading.Thread(target=print, args=['thread']).start()",
 ])  # fmt: skip
-def test_a_program_ends_as_in_an_interpreter_of_its_own(warm_python, tmp_path, program):
+def test_program_ends_as_in_a_separate_interpreter(warm_python, tmp_path, program):
     (tmp_path / "program.py").write_text(program)
     environment = {**os.environ, "MARK": "here"}
     ends = [

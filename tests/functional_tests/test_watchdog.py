@@ -132,7 +132,7 @@ def test_what_the_user_can_mend_is_said_once_and_without_stacks(outcome, fault):
 
 
 @pytest.mark.parametrize("fault", ALONE, ids=str)
-def test_one_process_alone_says_why_it_ends(outcome, fault):
+def test_single_process_reports_why_it_ends(outcome, fault):
     run = outcome(fault)
     check_end(run)
     for words in ALONE[fault]:

@@ -72,8 +72,8 @@ class Maker:
         """[rows, columns], [experts, rows, columns], or the sinks of heads."""
         std = self.std if std is None else std
         key, count = random_numbers.key_of(self.c.seed, "init", name), math.prod(shape)
-        has_own_std = "embeddings" in name and std != self.std
-        if self.c.init_method_xavier_uniform and len(shape) > 1 and not has_own_std:
+        has_custom_std = "embeddings" in name and std != self.std
+        if self.c.init_method_xavier_uniform and len(shape) > 1 and not has_custom_std:
             values = (2 * random_numbers.uniform(key, count) - 1) * math.sqrt(6 / sum(shape[-2:]))
         else:
             values = std * random_numbers.normal(key, count)

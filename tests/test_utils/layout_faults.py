@@ -207,7 +207,7 @@ def loss_mask_wears_off(rank):
     return mock.patch.object(where, "__getitem__", aliased)
 
 
-def every_rank_pools_its_own_first_position(rank):
+def every_rank_pools_its_first_local_position(rank):
     """Under sequence parallelism the binary head reads the first position of every rank."""
     where = module("megatron.core.models.bert.heads")
     return mock.patch.object(where, "reduce_from_region", lambda x, group: x)
@@ -375,7 +375,7 @@ def gradients_of_experts_averaged(rank):
     return mock.patch.object(where, "sum_partial_gradients", averaged)
 
 
-def expert_bias_from_own_tokens(rank):
+def expert_bias_from_local_tokens(rank):
     """The bias of the choice follows the load that this rank's tokens make."""
     router = module("megatron.core.transformer.moe.router").TopKRouter
     statistics = module("megatron.core.statistics").StepStatistics
@@ -405,7 +405,7 @@ def side_losses_averaged_over_ranks(rank):
     return mock.patch.object(where, "attach_loss", averaged)
 
 
-def balance_of_own_positions(rank):
+def balance_of_local_positions(rank):
     """Balancing losses take the positions of this rank for the whole sequence."""
     where = module("megatron.core.transformer.moe.router")
     correct = where.fractions

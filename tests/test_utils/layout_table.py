@@ -381,7 +381,7 @@ TABLE = {
 }  # fmt: skip
 
 
-FAMILIES_OF_THEIR_OWN = ("bert", "t5")
+ENCODER_FAMILIES = ("bert", "t5")
 
 
 def row(name):
@@ -390,7 +390,7 @@ def row(name):
     flags, family = MODELS[model], model.partition("-")[0]
     if "--num-layers" not in flags:
         flags += f" --num-layers {4 if '--pipeline-model-parallel-size' in layout else 2}"
-    return Layout(flags, layout, *rest, family=family if family in FAMILIES_OF_THEIR_OWN else "gpt")
+    return Layout(flags, layout, *rest, family=family if family in ENCODER_FAMILIES else "gpt")
 
 
 THROUGH_COPY_ENGINES = [

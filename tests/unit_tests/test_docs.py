@@ -74,7 +74,7 @@ def test_every_page_is_reached_from_the_readme():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_pages_speak_of_the_program_alone(page):
+def test_pages_describe_the_program_only(page):
     """No numbers of issues, no home folders of a developer's machine."""
     assert re.findall(r"(?i)\bissues? #?\d+|/(?:root|home)/\S*", page.read_text(encoding="utf-8")) == []
 

@@ -60,7 +60,7 @@ def test_a_change_replaces_one_thing_in_one_line():
     assert expected <= changes_of(TOY)
 
 
-def test_what_changes_no_number_is_left_alone():
+def test_settings_without_effect_on_results_are_not_compared():
     assert {line for line, _ in changes_of(TOY)} == {2, 5, 9, 10, 12}
 
 

@@ -27,7 +27,7 @@ CHOICES = 4 * 16 * 2
 """Choices that a global batch makes in each layer, two per token."""
 
 
-def all_experts_alike(base, run):
+def all_experts_equal(base, run):
     """Every expert takes the same number of tokens."""
     finished(run)
     for kind in ("min", "max"):
@@ -94,7 +94,7 @@ ROUTER = [
     row("--moe-aux-loss-coeff 0.1", logs("load_balancing_loss"), changes("gradients"), keeps("initial"), base=MOE),
     row("--moe-z-loss-coeff 0.1", logs("z_loss"), changes("gradients"), keeps("initial"), base=MOE),
     row("--moe-input-jitter-eps 0.5", changes("losses"), keeps("initial"), base=MOE),
-    row("--moe-router-force-load-balancing", all_experts_alike, keeps("initial"), base=MOE),
+    row("--moe-router-force-load-balancing", all_experts_equal, keeps("initial"), base=MOE),
 ]  # fmt: skip
 CAPACITY = [
     row("--moe-expert-capacity-factor 0.5", drops_half, keeps("initial"), base=MOE),

@@ -82,7 +82,7 @@ def test_the_gap_is_the_step_less_the_limit():
     assert "step" in report.text() and report.as_dict()["step_ms"] == 1130.0
 
 
-def test_gemms_of_backward_that_cannot_be_told_apart_are_one_class():
+def test_indistinguishable_backward_gemms_are_one_class():
     cfg = config_of("one")
     measured = {kinds.GEMM_FORWARD: 800.0, kinds.GEMM_OTHER: 1700.0}
     report = roofline.report(cfg, cfg.tokenizer.vocab_size, CEILINGS, {"ms": measured, "step_ms": 2500.0})

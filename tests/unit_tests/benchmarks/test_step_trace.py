@@ -175,5 +175,5 @@ def test_kernels_are_classified_by_their_name_and_by_what_launched_them(kernel, 
         (None, False, kinds.GEMM_FORWARD),
     ],
 )  # fmt: skip
-def test_the_three_gemms_of_a_linear_layer_are_told_apart(shape, backward, kind):
+def test_three_gemms_of_a_linear_layer_are_distinguished(shape, backward, kind):
     assert kinds.gemm_class(shape, {(6144, 4096), (4096, 4096)}, backward) == kind

@@ -69,7 +69,7 @@ def test_modules_of_the_table_are_imported_in_every_form():
     assert space["get_tensor_model_parallel_rank"] is parallel_state.get_tensor_model_parallel_rank
 
 
-def test_classes_are_pickled_by_their_own_module():
+def test_classes_are_pickled_by_their_module():
     assert pickle.loads(pickle.dumps(megatron.core.ModelParallelConfig)) is megatron.core.ModelParallelConfig
 
 

@@ -49,7 +49,7 @@ def test_asking_too_early_and_setting_up_twice_say_what_to_call():
     assert calculator.get_num_microbatches() == 4
 
 
-def test_threads_are_told_too():
+def test_messages_name_threads():
     """On GPUs autograd recomputes layers in separate threads."""
     calculator.init_num_microbatches_calculator(0, None, 8, 2, 2)
     with ThreadPoolExecutor(1) as other:

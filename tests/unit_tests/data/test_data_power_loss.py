@@ -34,7 +34,7 @@ def documents(prefix):
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["new", "replaced"])
-def test_a_visible_data_set_is_whole_and_the_written_one_is_durable(tmp_path, tmp_path_factory, replaced):
+def test_visible_data_set_is_complete_and_the_written_one_durable(tmp_path, tmp_path_factory, replaced):
     if replaced:
         write(tmp_path / "data", OLD)
 
@@ -56,7 +56,7 @@ def run(folder, texts, tokenizer_type):
     preprocess(cfg, tokens, build_tokenizer)
 
 
-def test_tokens_never_lie_beside_the_sidecar_of_another_tokenizer(tmp_path_factory):
+def test_tokens_and_sidecar_always_have_the_same_tokenizer(tmp_path_factory):
     root = tmp_path_factory.mktemp("root")
     run(root, ["1 2 3", "4"], "NullTokenizer")
     name = "out_text_document"

@@ -125,7 +125,7 @@ def test_documents_without_tokens_are_refused():
         plan_epochs(0, 10, 4, 1)
 
 
-def test_the_numpy_builders_alone_give_the_same_bytes(monkeypatch):
+def test_numpy_builders_give_the_same_bytes(monkeypatch):
     sizes = np.random.default_rng(0).integers(0, 30, 500).astype(np.int32)
     documents, tokens = np.arange(500, dtype=np.int32), int(sizes.sum())
     for num_samples in (None, 700, 1500):

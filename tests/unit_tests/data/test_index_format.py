@@ -82,7 +82,7 @@ def test_wrong_fields_are_refused_with_the_reason(prefix, name):
         IndexedDataset(prefix)
 
 
-def test_damage_behind_the_first_piece_is_found(prefix, monkeypatch):
+def test_damage_after_the_first_piece_is_detected(prefix, monkeypatch):
     monkeypatch.setattr("megatron.data.index_format.CHECK_CHUNK", 2)
     IndexedDataset(prefix)
     patch(prefix + ".idx", POINTERS_AT + 16, struct.pack("<q", 8))

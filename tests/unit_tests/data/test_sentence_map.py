@@ -66,7 +66,7 @@ def test_documents_that_give_nothing_are_passed_over_without_a_draw(either_build
 
 
 @pytest.mark.parametrize("samples, epochs", [(1, 1), (2, 1), (3, 2), (5, 3), (None, 1)])
-def test_whole_epochs_until_there_are_enough(either_builder, samples, epochs):
+def test_epochs_repeat_until_samples_suffice(either_builder, samples, epochs):
     rows = mapping([[5] * 4], 10, FOREVER if samples else 1, samples)
     assert len(rows) == 2 * epochs
 

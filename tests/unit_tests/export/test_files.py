@@ -32,7 +32,7 @@ def synced(monkeypatch):
     return sizes
 
 
-def test_all_that_a_target_publishes_was_synced_whole(tmp_path, synced):
+def test_everything_that_a_target_publishes_was_synced(tmp_path, synced):
     with Target(tmp_path / "out", "a conversion") as target:
         target.write("a/model.safetensors", {"x": LazyTensor.of(torch.ones(5))}, {})
         assert synced[f"{target.folder}/a/model.safetensors"] == (target.folder / "a/model.safetensors").stat().st_size
@@ -54,14 +54,14 @@ def test_what_an_attempt_left_unfinished_is_removed_by_the_next(tmp_path):
         assert [path.name for path in target.folder.iterdir()] == ["whole.safetensors"] == [*target.finished]
 
 
-def test_files_of_megatron_lms_format_are_synced_whole(tmp_path, synced):
+def test_files_of_megatron_lms_format_are_synced_completely(tmp_path, synced):
     weights = {"model.embedding.word_embeddings.weight": LazyTensor.of(torch.ones(4, 2))}
     save_megatron_torch_dist(Interchange({}, weights), tmp_path)
     for path in (tmp_path / "release").iterdir():
         assert synced[path.stat().st_ino] == path.stat().st_size, path.name
 
 
-def test_a_loss_of_power_leaves_a_whole_target_or_none(tmp_path, tmp_path_factory):
+def test_loss_of_power_leaves_a_complete_target_or_none(tmp_path, tmp_path_factory):
     tensors = {f"layers.{number}": LazyTensor.of(torch.full((5,), float(number))) for number in range(3)}
 
     def check(folder, promise):

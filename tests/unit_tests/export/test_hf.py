@@ -423,7 +423,7 @@ def test_layers_of_multi_token_prediction_come_over_both_ways(tmp_path):
     refused(write(tmp_path / "e", one, config), "model.layers.3.enorm.weight is missing, expected [32]")
 
 
-def test_a_read_holds_one_tensor_of_ours_at_a_time(tmp_path):
+def test_read_holds_one_native_tensor_at_a_time(tmp_path):
     """Experts are read one at a time if the source supports it: one read of rows per HF tensor."""
     config = {**CONFIG, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     model = load_hf(write(tmp_path / "a", random_weights(config), config))
@@ -437,7 +437,7 @@ def test_a_read_holds_one_tensor_of_ours_at_a_time(tmp_path):
     assert rows == [1] * (2 * 4 * 3)
 
 
-def test_a_tensor_of_ours_is_read_once_for_all_of_theirs(tmp_path):
+def test_native_tensor_is_read_once_for_all_exported_ones(tmp_path):
     model = load_hf(write(tmp_path / "a", random_weights(CONFIG)))
     reads = []
 
@@ -456,7 +456,7 @@ def test_heads_of_keys_and_values_make_groups_where_they_are_fewer():
         assert (settings["num_query_groups"], settings["group_query_attention"]) == (count, grouped)
 
 
-def test_a_linear_stretch_is_written_as_transformers_wants_it():
+def test_linear_rope_scaling_is_exported_as_transformers_expects():
     family = known_families()["llama"]
     settings = complete(family.load_settings({**CONFIG, "rope_scaling": {"type": "linear", "factor": 4}}))
     factor = family.save_settings(settings)["rope_scaling"]["factor"]

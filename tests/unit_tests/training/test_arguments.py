@@ -159,7 +159,7 @@ def test_mistakes_and_contradictions_are_reported_together():
     ]  # fmt: skip
 
 
-def test_published_mixture_command_is_told_all_that_is_missing_at_once():
+def test_all_missing_flags_of_a_published_mixture_are_reported_at_once():
     command = (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --expert-model-parallel-size 4 "
         "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "

@@ -151,7 +151,7 @@ def test_a_second_job_is_kept_from_the_same_folder(tmp_path):
     SaveLock(tmp_path).release()  # the holder is dead, its lock does not matter
 
 
-def test_what_is_not_a_lock_of_ours_is_left_alone(tmp_path):
+def test_foreign_lock_files_are_not_changed(tmp_path):
     """A link planted as .lock must not have a job cut or write the file that it points to."""
     victim, save = tmp_path / "victim", tmp_path / "save"
     victim.write_text("precious")
@@ -188,7 +188,7 @@ def test_a_folder_to_which_nothing_was_written_is_left_as_it_was_found(tmp_path)
     assert {path.name for path in file.parent.iterdir()} == {".lock", "file"}
 
 
-def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+def test_lock_that_its_holder_removes_is_acquired_again(tmp_path, monkeypatch):
     take, first = SaveLock._take, []
 
     def late(self, descriptor, folder):

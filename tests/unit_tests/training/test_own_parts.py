@@ -90,7 +90,7 @@ def test_a_run_ends_with_one_message(gloo_pool, kind, said):
     assert code == 2 and said in errors and len(errors.splitlines()) == 1
 
 
-def test_a_run_with_its_own_data_trains(gloo_pool):
+def test_run_with_custom_data_trains(gloo_pool):
     assert gloo_pool.run(run_with, 1, "none") == [(0, "")]
 
 

@@ -70,7 +70,7 @@ class Damaged:
         raise IndexedDatasetError("a.bin is truncated")
 
 
-def test_an_error_of_a_data_loaders_worker_ends_in_its_message_alone():
+def test_error_of_a_data_loader_worker_ends_in_its_message_only():
     loader = torch.utils.data.DataLoader(Damaged(), num_workers=1)
     with pytest.raises(IndexedDatasetError) as caught:
         next(iter(loader))

@@ -240,7 +240,7 @@ def test_pairs_of_one_context_parallel_rank_count(folder, monkeypatch):
         assert batch["documents"].all_bounds() == padding
 
 
-def test_the_order_of_pairs_is_one_loss_beside_that_of_masked_tokens(folder):
+def test_sentence_order_loss_is_added_to_the_masked_token_loss(folder):
     task = make_task("bert", folder)
     logits = torch.tensor([[2.0, 0], [0, 0], [1, 3]], dtype=torch.bfloat16, requires_grad=True)
     batch = {"is_random": torch.tensor([0, 1, 0]), "counts": torch.tensor([True, False, True]),
@@ -271,7 +271,7 @@ def test_t5_has_its_longest_texts_first_and_their_lengths_on_the_host(rank, fold
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_random_samples_are_their_own_in_every_split(kind, folder):
+def test_random_samples_differ_between_splits(kind, folder):
     task = make_task(kind, folder)
     task.cfg = task.cfg.with_settings(mock_data=True)
     splits = task.train_valid_test_datasets_provider((3, 2, None))
@@ -280,7 +280,7 @@ def test_random_samples_are_their_own_in_every_split(kind, folder):
     assert len(set(map(tuple, texts))) == 6 and splits[0][1]["labels"].tolist() == texts[1]
 
 
-def test_a_row_is_predicted_at_its_masked_tokens_alone(folder):
+def test_row_is_predicted_at_its_masked_tokens_only(folder):
     task = make_task("bert", folder, PACKED)
     (inputs, *_) = batches(task)
     row = task.get_batch(iter([inputs]))

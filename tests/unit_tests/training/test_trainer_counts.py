@@ -78,7 +78,7 @@ def samples_of(rank, ranks, cfg, iterations):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("rampup", [None, [8, 8, 20]], ids=["constant", "ramp"])
-def test_skipped_iterations_take_the_samples_of_their_own_batch_alone(ranks, rampup):
+def test_skipped_iterations_consume_one_batch_of_samples(ranks, rampup):
     """On any number of ranks, the other iterations have the batches of a run without skips."""
     settings = FlatConfig(
         micro_batch_size=2, global_batch_size=24, rampup_batch_size=rampup, step_batch_size_schedule=None,

@@ -211,7 +211,7 @@ def test_one_layer_spec_serves_all_layers():
     assert all(bert[name].default == gpt[name].default for name in gpt.keys() & bert.keys())
 
 
-def test_a_stage_holds_its_own_branches_of_the_whole():
+def test_stage_holds_its_branches_of_the_full_model():
     """The last of two pipeline ranks, which needs no process group to be built."""
     full, config, *_ = make()
     config = dataclasses.replace(config, pipeline_model_parallel_size=2)

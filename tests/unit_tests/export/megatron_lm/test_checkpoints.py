@@ -73,7 +73,7 @@ def expect(loaded, rows=VOCABULARY, optimizer=True):
     ("tp", "pp", "vpp", "distributed"), [(1, 1, 1, False), (2, 1, 1, False), (2, 2, 1, False), (1, 2, 2, False),
                                          (1, 1, 1, True), (2, 2, 1, True)],
 )  # fmt: skip
-def test_the_torch_format_of_any_layout_is_the_whole_model(tp, pp, vpp, distributed, tmp_path):
+def test_torch_format_of_any_layout_holds_the_full_model(tp, pp, vpp, distributed, tmp_path):
     write_torch(tmp_path, tp, pp, vpp, distributed)
     expect(load_megatron_torch(tmp_path))
     expect(load_megatron_torch(tmp_path, padded_vocabulary=True), rows=PADDED)
@@ -122,7 +122,7 @@ def written(tmp_path_factory):
     return write_torch_dist(tmp_path_factory.mktemp("dist"))
 
 
-def test_torch_dist_is_the_whole_model(written):
+def test_torch_dist_holds_the_full_model(written):
     expect(load_megatron_torch_dist(written))
     expect(load_megatron_torch_dist(written, 7))
     expect(load_megatron_torch_dist(written / "iter_0000007"))

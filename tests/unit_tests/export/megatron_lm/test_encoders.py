@@ -160,7 +160,7 @@ def write_torch(folder, kind, tp, rename=lambda name: name):
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_torch_format_is_the_whole_model(kind, tp, tmp_path):
+def test_torch_format_holds_the_full_model(kind, tp, tmp_path):
     write_torch(tmp_path, kind, tp)
     expect(kind, load_megatron_torch(tmp_path))
 
@@ -209,7 +209,7 @@ def write_torch_dist(folder, kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_torch_dist_is_the_whole_model_and_is_written_as_it_was(kind, tmp_path):
+def test_torch_dist_holds_the_full_model_and_round_trips(kind, tmp_path):
     tensors = write_torch_dist(tmp_path / "theirs", kind)
     expect(kind, load_megatron_torch_dist(tmp_path / "theirs"))
     save_megatron_torch_dist(load_megatron_torch_dist(tmp_path / "theirs", padded_vocabulary=True), tmp_path / "ours")
@@ -225,7 +225,7 @@ def test_torch_dist_is_the_whole_model_and_is_written_as_it_was(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_vocabulary_without_padding_is_padded_as_theirs(kind, tmp_path):
+def test_unpadded_vocabulary_is_padded_as_in_megatron_lm(kind, tmp_path):
     tensors = write_torch_dist(tmp_path / "theirs", kind)
     save_megatron_torch_dist(load_megatron_torch_dist(tmp_path / "theirs"), tmp_path / "ours")
     with open(tmp_path / "ours" / "iter_0000007" / ".metadata", "rb") as file:
@@ -234,7 +234,7 @@ def test_a_vocabulary_without_padding_is_padded_as_theirs(kind, tmp_path):
     expect(kind, load_megatron_torch_dist(tmp_path / "ours"))
 
 
-def test_a_model_of_flags_is_what_an_encoder_of_theirs_holds(tmp_path):
+def test_model_of_flags_equals_a_megatron_lm_encoder(tmp_path):
     """Names and shapes equal the training model's."""
     sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 24 --max-position-embeddings 24"
     for kind, flags in (("bert", ""), ("t5", "--decoder-num-layers 3 --decoder-seq-length 12"), (

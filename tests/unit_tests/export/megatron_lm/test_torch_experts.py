@@ -193,7 +193,7 @@ def test_conversion_to_torch_dist_keeps_iteration_and_optimizer_steps(tmp_path):
     [{"optimizer": {"state": {0: {"step": LazyTensor.of(torch.tensor([5.0]))}}}}],
     {"optimizer": {"state": {"common_step": LazyTensor.of(torch.tensor(5.0))}, "param_groups": [{"step": 5}]}},
 ], ids=["common", "of groups", "of parameters", "both"])  # fmt: skip
-def test_the_step_is_the_optimizers_own(optimizer):
+def test_step_runs_the_optimizer_of_the_program(optimizer):
     state = {"args": Record("Namespace", (), {"consumed_train_samples": 28}), "iteration": 7, "optimizer": optimizer}
     objects = checkpoint_objects(state, {}, True)
     assert (objects["optimizer"]["step"], objects["iteration"]) == (5, 7)

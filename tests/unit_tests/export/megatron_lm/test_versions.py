@@ -90,7 +90,7 @@ def flat_pieces(name, tensor, tp=2):
     return result
 
 
-def test_states_of_fully_sharded_model_space_are_the_whole_ones(written, tmp_path):
+def test_fully_sharded_model_space_states_equal_full_ones(written, tmp_path):
     """Versions 0.12 to 0.15: flat ranges of every rank's part, with one more dimension than the parameter."""
 
     def change(pieces, common, metadata):
@@ -123,7 +123,7 @@ def flat_buckets(pieces, common, metadata):
     pieces["optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"] = {None: [{"param_groups": [{"step": 7}]}]}
 
 
-def test_flat_buckets_of_the_distributed_optimizer_are_the_whole_states(written, tmp_path):
+def test_flat_buckets_of_the_distributed_optimizer_are_full_states(written, tmp_path):
     expect(load_megatron_torch_dist(rewritten(written, tmp_path, flat_buckets)))
 
 
@@ -157,7 +157,7 @@ def test_a_flat_state_that_is_not_its_parameters_is_refused(written, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["common_state", "common_state/shard_0_1"])
-def test_a_common_state_beside_the_tensors_is_read(name, written, tmp_path):
+def test_common_state_next_to_the_tensors_is_read(name, written, tmp_path):
     """Since July 2026 there is no ``common.pt``."""
 
     def change(pieces, common, metadata):

@@ -233,7 +233,7 @@ def test_another_shape_is_named_with_the_expected_one(plain, tmp_path):
     assert f"{QUERY} has shape [2, 16, 32], expected [2, 32, 32]" in refused(plain(cut), tmp_path / "out", *LLAMA)
 
 
-def test_whole_numbers_are_no_weights(plain, tmp_path):
+def test_integers_are_not_blend_weights(plain, tmp_path):
     def count(tensors):
         tensors[QUERY] = LazyTensor.of(tensors[QUERY].read().int())
 
@@ -301,7 +301,7 @@ def test_a_damaged_copy_of_a_tokenizer_is_never_exported(folders, tmp_path, save
     assert "tokenizer/tokenizer.json" in refused(native, tmp_path / "out", saver=saver)
 
 
-def test_a_target_that_exists_is_refused_and_left_alone(folders, tmp_path):
+def test_existing_target_is_rejected_and_not_changed(folders, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("mine")
     with pytest.raises(UserError, match="exists already"):
@@ -375,7 +375,7 @@ def test_a_killed_conversion_leaves_no_target_and_goes_on(warm_python, folders, 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_another_conversion_to_the_same_place_starts_anew(warm_python, folders, tmp_path, capsys):
+def test_other_conversion_to_the_same_folder_restarts(warm_python, folders, tmp_path, capsys):
     flags = ["--load-dir", str(folders / "native"), "--save-dir", str(tmp_path / "out"), "--max-shard-size", "0.00001"]
     assert run_python(warm_python, KILLED, 9, "--saver", "native", *flags).returncode == -9
     assert convert.main(["--saver", "native", "--dtype", "fp32", *flags]) == 0
@@ -384,7 +384,7 @@ def test_another_conversion_to_the_same_place_starts_anew(warm_python, folders, 
     assert {tensor.dtype for tensor in result.tensors.values()} == {torch.float32}
 
 
-def test_a_source_that_has_changed_is_converted_anew(folders, tmp_path, monkeypatch, capsys):
+def test_changed_source_is_converted_again(folders, tmp_path, monkeypatch, capsys):
     shutil.copytree(folders / "safetensors", tmp_path / "in")
     flags = ["--max-shard-size", "0.00001"]
 

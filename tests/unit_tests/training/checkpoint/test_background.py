@@ -222,7 +222,7 @@ def test_a_bug_in_the_thread_is_raised_as_it_is(tmp_path):
         run.checkpointer.finish_save(wait=True)
 
 
-def test_leaving_waits_for_the_save_behind_it(tmp_path):
+def test_exit_waits_for_the_background_save(tmp_path):
     gate = threading.Event()
     run = Run(settings(tmp_path, async_save=True), fault=held(gate)).train(1)
     run.checkpointer.start_save(run.state, background=True)
@@ -257,7 +257,7 @@ def test_death_at_any_phase_leaves_the_old_or_the_new_checkpoint(tmp_path, phase
     outlive_death(settings(tmp_path, save_retain_interval=10, async_save=True), phase, save_behind, snapshots)
 
 
-def ranks_save_behind(rank, world, folder, broken):
+def ranks_save_in_background(rank, world, folder, broken):
     """Iterations that each rank made before all of them knew; what all have heard of the save."""
     parallel_state.initialize_model_parallel()
 
@@ -278,7 +278,7 @@ def ranks_save_behind(rank, world, folder, broken):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_all_ranks_hear_of_it_at_the_same_iteration(gloo_pool, tmp_path, broken, snapshots):
-    outcomes = gloo_pool.run(ranks_save_behind, 3, tmp_path, broken)
+    outcomes = gloo_pool.run(ranks_save_in_background, 3, tmp_path, broken)
     assert len({outcome[:4] for outcome in outcomes}) == 1 and outcomes[0][4] == outcomes[1][4]
     iteration, saved, num_bytes, failure, _ = outcomes[0]
     assert iteration > 1 and saved is not broken

@@ -127,7 +127,7 @@ def ranks_draw(rank, world, folder, seed, save):
     return draws()
 
 
-def test_every_rank_goes_on_with_its_own_random_numbers(gloo_pool, tmp_path):
+def test_every_rank_resumes_its_random_state(gloo_pool, tmp_path):
     saved = gloo_pool.run(ranks_draw, 3, tmp_path, 10, True)
     assert len({*saved}) == 3 and not any(set(one) & set(other) for one, other in zip(saved, saved[1:]))
     assert gloo_pool.run(ranks_draw, 3, tmp_path, 20, False) == saved
@@ -191,7 +191,7 @@ def test_a_tiny_step_after_loading_only_weights_stays_near_them(tmp_path, dtype,
         assert (weight - loaded).abs().max() < 1e-3
 
 
-def test_own_progress_comes_before_pretrained_weights(two, tmp_path):
+def test_resumed_progress_precedes_pretrained_weights(two, tmp_path):
     other = tmp_path / "other"
     Run(settings(other)).train(3).save()
     assert Run(settings(two, load=str(other), save=None, pretrained_checkpoint=str(two))).load().iteration == 3
@@ -266,7 +266,7 @@ def test_a_missing_checkpoint_is_refused_where_something_of_it_is_needed(tmp_pat
         apply_checkpoint_args(settings(use_checkpoint_args=True, load=str(tmp_path / "none"), **given))
 
 
-def test_the_first_run_of_a_command_line_that_resumes_has_its_own_settings(tmp_path):
+def test_first_run_of_a_resuming_command_line_uses_its_flags(tmp_path):
     requested = settings(use_checkpoint_args=True, load=str(tmp_path / "none"))
     assert apply_checkpoint_args(requested) is requested
 
@@ -329,7 +329,7 @@ def test_tokenizer_files_travel_along(tmp_path):
     assert not (tmp_path / "d/iter_0000001/tokenizer").exists()
 
 
-def test_of_a_tokenizers_folder_only_its_own_files_travel_along(tmp_path):
+def test_only_tokenizer_files_of_a_folder_are_copied(tmp_path):
     folder = tmp_path / "hub"
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "trainer.json",

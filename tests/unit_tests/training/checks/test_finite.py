@@ -49,7 +49,7 @@ def test_an_iteration_without_tokens_in_the_loss_holds_its_update_back_and_is_na
         check.read()
 
 
-def test_a_gradient_is_told_from_a_loss():
+def test_gradient_is_distinguished_from_a_loss():
     check = FiniteCheck(rank=0)
     check.note(7, 56, pair(1.0), TOKENS, torch.tensor(True))
     with pytest.raises(NonFiniteError, match=r"iteration 7 \(samples from 56 on\): the gradient norm is not finite"):

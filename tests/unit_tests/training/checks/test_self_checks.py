@@ -19,7 +19,7 @@ def layer(index, stage=0, offsets=(0, 0), lengths=(4, 4), tied=False):
     return Holding(f"decoder.layers.{index}.weight", (4, 4), Rectangle(offsets, lengths), stage, tied)
 
 
-def test_whole_models_have_no_problems():
+def test_complete_models_have_no_problems():
     halves = [layer(0, offsets=(0, 0), lengths=(2, 4)), layer(0, offsets=(2, 0), lengths=(2, 4))]
     assert not list(find_problems([*halves, layer(1, 1), layer(1, 1)], 2, 32))
 
@@ -236,7 +236,7 @@ class PlainNorm(torch.nn.Module):
         return torch.nn.functional.rms_norm(hidden, self.weight.shape, self.weight)
 
 
-def train_with_a_norm_of_ones_own(rank, world_size, argv, declared):
+def train_with_a_custom_norm(rank, world_size, argv, declared):
     """The run's error, or the final norm's weight after the last step."""
     from megatron.core.config.errors import UserError
     from megatron.training import run as program
@@ -273,7 +273,7 @@ def train_with_a_norm_of_ones_own(rank, world_size, argv, declared):
 
 
 def test_an_undeclared_parameter_is_refused_where_ranks_split_sequences(gloo_pool):
-    messages = gloo_pool.run(train_with_a_norm_of_ones_own, 2, row("tp2-sp").argv, False)
+    messages = gloo_pool.run(train_with_a_custom_norm, 2, row("tp2-sp").argv, False)
     assert messages[0] == messages[1]
     assert "decoder.final_layernorm.weight (PlainNorm)" in messages[0] and "placement.parameter(" in messages[0]
 
@@ -281,8 +281,8 @@ def test_an_undeclared_parameter_is_refused_where_ranks_split_sequences(gloo_poo
 def test_a_parameter_declared_as_in_megatron_lm_trains_as_on_one_rank(gloo_pool):
     """Each rank's gradient is a sum over its own positions: without the declaration copies drift at the first step."""
     layout = row("tp2-sp")
-    single = gloo_pool.run(train_with_a_norm_of_ones_own, 1, [*layout.reference.argv, *THREE_STEPS], True)[0]
-    ranks = gloo_pool.run(train_with_a_norm_of_ones_own, 2, [*layout.argv, *THREE_STEPS], True)
+    single = gloo_pool.run(train_with_a_custom_norm, 1, [*layout.reference.argv, *THREE_STEPS], True)[0]
+    ranks = gloo_pool.run(train_with_a_custom_norm, 2, [*layout.argv, *THREE_STEPS], True)
     assert ranks[0] == ranks[1] and ranks[0] == pytest.approx(single, abs=1e-6) and ranks[0] != [1.0] * len(single)
 
 

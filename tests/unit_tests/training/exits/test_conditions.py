@@ -321,7 +321,7 @@ def test_ranks_agree_on_the_longest_time(gloo_pool):
     assert gloo_pool.run(agreed_values, 2) == [(11.0, signal.SIGUSR1)] * 2
 
 
-LEAVES_A_LOADER_BEHIND = """
+LEAVES_A_LOADER = """
 import signal
 from torch.utils.data import DataLoader
 from megatron.training.config.flat import FlatConfig
@@ -341,5 +341,5 @@ builtins.kept = kept  # still there when Python ends its children, as where a pr
 
 def test_a_process_ends_although_its_loader_is_still_there():
     """Python waits at exit for children that it has sent a SIGTERM: workers that ignore it would be waited for."""
-    ended = subprocess.run([sys.executable, "-c", LEAVES_A_LOADER_BEHIND], timeout=90, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", LEAVES_A_LOADER], timeout=90, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -46,7 +46,7 @@ def test_without_torchs_profiler_the_range_is_only_marked(simulated_run):
     simulated_run().train([ProfilerHook(1, 2, None)], 1, 3)  # no CUDA: nothing happens, nothing fails
 
 
-def test_traces_lie_beside_the_tensorboard_directory(tmp_path):
+def test_traces_are_written_next_to_the_tensorboard_directory(tmp_path):
     assert trace_directory(str(tmp_path / "tb"), "save") == tmp_path / "torch_profile"
     assert str(trace_directory(None, "save")) == "save/torch_profile"
     assert str(trace_directory(None, None)) == "torch_profile"

@@ -76,7 +76,7 @@ def test_tags_are_those_that_dashboards_know(tmp_path, gpu_run):
     assert tags_of(tmp_path) == registered | {f"{tag} vs samples" for tag in registered}
 
 
-def test_every_iteration_has_its_own_point_although_written_at_log_points(tmp_path, simulated_run):
+def test_every_iteration_has_a_point_although_written_at_log_points(tmp_path, simulated_run):
     simulated_run().train(hooks_of(tmp_path, log_interval=4), 1, 10)
     assert read_points(tmp_path, "lm loss") == [(i, pytest.approx(10.0 / i)) for i in range(1, 11)]
     assert [step for step, _ in read_points(tmp_path, "lm loss vs samples")] == [8 * i for i in range(1, 11)]

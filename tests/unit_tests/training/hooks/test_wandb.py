@@ -64,7 +64,7 @@ def hook_in(folder, log_interval=5, point_interval=1):
     return Hooks(log_interval, [sink, TimingHook(Timers())])
 
 
-def test_every_iteration_and_every_evaluation_is_a_row_of_its_own(tmp_path, simulated_run, offline):
+def test_every_iteration_and_evaluation_is_a_row(tmp_path, simulated_run, offline):
     simulated_run(eval_interval=3).train(hook_in(tmp_path), 1, 10)
     rows = written_rows(tmp_path, 10)
     assert [row["_step"] for row in rows] == list(range(1, 11))

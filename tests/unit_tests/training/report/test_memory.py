@@ -357,7 +357,7 @@ MEASURED_WITH_REMAINDERS = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_peaks_of_whole_runs_are_within_six_percent(name):
+def test_peaks_of_full_runs_are_within_six_percent(name):
     """The measured runs stored masters as fp32 copies."""
     flags, gigabytes = MEASURED[name]
     with mock.patch.object(memory_estimate, "master_bytes", lambda cfg: 4):

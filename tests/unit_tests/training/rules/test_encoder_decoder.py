@@ -45,7 +45,7 @@ def test_what_two_stacks_cannot_be_is_refused(text, world_size, flag, reason):
     assert flag in problem and reason in problem
 
 
-def test_a_checkpoint_of_weights_alone_leaves_the_length_to_the_command_line():
+def test_weights_only_checkpoint_leaves_the_length_to_the_command_line():
     """A converted checkpoint stores no length; --use-checkpoint-args has already taken its settings when rules run."""
     (problem,) = problems("--use-checkpoint-args --load x")
     assert problem == "--decoder-seq-length: is required; for example --decoder-seq-length 128"

@@ -39,7 +39,7 @@ def test_experts_are_needed():
         (f"{MOE} {HALVES} --use-torch-fsdp2", "gathers a layer's weights as a whole"),
     ],
 )  # fmt: skip
-def test_what_needs_whole_micro_batches_turns_the_overlap_off(text, reason):
+def test_features_of_full_micro_batches_disable_the_overlap(text, reason):
     inputs = parse_args(f"{TINY} {text}".split())
     resolved = resolve(inputs, 1)
     assert not resolved.model.overlap_moe_expert_parallel_comm and not check(resolved)

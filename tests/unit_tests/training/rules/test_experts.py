@@ -128,7 +128,7 @@ def test_impossible_experts_are_named(text, problem):
     assert any(item.startswith(problem) for item in result), result
 
 
-def test_all_problems_of_experts_are_told_at_once():
+def test_all_problems_of_experts_are_reported_at_once():
     text = "--num-experts 6 --moe-router-topk 7 --tensor-model-parallel-size 2 --expert-model-parallel-size 4"
     text += " --moe-router-num-groups 4 --moe-shared-expert-overlap --moe-pad-expert-input-to-capacity"
     assert [problem.split()[0].rstrip(":") for problem in problems(text, 4)] == [

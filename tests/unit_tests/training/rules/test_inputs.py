@@ -87,7 +87,7 @@ def test_lengths_that_are_missing_stop_no_other_check():
     "--mask-prob 0.01 --dry-run", "--mask-prob 0.01 --data-path none --mock-data", "--mask-prob 0.01 --split 0,1,0",
     "--mask-prob 0.01 --data-path sentences",
 ])  # fmt: skip
-def test_files_are_left_alone_where_none_are_read_or_nothing_is_wrong_with_them(text):
+def test_valid_or_unread_files_are_not_changed(text):
     assert all(line.startswith("--") for line in refusal("bert", text))
 
 

@@ -292,7 +292,7 @@ def test_layout_contradiction_is_named(text, world_size, problem):
     assert any(item.startswith(problem) for item in result), result
 
 
-def test_layers_of_your_own_that_are_not_there_are_refused():
+def test_missing_custom_layers_are_rejected():
     assert problems("--spec a b", 1) == ["--spec a b: No module named 'a'; give a module and a name in it"]
     for odd in ("../../..", "x", "a b c"):
         (problem,) = problems(f"--spec {odd}", 1)
@@ -316,7 +316,7 @@ def test_unavailable_capability_is_refused(text):
     assert result and all("; remove it" in problem for problem in result)
 
 
-def test_flags_of_data_are_not_asked_of_scripts_with_data_of_their_own():
+def test_scripts_with_custom_data_need_no_data_flags():
     assert problems("", base=f"{MODEL} {BATCH}", needs_data=False) == []
     assert problems("--vocab-size 1", needs_data=False) == []
 

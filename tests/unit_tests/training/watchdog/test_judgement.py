@@ -149,7 +149,7 @@ def test_an_error_of_a_collective_does_not_hide_the_error_that_caused_it():
     assert [item.rank for item in actual] == [1, 1] and "a bug" in actual[0].reason
 
 
-def test_a_rank_that_raises_alone_is_named_after_a_moment():
+def test_single_raising_rank_is_named_after_a_moment():
     first, second = monitors(2)
     assert first._first_failure(report(0, "a bug")) == Failure(0, "iteration 3: a bug", "trace")
     second.store.declare(Failure(1, "was first"))

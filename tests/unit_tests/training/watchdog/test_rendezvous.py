@@ -100,7 +100,7 @@ except RendezvousError as error:
 """
 
 
-def test_a_second_process_of_a_rank_is_rejected_and_leaves_the_job_alone():
+def test_second_process_of_a_rank_is_rejected_and_the_job_continues():
     run = place()
     retained = open_store(run, 10.0, holds=True)
     second = LaunchInfo(1, 2, run.host, run.port, agent_holds_store=False, attempt="0")
@@ -114,7 +114,7 @@ def test_a_second_process_of_a_rank_is_rejected_and_leaves_the_job_alone():
     assert roll_call(open_store(second, 10.0), second, 10.0) == before[0]  # a second run in the same process
 
 
-def test_the_store_listens_on_the_masters_address_alone():
+def test_store_listens_on_the_master_address_only():
     run = place()
     store = open_store(run, 10.0, holds=True)
     open_store(run, 10.0).set("key", "value")
