@@ -1,4 +1,4 @@
-"""Evaluation leaves no processes, descriptors or pipeline runs behind."""
+"""Evaluation leaves no processes, descriptors or open pipeline runs."""
 
 import json
 import subprocess

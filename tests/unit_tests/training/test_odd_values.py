@@ -59,7 +59,7 @@ def test_an_odd_value_is_taken_or_refused_in_words(base, tmp_path, monkeypatch):
     specs = SPECS if base == "everything" else [spec for spec in SPECS if spec.group in COUNTED]
     for spec, odd in zip(specs, itertools.cycle(MALFORMED)):
         count = spec.nargs if isinstance(spec.nargs, int) else 1
-        texts = TEXTS[:5] if spec.choices else TEXTS  # the parser rejects all but choices
+        texts = TEXTS[:5] if spec.choices else TEXTS  # the parser accepts only choices
         numbers = (*NUMBERS, odd) if spec.type_name == "int" else NUMBERS + MALFORMED
         for value in () if spec.is_bool else texts if spec.range is None else numbers:
             try:
