@@ -22,6 +22,7 @@ from megatron.core.models.registry import default_family, families, known_family
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
+from megatron.core.transformer.ssm.description import MAMBA_SETTINGS
 from megatron.core.transformer.ssm.description import SETTINGS as LINEAR_ATTENTION_SETTINGS
 from megatron.data.sidecar import same_tokenizer
 from megatron.training.config.flat import FlatConfig
@@ -53,6 +54,7 @@ ARCHITECTURE = tuple(
             *ATTENTION_SETTINGS,
             *LATENT_SETTINGS,
             *LINEAR_ATTENTION_SETTINGS,
+            *MAMBA_SETTINGS,
             *MLP_SETTINGS,
             *MOE_SETTINGS,
             *(name for family in families().values() for name in family.weight_settings),

@@ -36,7 +36,7 @@ CHOSEN = {
     "deepseek_v2": {"num_experts_per_tok": 6},
 }
 """Changes that make a family's default configuration convertible."""
-WITHOUT_DEFAULTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mt5", "t5")
+WITHOUT_DEFAULTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mt5", "nemotron_h", "t5")
 """Families whose config.json must hold all keys of sizes and experts."""
 CONVERTED = [name for name, model in EVERY.items() if any(
     family.architecture.startswith((f"{model.architecture}For", f"{model.architecture}LMHead"))

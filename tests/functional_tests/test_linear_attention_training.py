@@ -1,4 +1,4 @@
-"""Gated delta nets: every layout equals one rank, planted errors are found, runs resume and change layout."""
+"""Gated delta nets and hybrid models: every layout equals one rank, planted errors are found, runs resume and change layout."""
 
 import dataclasses
 
@@ -17,6 +17,12 @@ EXPERTS = (
     f"{PACKED} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
     " --moe-router-load-balancing-type none"
 )
+MAMBA = "--mamba-num-heads 8 --mamba-head-dim 6 --mamba-num-groups 4 --mamba-state-dim 5"
+HYBRID = f"{LLAMA} --num-layers 6 --hybrid-layer-pattern MG-M*- {HEADS} {MAMBA} --reset-position-ids --reset-attention-mask"
+MIXED_EXPERTS = (
+    f"{LLAMA} --hybrid-layer-pattern MEM* {MAMBA} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2"
+    " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
+)
 RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn delta_rule gdn_norm_out layernorm"
 LAYOUTS = {
     "tp2": Layout(DELTA, TP2, 2),
@@ -30,6 +36,16 @@ LAYOUTS = {
     "cp4-packed": Layout(PACKED, CP4, 4),
     "cp2-tp2-sp-packed": Layout(PACKED, f"{CP2} {TP2} {SP}", 4),
     "ep2-tp2-sp": Layout(EXPERTS, f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2),
+    "hybrid-tp4-sp": Layout(HYBRID, f"{TP2} {SP} --tensor-model-parallel-size 4", 4),
+    "hybrid-cp4": Layout(HYBRID, CP4, 4),
+    "hybrid-cp2-heads-tp2": Layout(HYBRID, f"{CP2} {TP2} --cp-comm-type a2a", 4),
+    "hybrid-pp2-by-pattern": Layout(HYBRID.replace("MG-M*-", "MG-|M*-"), PP2, 2),
+    "hybrid-ep2": Layout(MIXED_EXPERTS, "--micro-batch-size 2 --expert-model-parallel-size 2", 2),
+    "hybrid-recompute": Layout(
+        HYBRID,
+        "--micro-batch-size 4 --recompute-granularity selective --recompute-modules ssm mamba_norm_out delta_rule",
+        1,
+    ),
     "muon-tp2-zero": Layout(f"{DELTA} --optimizer muon", f"{TP2} --use-distributed-optimizer", 4),
     "recompute": Layout(PACKED, f"--micro-batch-size 4 {RECOMPUTED}", 1),
 }

@@ -23,6 +23,7 @@ from megatron.export.hf.families import (
     gpt,
     llama,
     mixtures,
+    nemotron_h,
     opt,
     phi,
     squared_relu,
@@ -56,6 +57,12 @@ DEEPSEEK: Weights = {**mixtures.DEEPSEEK_V3.weights, **EXPERTS_IN_MEMORY}
 DEEPSEEK_V2: Weights = {**deepseek_tables.DEEPSEEK_V2.weights, **EXPERTS_IN_MEMORY}
 GLM4_MIXTURE: Weights = {**glm.GLM4_MOE.weights, **EXPERTS_IN_MEMORY}
 QWEN3_NEXT: Weights = {**gated_delta.QWEN3_NEXT.weights, **EXPERTS_IN_MEMORY}
+NEMOTRON: Weights = {
+    **nemotron_h.names(LAYER), "embedding.word_embeddings": "model.embeddings", "output_layer": "lm_head",
+    "decoder.final_layernorm": "model.norm_f",
+    f"{MLP}.experts.linear_fc1.weight": f"{LAYER}.mixer.experts.up_proj",
+    f"{MLP}.experts.linear_fc2.weight": f"{LAYER}.mixer.experts.down_proj",
+}  # fmt: skip
 NEOX: Weights = {**gpt.GPT_NEOX.weights, "output_layer": "lm_head"}  # as in memory
 GPT2, FUSED, GPT_OSS = (each.weights for each in (gpt.GPT2, llama.PHI3, mixtures.GPT_OSS))
 GEMMA = OLMO = llama.POST_NORMS
@@ -73,7 +80,8 @@ class Family:
 
 def flags_of(model: Family) -> list[str]:
     """The whole command line."""
-    sizes = f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {LENGTH}"
+    layers = "" if "--hybrid-layer-pattern" in model.flags else f"--num-layers {LAYERS}"
+    sizes = f"{layers} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {LENGTH}"
     rest = "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 1"
     return f"{sizes} {rest} --hidden-dropout 0 --attention-dropout 0 {model.flags}".split()
 
@@ -363,6 +371,19 @@ MODELS = {
         "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate",
     ),
     "qwen3.5": Family("Qwen3_5", gated_delta.QWEN3_5.weights, {**GATED, **DELTA}, f"{SWIGLU} {UNTIED} {DELTA_FLAGS}"),
+    "nemotron-h": Family(
+        "NemotronH", NEMOTRON,
+        {"layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp", "moe"],
+         "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "layer_norm_epsilon": 1e-3,
+         "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 4, "n_groups": 2, "n_routed_experts": 4,
+         "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24, "num_experts_per_tok": 2,
+         "routed_scaling_factor": 1.5, "time_step_min": 1e-9},
+        f"{UNTIED} {GROUPS} 2 --position-embedding-type none --normalization RMSNorm --disable-bias-linear "
+        "--norm-epsilon 1e-3 --squared-relu --ffn-hidden-size 48 --hybrid-layer-pattern M*M-E --mamba-state-dim 6 "
+        "--mamba-num-heads 8 --mamba-head-dim 4 --mamba-num-groups 2 --num-experts 4 --moe-ffn-hidden-size 16 "
+        "--moe-shared-expert-intermediate-size 24 --moe-router-topk 2 --moe-router-topk-scaling-factor 1.5 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-load-balancing-type none",
+    ),
     "stablelm": Family(
         "StableLm", LLAMA,
         {**LN, "layer_norm_eps": 1e-3, "use_qkv_bias": True, "hidden_dropout": 0.0,

@@ -1,19 +1,52 @@
 """What the residual branches of a layer are, by name. Specs (``models/common/layer_specs.py``) and descriptions
-(``models/common/description.py``) have one entry per name. Torch-free."""
+(``models/gpt/description.py``) have one entry per kind. Torch-free."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron.core.config.hybrid import pattern_kinds
 from megatron.core.config.linear_attention import has_linear_attention
 from megatron.core.config.moe import has_experts
 
 STANDARD = ("attention", "mlp")
 
 
+class BranchNames(NamedTuple):
+    """Names of one kind of branch."""
+
+    name: str
+    """Prefix of its mixer's parameters."""
+    norm: str
+    """Prefix of its norm's parameters."""
+    site: str
+    """Name that seeds its dropout masks."""
+    text: str
+    """Name in messages."""
+
+
+_ATTENTION = BranchNames("self_attention", "input_layernorm", "attention", "attention")
+_FEED_FORWARD = BranchNames("mlp", "pre_mlp_layernorm", "mlp", "feed-forward")
+BRANCHES = {
+    "attention": _ATTENTION,
+    "latent_attention": _ATTENTION,
+    "gated_delta_net": _ATTENTION,
+    "mamba": BranchNames("mixer", "norm", "mixer", "Mamba-2"),
+    "mlp": _FEED_FORWARD,
+    "experts": _FEED_FORWARD,
+}
+
+
 def layer_kinds(config: Any, layer_number: int) -> tuple[str, ...]:
     """Return the kinds of the branches of a layer (from 1), in order."""
+    if pattern := pattern_kinds(config):
+        return (pattern[layer_number - 1],)
     mixer = "latent_attention" if config.multi_latent_attention else "attention"
     if has_linear_attention(config, layer_number):
         mixer = "gated_delta_net"
     return mixer, "experts" if has_experts(config, layer_number) else "mlp"
+
+
+def has_delta_nets(config: Any) -> bool:
+    """Return whether a layer may be a gated delta net."""
+    return config.experimental_attention_variant is not None or "gated_delta_net" in pattern_kinds(config)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from megatron.core.config.cli import FlagSpec, Problem, flags_of
 from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK, experts_in_fp8
+from megatron.core.config.layer_kinds import has_delta_nets
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.moe import MoEConfig, expert_tensor_ranks
@@ -67,7 +68,7 @@ def fp8_sizes(cfg: ModelSettings) -> Problems:
     widths = {"hidden_size": cfg.hidden_size, "ffn_hidden_size": cfg.ffn_hidden_size}
     if not cfg.multi_latent_attention and cfg.kv_channels is not None:
         widths["kv_channels"] = cfg.kv_channels * cfg.num_attention_heads
-    if cfg.experimental_attention_variant is not None:
+    if has_delta_nets(cfg):
         heads, values, channels = cfg.linear_num_key_heads, cfg.linear_num_value_heads, cfg.linear_value_head_dim
         widths["linear_value_head_dim"] = values * channels
         widths["linear_key_head_dim"] = 2 * (heads * cfg.linear_key_head_dim + values * (channels + 1))
@@ -229,7 +230,7 @@ def batch_invariant_mode(cfg: ModelSettings) -> Problems:
 def linear_attention(cfg: ModelSettings) -> Problems:
     """Sizes of linear attention: value heads per key head, heads per rank, layers of the pattern."""
     pattern, heads, values = cfg.linear_attention_freq, cfg.linear_num_key_heads, cfg.linear_num_value_heads
-    if cfg.experimental_attention_variant is None:
+    if not has_delta_nets(cfg):
         return
     if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
         yield problem(cfg, "linear_attention_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")

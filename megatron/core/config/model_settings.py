@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.fp8 import Fp8Config
+from megatron.core.config.hybrid import HybridConfig
 from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.mla import LatentAttentionConfig
@@ -25,6 +26,7 @@ class ModelSettings(
     AttentionConfig,
     LatentAttentionConfig,
     LinearAttentionConfig,
+    HybridConfig,
     MoEConfig,
     MTPConfig,
     InitializationConfig,

@@ -1,7 +1,8 @@
 """Initial distributions selected by the configuration.
 
 Weights are normal with ``init_method_std``. For weights that write into the residual stream, whose variance grows with
-every layer, the std is divided by sqrt(2 * layers) (GPT-2, section 2.3).
+every branch, the std is divided by the square root of their number, 2 per layer or 1 per symbol of a hybrid pattern
+(GPT-2, section 2.3).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def output_weight_init(config: TransformerConfig) -> Init:
     """Return the initial distribution of linear layers that write into the residual stream."""
     if config.init_method_xavier_uniform:
         return XavierUniform()
-    return Normal(config.init_method_std / math.sqrt(2.0 * config.num_layers))
+    per_layer = 1 if config.hybrid_layer_pattern else 2
+    return Normal(config.init_method_std / math.sqrt(per_layer * config.num_layers))
 
 
 def embedding_init(config: TransformerConfig) -> Init:

@@ -16,6 +16,7 @@ from typing import Any
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.cli import group_flags
 from megatron.core.config.errors import UserError
+from megatron.core.config.hybrid import HybridConfig
 from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.moe import MoEConfig
@@ -36,6 +37,7 @@ GROUPS = (
     AttentionConfig,
     LatentAttentionConfig,
     LinearAttentionConfig,
+    HybridConfig,
     MoEConfig,
     MTPConfig,
 )

@@ -9,7 +9,7 @@ Legend: g groups of query heads, p query heads of a group, d channels of a head,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -97,3 +97,38 @@ class Interleaved(TensorLayout):
     def shape(self, views: Sequence[Tensor], ndim: int) -> tuple[int, ...]:
         leading = views[0].shape[:ndim]
         return (*leading, math.prod(views[0].shape[ndim:]))
+
+
+class BlockParts(TensorLayout):
+    """Stacked projections: local [blocks, rows, h], each block with some rows of every matrix.
+
+    Args:
+        names: HF tensors.
+        parts: indices of the matrices in each HF tensor.
+        sizes: function of the configuration -> rows of each matrix in a block.
+        interleaved: an HF tensor has its matrices block by block; else all rows of one matrix before the next.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parts: Sequence[Sequence[int]],
+        sizes: Callable[[TransformerConfig], Sequence[int]],
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__(*names)
+        self.parts, self.sizes, self.interleaved = parts, sizes, interleaved
+
+    def views(self, local: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
+        sizes = self.sizes(config)
+        if not self.interleaved:
+            matrices = local.split([*sizes], dim=1)
+            return [[matrices[index] for index in indices] for indices in self.parts]
+        starts = [sum(sizes[: indices[0]]) for indices in self.parts]
+        ends = [sum(sizes[: indices[-1] + 1]) for indices in self.parts]
+        return [[local[:, start:end]] for start, end in zip(starts, ends)]
+
+    def shape(self, views: Sequence[Tensor], ndim: int) -> tuple[int, ...]:
+        """The weight of a convolution [blocks, rows, 1, taps] keeps its dim of 1."""
+        return super().shape(views, 3 if views[0].ndim == 4 else ndim)

@@ -19,6 +19,7 @@ from torch import nn
 from megatron.core.config import cli
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.errors import UserError, counted, listed
+from megatron.core.config.hybrid import HybridConfig
 from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import PrecisionConfig
@@ -54,6 +55,7 @@ GROUPS = (
     AttentionConfig,
     LatentAttentionConfig,
     LinearAttentionConfig,
+    HybridConfig,
     MoEConfig,
     MTPConfig,
     PrecisionConfig,

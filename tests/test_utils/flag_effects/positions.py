@@ -115,6 +115,14 @@ def delta(part, layer=0):
     return shape(f"{LAYERS}{layer}.self_attention.{part}")
 
 
+MAMBA = "--mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 5"
+
+
+def hybrid(part):
+    """The shape of a weight of the first layer's Mamba-2: per group 4 heads of 8, a gate each, B and C of 5."""
+    return shape(f"{LAYERS}0.mixer.{part}")
+
+
 ROWS = [
     row("--position-embedding-type rope", gives(shape(POSITIONS), None), rotary()),
     row("--rotary-base 100", rotary(base=100), changes("losses"), base=ROPE),
@@ -170,6 +178,12 @@ ROWS = [
     row("--linear-value-head-dim 3", gives(delta("norm.weight"), (3,)), base=DELTA),
     row("--linear-num-key-heads 4", gives(delta("in_proj.weight"), (4, 24, 32)), base=DELTA),
     row("--linear-num-value-heads 6", gives(delta("A_log"), (6,)), base=DELTA),
+    row("--hybrid-layer-pattern M*", gives(hybrid("in_proj.weight"), (2, 78, 32)), gives(latent("linear_qkv"), None),
+        gives(shape(f"{LAYERS}1.self_attention.linear_qkv.weight"), (4, 24, 32)), base=MAMBA),
+    row("--mamba-num-heads 6", gives(hybrid("A_log"), (6,)), base=f"{MAMBA} --hybrid-layer-pattern M*"),
+    row("--mamba-head-dim 16", gives(hybrid("A_log"), (4,)), base="--mamba-num-groups 2 --hybrid-layer-pattern M*"),
+    row("--mamba-num-groups 4", gives(hybrid("conv1d.bias"), (4, 26)), base=f"{MAMBA} --hybrid-layer-pattern M*"),
+    row("--mamba-state-dim 3", gives(hybrid("conv1d.bias"), (2, 38)), base=f"{MAMBA} --hybrid-layer-pattern M*"),
     row("--attention-output-gate", gives(latent("linear_qkv"), (4, 32, 32)), changes("losses")),
     row("--window-size 4,0", changes("losses"), keeps("initial")),
     row("--window-attn-skip-freq 2", changes("losses"), gives(lambda run: "window 4,0) in layer 1" in run.log, True),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from megatron.core.attention.description import describe_attention
+from megatron.core.config.layer_kinds import BRANCHES
 from megatron.core.config.problems import Settings
 from megatron.core.description import parts
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
@@ -67,19 +68,25 @@ def layer_descriptions(spec: Any, num_layers: int, built_in: LayerDescription) -
     return [partial(describe_layer, layer_spec) for layer_spec in layer_specs(spec, num_layers)]
 
 
-def attention_and_feed_forward(config: Config, attention: Piece, feed_forward: Piece) -> tuple[Piece, ...]:
-    """Return the layer's two branches, or one combined piece with parallel residual branches."""
-    shared = config.share_parallel_norm
-    branches = (
-        parts.residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
-        parts.residual_branch(feed_forward, config, name="mlp", norm_name="pre_mlp_layernorm", reads_norm=shared),
+def residual_branches(config: Config, mixers: Mapping[str, Piece]) -> tuple[Piece, ...]:
+    """Return the branches of a layer from the description of each mixer by its kind (``config/layer_kinds.py``), or one
+    combined piece with parallel residual branches."""
+    branches = tuple(
+        parts.residual_branch(
+            mixer,
+            config,
+            name=BRANCHES[kind].name,
+            norm_name=BRANCHES[kind].norm,
+            reads_norm=config.share_parallel_norm and index > 0,
+        )
+        for index, (kind, mixer) in enumerate(mixers.items())
     )
     return (parts.one_piece(branches),) if config.use_parallel_residual else branches
 
 
 def encoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
     """Describe a layer of attention (masked as ``place`` says) and one dense feed-forward network."""
-    return attention_and_feed_forward(config, describe_attention(config, place), describe_mlp(config, place))
+    return residual_branches(config, {"attention": describe_attention(config, place), "mlp": describe_mlp(config, place)})
 
 
 def word_tables(config: Config, vocabulary: Vocabulary) -> tuple[Param, Param]:

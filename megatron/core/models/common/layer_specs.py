@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron.core.attention.dot_product_attention import CoreAttention
-from megatron.core.config.layer_kinds import STANDARD
+from megatron.core.config.layer_kinds import BRANCHES, STANDARD
 from megatron.core.enums import AttnMaskType
 from megatron.core.models.backends import Backend
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
@@ -13,8 +13,9 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 from megatron.core.transformer.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.transformer.ssm.mamba import MambaMixer, MambaSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
@@ -58,12 +59,32 @@ def _gated_delta_net(backend: Backend, qk_norm: Callable[..., object] | None, ma
     return ModuleSpec(GatedDeltaNet, submodules=slots)
 
 
+def _mamba(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
+    slots = MambaSubmodules(in_proj=backend.column_parallel_linear, out_proj=backend.row_parallel_linear)
+    return ModuleSpec(MambaMixer, submodules=slots)
+
+
+def _mlp(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
+    return ModuleSpec(MLP, submodules=_linears(backend))
+
+
+def _experts(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
+    return ModuleSpec(MoELayer, submodules=MoESubmodules(shared_experts=_linears(backend)))
+
+
+def _linears(backend: Backend) -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear)
+
+
 MIXERS: dict[str, Callable[[Backend, Callable[..., object] | None, AttnMaskType], ModuleSpec]] = {
     "attention": _self_attention,
     "latent_attention": _latent_attention,
     "gated_delta_net": _gated_delta_net,
+    "mamba": _mamba,
+    "mlp": _mlp,
+    "experts": _experts,
 }
-"""Spec of each mixer of tokens (``config/layer_kinds.py``)."""
+"""Spec of branch kind of mixer (``config/layer_kinds.py``)."""
 
 
 def layer_spec(
@@ -73,23 +94,17 @@ def layer_spec(
     mask: AttnMaskType = AttnMaskType.causal,
     qk_norm: Callable[..., object] | None = None,
 ) -> ModuleSpec:
-    """Return the spec of one layer of a mixer and a feed-forward network, by ``kinds``. ``mask`` selects causal or
-    bidirectional attention; other mixers are causal. ``qk_norm`` overrides the norms that the configuration gives
-    queries and keys. The MLP's slots are also the shared expert's."""
-    mixer, feed_forward = kinds
-    linears = MLPSubmodules(linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear)
-    mlp = ModuleSpec(MLP, submodules=linears)
-    if feed_forward == "experts":
-        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(shared_experts=linears))
-    return ModuleSpec(
-        backend.layer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=backend.norm,
-            self_attention=MIXERS[mixer](backend, qk_norm, mask),
-            pre_mlp_layernorm=backend.norm,
-            mlp=mlp,
-        ),
-    )
+    """Return the spec of one layer with a branch per kind. ``mask`` selects causal or bidirectional attention; other
+    mixers are causal. ``qk_norm`` overrides the norms that the configuration gives queries and keys. The MLP's slots
+    are also the shared expert's."""
+    mixers = [MIXERS[kind](backend, qk_norm, mask) for kind in kinds]
+    if len(mixers) == 2:
+        return ModuleSpec(
+            backend.layer, submodules=TransformerLayerSubmodules(backend.norm, mixers[0], backend.norm, mixers[1])
+        )
+    names = [BRANCHES[kind] for kind in kinds]
+    branches = [BranchSpec(branch.name, mixer, backend.norm, branch.norm, branch.site) for branch, mixer in zip(names, mixers)]
+    return ModuleSpec(backend.layer, submodules=branches)
 
 
 def encoder_spec(backend: Backend, num_layers: int) -> TransformerBlockSubmodules:

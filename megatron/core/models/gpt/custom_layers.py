@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.config.errors import UserError
 from megatron.core.config.problems import Settings
 from megatron.core.models.family import standard_branches
+from megatron.core.models.gpt import hybrid_rules
 from megatron.core.pipeline_parallel.stages import BranchNames
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
@@ -53,7 +54,7 @@ def branches(cfg: Settings) -> BranchNames | None:
     """Return the branch names of each layer with --spec or --use-parallel-residual, else None. Raises UserError if
     --spec is invalid."""
     if not (specs := specs_of_layers(cfg)):
-        return standard_branches(cfg)
+        return hybrid_rules.branches(cfg) or standard_branches(cfg)
     from megatron.core.transformer.transformer_block import branch_names  # imports torch
 
     return branch_names(specs, cfg.model.use_parallel_residual)

@@ -15,7 +15,7 @@ from megatron.core.models.common import description as common
 from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.transformer.mlp_description import describe_mlp
 from megatron.core.transformer.moe.moe_description import describe_moe
-from megatron.core.transformer.ssm.description import describe_gated_delta_net
+from megatron.core.transformer.ssm.description import describe_gated_delta_net, describe_mamba
 
 
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
@@ -71,6 +71,7 @@ DESCRIBE = {
     "attention": describe_attention,
     "latent_attention": describe_latent_attention,
     "gated_delta_net": describe_gated_delta_net,
+    "mamba": describe_mamba,
     "mlp": describe_mlp,
     "experts": describe_moe,
 }
@@ -79,8 +80,7 @@ DESCRIBE = {
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
     number = min(place.layer_number, config.num_layers)  # multi-token prediction layers are like the last layer
-    mixer, feed_forward = (DESCRIBE[kind](config, place) for kind in layer_kinds(config, number))
-    return common.attention_and_feed_forward(config, mixer, feed_forward)
+    return common.residual_branches(config, {kind: DESCRIBE[kind](config, place) for kind in layer_kinds(config, number)})
 
 
 def _prediction(

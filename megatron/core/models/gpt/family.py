@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.hybrid import HybridConfig
 from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.lora import SETTINGS as LORA_SETTINGS
 from megatron.core.config.lora import LoraConfig
@@ -27,7 +28,7 @@ from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models.adapters import rules as adapter_rules
 from megatron.core.models.family import DataSet, ModelFamily, Options, Program, TrainedModel
-from megatron.core.models.gpt import custom_layers, description, preference_rules, rules, sft_rules
+from megatron.core.models.gpt import custom_layers, description, hybrid_rules, preference_rules, rules, sft_rules
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -142,6 +143,7 @@ FAMILY = ModelFamily(
     programs=(
         Program("gpt", "GPT"),
         Program("moe", "GPT with mixture-of-experts layers", required=("num_moe_experts",)),
+        Program("hybrid", "Mamba-2, attention and others by a pattern", required=("hybrid_layer_pattern",)),
     ),
     task="megatron.training.tasks.gpt:GPTTask",
     data_set=data_set,
@@ -153,6 +155,7 @@ FAMILY = ModelFamily(
         MTPConfig,
         LatentAttentionConfig,
         LinearAttentionConfig,
+        HybridConfig,
         MultiplierConfig,
         RopeScalingConfig,
         CustomLayersConfig,
@@ -163,8 +166,8 @@ FAMILY = ModelFamily(
         FineTuningConfig,
         PreferenceConfig,
     ),
-    rules=collect_rules(rules, adapter_rules, sft_rules, preference_rules),
-    derive=lambda flat: {**sft_rules.derived(flat), **preference_rules.derived(flat)},
+    rules=collect_rules(rules, adapter_rules, hybrid_rules, sft_rules, preference_rules),
+    derive=lambda flat: {**hybrid_rules.derived(flat), **sft_rules.derived(flat), **preference_rules.derived(flat)},
     companions="megatron.training.checkpoint.reference_settings:reference_companions",
     weight_settings=LORA_SETTINGS,
     sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),

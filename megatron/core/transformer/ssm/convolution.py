@@ -73,14 +73,19 @@ def convolve(
 
 
 class ShortConvolution(nn.Module):
-    """Causal convolution per channel over the tokens of a layout, ``config.linear_conv_kernel_dim`` taps. ``channels``
-    is (blocks, channels of a block): tensor-parallel ranks split the blocks. The weight is stored as [c, 1, w]."""
+    """Causal convolution of ``taps`` tokens per channel, over a layout. ``channels`` is (blocks, channels of a block):
+    tensor-parallel ranks split the blocks. The weight is stored as [c, 1, w]."""
 
     def __init__(
-        self, channels: tuple[int, int], config: TransformerConfig, groups: ProcessGroups, *, bias: bool = False
+        self,
+        channels: tuple[int, int],
+        taps: int,
+        config: TransformerConfig,
+        groups: ProcessGroups,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
-        taps = config.linear_conv_kernel_dim
         common = {"mesh": {"tp": Shard(0)}, "groups": groups, "dtype": config.params_dtype}
         init = Uniform(taps**-0.5)  # as torch.nn.Conv1d
         self.weight = parameter((*channels, 1, taps), init=init, ndim=3, **common)

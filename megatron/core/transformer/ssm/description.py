@@ -1,7 +1,8 @@
-"""Parameters, FLOPs and saved activations of linear attention. Torch-free."""
+"""Parameters, FLOPs and saved activations of linear attention and state-space mixers. Torch-free."""
 
 from __future__ import annotations
 
+from megatron.core.config.hybrid import mamba_heads
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, linear
 
@@ -30,7 +31,7 @@ def describe_gated_delta_net(config: Config, place: LayerPlace) -> Piece:
     rule = Op(
         "other", "delta rule", 6.0 * place.seq_length * values * key * value,
         traffic=16.0 * item * heads * mixed // tp, gradients=float(width),
-        saved=(Saved("convolved, decays and chunks", _chunk_bytes(config), ("delta_rule",)),),
+        saved=(Saved("convolved, decays and chunks", _chunk_bytes(config, mixed * heads, values, key, value), ("delta_rule",)),),
     )  # fmt: skip
     gated = Op(
         "norm", "gated norm", traffic=12.0 * item * output, saved=(Saved("normed", 12.0 * output, ("gdn_norm_out",)),)
@@ -43,12 +44,54 @@ def describe_gated_delta_net(config: Config, place: LayerPlace) -> Piece:
     return Piece("linear attention", (*into, conv, *vectors, norm, *out), ops, settings=SETTINGS)
 
 
-def _chunk_bytes(config: Config) -> float:
-    """Return the bytes per token on this rank that the plain torch form saves in fp32: taps of the convolution, queries
-    and keys per value head, matrices of a chunk, states."""
-    heads, values, tp = config.linear_num_key_heads, config.linear_num_value_heads, config.tensor_model_parallel_size
-    key, value, item = config.linear_key_head_dim, config.linear_value_head_dim, activation_bytes(config)
-    convolved = (2 * heads * key + values * value) * config.linear_conv_kernel_dim * item
-    chunk = 64
-    per_head = 4 * (6 * key + 4 * value + 4 * chunk + key * value / chunk)
-    return (convolved + values * per_head) / tp
+MAMBA_SETTINGS = ("hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+
+
+def describe_mamba(config: Config, place: LayerPlace) -> Piece:
+    """Return a ``Piece`` with parameters (global shapes, in construction order) and ops of Mamba-2: input projection,
+    convolution and recurrence, gated norm, output projection. The recurrence counts 4 FLOPs per element of the state;
+    chunks do more."""
+    heads, groups, tp = mamba_heads(config), config.mamba_num_groups, config.tensor_model_parallel_size
+    state, channels, item = config.mamba_state_dim, config.mamba_head_dim, activation_bytes(config)
+    per_group = heads // groups
+    inner = per_group * channels
+    parts, mixed = (inner, inner, state, state, per_group), inner + 2 * state
+    into = linear("in_proj", (groups, sum(parts)), config.hidden_size, 0, bias=False, row_parts=parts)
+    out = linear("out_proj", (config.hidden_size,), heads * channels, 1, bias=False)
+    vectors = tuple(Param(name, (heads,), {"tp": 0}, ndim=1) for name in ("dt_bias", "A_log", "D"))
+    conv = Param("conv1d.weight", (groups, mixed, 1, 4), {"tp": 0}, ndim=3)
+    conv_bias = Param("conv1d.bias", (groups, mixed), {"tp": 0}, ndim=1)
+    norm = Param("norm.weight", (heads * channels,), {"tp": 0}, ndim=1)
+    width, output = groups * sum(parts) // tp * item, heads * channels // tp
+    chunks = Saved("convolved and chunks", _chunk_bytes(config, mixed * groups, heads, state, channels), ("ssm",))
+    scan = Op(
+        "other",
+        "state space",
+        4.0 * place.seq_length * heads * state * channels,
+        traffic=16.0 * item * groups * mixed // tp,
+        gradients=float(width),
+        saved=(chunks,),
+    )
+    normed = Saved("normed", 12.0 * output, ("mamba_norm_out",))
+    gated = Op("norm", "gated norm", traffic=12.0 * item * output, saved=(normed,))
+    saved = (Saved("state space", output * item),)
+    ops = (
+        gemm(into[0], config, place.seq_length, gradients=width, saved=(Saved("projections", width),)),
+        scan,
+        gated,
+        gemm(out[0], config, place.seq_length, saved=saved),
+    )
+    params = (*into, conv, conv_bias, *vectors, norm, *out)
+    return Piece("Mamba-2", params, ops, settings=MAMBA_SETTINGS)
+
+
+def _chunk_bytes(config: Config, mixed: int, heads: int, key: int, value: int) -> float:
+    """Return the bytes per token on this rank that the plain torch form saves: the convolution of ``mixed`` channels
+    per tap, and in fp32 queries and keys per head, matrices of a chunk, states."""
+    convolved = 4 * mixed * activation_bytes(config)
+    per_head = 4 * (6 * key + 4 * value + 4 * CHUNK + key * value / CHUNK)
+    return (convolved + heads * per_head) / config.tensor_model_parallel_size
+
+
+CHUNK = 64
+"""Tokens of a chunk (``chunks.py``)."""

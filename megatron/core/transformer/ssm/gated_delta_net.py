@@ -87,7 +87,7 @@ class GatedDeltaNet(Sited, nn.Module):
         )
         parts = (self.key, self.key, shared, shared, self.per_key, self.per_key)
         declare_row_parts(self.in_proj, parts, parts)
-        self.conv1d = ShortConvolution((heads, channels), config, groups)
+        self.conv1d = ShortConvolution((heads, channels), config.linear_conv_kernel_dim, config, groups)
         common = {"mesh": {"tp": Shard(0)}, "groups": groups, "dtype": config.params_dtype}
         self.dt_bias = parameter((values,), init=Ones(), **common)
         self.A_log = parameter((values,), init=Drawn(1.0, 16.0, torch.log), **common)

@@ -1,6 +1,6 @@
 """RMSNorm of an output and multiplication by SiLU of a gate, in either order.
 
-Legend: s sequence, b batch, h heads, v channels of a head.
+Legend: s sequence, b batch, h heads, v channels of a head, c channels (local).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.placement import Ones, parameter
+from megatron.core.sharding.placement import Ones, Shard, parameter
 
 
 class GatedNorm(nn.Module):
@@ -29,3 +29,22 @@ class GatedNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(wide.dtype)
         return (normed * F.silu(gate.to(wide.dtype))).to(x.dtype)
+
+
+class GroupNorm(nn.Module):
+    """``RMSNorm(x * silu(gate)) * weight``, normalized per group of ``size`` channels, in at least fp32. The weight
+    has ``width`` elements, which tensor-parallel ranks split."""
+
+    def __init__(self, width: int, size: int, config: TransformerConfig, groups: ProcessGroups) -> None:
+        super().__init__()
+        self.eps, self.size = config.norm_epsilon, size
+        self.weight = parameter(
+            (width,), init=Ones(), mesh={"tp": Shard(0)}, groups=groups, dtype=config.params_dtype
+        )
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return [s, b, c] of ``x`` and ``gate`` [s, b, c], in the dtype of ``x``."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        grouped = (x.to(wide) * F.silu(gate.to(wide))).unflatten(-1, (-1, self.size))
+        normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
+        return (normed.flatten(-2) * self.weight.to(wide)).to(x.dtype)

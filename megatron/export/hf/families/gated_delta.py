@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 from megatron.core.config.linear_attention import has_linear_attention
 from megatron.core.config.transformer_config import TransformerConfig
@@ -12,11 +11,8 @@ from megatron.export.hf.attention_settings import FULL, Rope, groups
 from megatron.export.hf.families import llama
 from megatron.export.hf.families.mixtures import EXPERT_LAYERS, shared_expert
 from megatron.export.hf.family import Family
-from megatron.export.hf.layouts import TensorLayout, Weights
+from megatron.export.hf.layouts import BlockParts, Weights
 from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LINEAR = "linear_attention"
 _LOCAL, _HF = "decoder.layers.*.self_attention", "model.layers.*.linear_attn"
@@ -55,35 +51,18 @@ class TextRope(Rope):
         return super().load({**config, "rope_parameters": plain, "rope_scaling": None})
 
 
-class DeltaNet(TensorLayout):
-    """Input projection of a gated delta net: local [a, rows, h], per key head its query, key, values, gates, b and a.
-    ``parts``: number of these in each HF tensor, all heads of one before all heads of the next.
-    ``interleaved``: they stay together per key head."""
-
-    def __init__(self, names: Sequence[str], parts: Sequence[Sequence[int]], *, interleaved: bool = False) -> None:
-        super().__init__(*names)
-        self.parts, self.interleaved = parts, interleaved
-
-    def views(self, local: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
-        per_key = config.linear_num_value_heads // config.linear_num_key_heads
-        key, values = config.linear_key_head_dim, per_key * config.linear_value_head_dim
-        sizes = (key, key, values, values, per_key, per_key)[: 6 if 5 in self.parts[-1] else 3]
-        split = local.split(sizes, dim=1)
-        if self.interleaved:
-            starts = [sum(sizes[: indices[0]]) for indices in self.parts]
-            ends = [sum(sizes[: indices[-1] + 1]) for indices in self.parts]
-            return [[local[:, start:end]] for start, end in zip(starts, ends)]
-        return [[split[index] for index in indices] for indices in self.parts]
-
-    def shape(self, views: Sequence[Tensor], ndim: int) -> tuple[int, ...]:
-        """A convolution keeps its dim of 1."""
-        return super().shape(views, 3 if views[0].ndim == 4 else ndim)
+def _rows(config: TransformerConfig) -> tuple[int, ...]:
+    """Return the rows of query, key, values, gates, b and a of a key head."""
+    per_key = config.linear_num_value_heads // config.linear_num_key_heads
+    key, values = config.linear_key_head_dim, per_key * config.linear_value_head_dim
+    return key, key, values, values, per_key, per_key
 
 
 def _mixer(names: Sequence[str], parts: Sequence[Sequence[int]], *, interleaved: bool = False) -> Weights:
+    projections = [f"{_HF}.{name}" for name in names]
     return {
-        f"{_LOCAL}.in_proj": DeltaNet([f"{_HF}.{name}" for name in names], parts, interleaved=interleaved),
-        f"{_LOCAL}.conv1d": DeltaNet([f"{_HF}.conv1d"], [(0, 1, 2)]),
+        f"{_LOCAL}.in_proj": BlockParts(projections, parts, _rows, interleaved=interleaved),
+        f"{_LOCAL}.conv1d": BlockParts([f"{_HF}.conv1d"], [(0, 1, 2)], lambda config: _rows(config)[:3]),
         **{f"{_LOCAL}.{name}": f"{_HF}.{name}" for name in ("dt_bias", "A_log", "norm", "out_proj")},
     }
 

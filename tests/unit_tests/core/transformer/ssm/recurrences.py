@@ -19,6 +19,19 @@ def delta_rule_by_token(query, key, value, log_decay, beta, follows, state):
     return torch.stack(outputs), state
 
 
+def state_space_by_token(query, key, value, log_decay, follows, state):
+    """S = exp(g) S + k v^T; o = S^T q, per head: ``ssm/state_space.py``."""
+    outputs, shared = [], value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(shared, 2) for x in (query, key))
+    for token in range(len(value)):
+        if follows is not None:
+            state = state * follows[token][:, None, None, None]
+        written = torch.einsum("bhk,bhv->bhkv", key[token], value[token])
+        state = state * log_decay[token].exp()[..., None, None] + written
+        outputs.append(torch.einsum("bhk,bhkv->bhv", query[token], state))
+    return torch.stack(outputs), state
+
+
 def convolution_by_token(x, follows, tail, weight):
     """sum_i weight[i] x_(t - i) back to the beginning of the document, per channel. ``x`` [s, b, c], ``tail``
     [b, taps - 1, c]."""

@@ -1,4 +1,4 @@
-"""Gated delta nets generate from the tail of their convolution and a state per sequence: what a full forward pass
+"""Gated delta nets and Mamba-2 generate from the tail of their convolution and a state per sequence: what a full forward pass
 gives, in chunks, after preemption, from snapshots of equal beginnings, on tensor- and pipeline-parallel ranks."""
 
 import pytest
@@ -13,15 +13,20 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from tests.unit_tests.core.inference.test_sequence_states import GREEDY, VOCAB, check, continued, engine, prompts
 
 SIZES = {
-    "num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "fp64": True, "init_method_std": 0.3,
-    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "attention_output_gate": True,
+    "hidden_size": 16, "num_attention_heads": 2, "fp64": True, "init_method_std": 0.3,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 3,
+    "mamba_state_dim": 5, "mamba_head_dim": 4, "mamba_num_heads": 4, "mamba_num_groups": 2,
 }  # fmt: skip
+DELTA = {
+    "num_layers": 4, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "attention_output_gate": True,
+}  # fmt: skip
+HYBRID = {"num_layers": 5, "hybrid_layer_pattern": "M*-GM"}
+MODELS = pytest.mark.parametrize("layers", [DELTA, HYBRID], ids=["delta", "hybrid"])
 
 
-def build(**sizes):
+def build(layers, **sizes):
     torch.manual_seed(0)
-    config = TransformerConfig(**SIZES, **sizes)
+    config = TransformerConfig(**SIZES, **layers, **sizes)
     pp = parallel_state.get_process_groups().pp if sizes else SINGLE_PROCESS.pp
     stage = {"pre_process": pp.is_first, "post_process": pp.is_last}
     return GPTModel(
@@ -29,37 +34,41 @@ def build(**sizes):
     ).eval()
 
 
-def test_prompts_in_chunks_and_decoding_equal_the_full_forward_pass():
-    model = build()
+@MODELS
+def test_prompts_in_chunks_and_decoding_equal_the_full_forward_pass(layers):
+    model = build(layers)
     check(model, engine(model), prompts(7))
 
 
-def test_preempted_sequences_are_computed_again_from_the_zero_state():
-    model = build()
+@MODELS
+def test_preempted_sequences_are_computed_again_from_the_zero_state(layers):
+    model = build(layers)
     small = engine(model, pages=9)
     check(model, small, prompts(6, seed=1), count=12)
     assert small.scheduler.num_preemptions > 1
 
 
+@MODELS
 @torch.no_grad()
-def test_equal_beginnings_continue_from_a_snapshot():
-    model = build()
+def test_equal_beginnings_continue_from_a_snapshot(layers):
+    model = build(layers)
     reused, beginning = engine(model), [3, 1, 2, *range(10)]  # three pages
     check(model, reused, [beginning, [5, 6]])
     (result,) = reused.generate([Request(prompt=[*beginning, 7], max_new_tokens=3, sampling=GREEDY)])
     assert result.tokens == continued(model, [*beginning, 7], 3)[0]
 
 
-def generated(rank, world_size, sizes):
+def generated(rank, world_size, layers, sizes):
     parallel_state.initialize_model_parallel(*sizes)
     names = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-    model = build(**dict(zip(names, sizes)))
+    model = build(layers, **dict(zip(names, sizes)))
     requests = [Request(prompt=x, max_new_tokens=5, sampling=GREEDY) for x in prompts(5, seed=4)]
     return [result.tokens for result in engine(model).generate(requests)]
 
 
+@MODELS
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
-def test_layouts_generate_the_same_text(gloo_pool, sizes):
+def test_layouts_generate_the_same_text(gloo_pool, layers, sizes):
     requests = [Request(prompt=x, max_new_tokens=5, sampling=GREEDY) for x in prompts(5, seed=4)]
-    expected = [result.tokens for result in engine(build()).generate(requests)]
-    assert gloo_pool.run(generated, 2, sizes)[0] == expected
+    expected = [result.tokens for result in engine(build(layers)).generate(requests)]
+    assert gloo_pool.run(generated, 2, layers, sizes)[0] == expected

@@ -5,7 +5,12 @@ import torch
 
 from megatron.core.transformer.ssm.convolution import causal_convolution
 from megatron.core.transformer.ssm.delta_rule import delta_rule
-from tests.unit_tests.core.transformer.ssm.recurrences import convolution_by_token, delta_rule_by_token
+from megatron.core.transformer.ssm.state_space import state_space
+from tests.unit_tests.core.transformer.ssm.recurrences import (
+    convolution_by_token,
+    delta_rule_by_token,
+    state_space_by_token,
+)
 
 BATCH, KEYS, VALUES, KEY, VALUE = 2, 2, 4, 5, 3
 
@@ -43,6 +48,25 @@ def test_chunks_of_the_delta_rule_equal_its_recurrence(length, size, strength, h
     expected = results(delta_rule_by_token, inputs, follows, state)
     for actual, right in zip(results(delta_rule, inputs, follows, state, size), expected, strict=True):
         torch.testing.assert_close(actual, right, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("strength", [0.1, 3.0, 500.0])
+@pytest.mark.parametrize("length, size", [(1, 64), (7, 4), (100, 64), (37, 16)])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_chunks_of_the_state_space_equal_its_recurrence(length, size, strength, has_documents):
+    (*inputs, _), follows, state = random_inputs(length, strength)
+    follows = follows if has_documents else None
+    expected = results(state_space_by_token, inputs, follows, state)
+    for actual, right in zip(results(state_space, inputs, follows, state, size), expected, strict=True):
+        torch.testing.assert_close(actual, right, rtol=1e-10, atol=1e-10)
+
+
+def test_initial_times_are_log_uniform():
+    from megatron.core.transformer.ssm.mamba import initial_time_bias
+
+    bias = initial_time_bias(torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64))
+    right = torch.tensor([0.001, 0.01, 0.1], dtype=torch.float64)
+    torch.testing.assert_close(torch.nn.functional.softplus(bias), right)
 
 
 def test_a_document_in_a_row_equals_a_row_of_its_own():

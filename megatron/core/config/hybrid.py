@@ -1,0 +1,63 @@
+"""Hybrid models: a pattern with one symbol per layer, each layer one residual branch. Fields only, torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.cli import flag
+from megatron.core.config.optional import OptionalGroup
+from megatron.core.config.ranges import Dim
+
+SYMBOLS = {
+    "M": "mamba",
+    "G": "gated_delta_net",
+    "*": "attention",
+    "+": "latent_attention",
+    "-": "mlp",
+    "E": "experts",
+}
+"""Kind of branch (``layer_kinds.py``) of each symbol of a pattern."""
+STAGE = "|"
+
+
+def check_hybrid_pattern(pattern: str) -> None:
+    """Raise ValueError for a symbol that is unknown or not supported, and for a pattern without layers."""
+    if "/" in pattern:
+        raise ValueError("has / (multi-token prediction), which is not supported; remove it and what follows")
+    if unknown := sorted({*pattern} - {*SYMBOLS, STAGE}):
+        raise ValueError(f"has {', '.join(map(repr, unknown))}; symbols are {' '.join(SYMBOLS)}, and | between stages")
+    if not pattern.replace(STAGE, ""):
+        raise ValueError("has no layers")
+
+
+@dataclass(kw_only=True)
+class HybridConfig(OptionalGroup):
+    """Hybrid models"""
+
+    hybrid_layer_pattern: str | None = flag(
+        "--hybrid-layer-pattern", "--hybrid-override-pattern", check=check_hybrid_pattern, metavar="PATTERN"
+    )
+    """Kind of each layer, a branch with its own norm: M Mamba-2, G gated delta net, * attention, + latent attention,
+    - feed-forward network, E experts; | ends a pipeline stage. Sets --num-layers: M-M*-E has 6."""
+
+    mamba_state_dim: Dim = 128
+    """Channels of the state per channel of a Mamba-2 head."""
+
+    mamba_head_dim: Dim = 64
+    """Channels of a Mamba-2 head."""
+
+    mamba_num_groups: Dim = 8
+    """Groups of Mamba-2 heads; the heads of a group read and write their states in the same way."""
+
+    mamba_num_heads: Dim | None = None
+    """Mamba-2 heads; default: twice the hidden size / --mamba-head-dim."""
+
+
+def mamba_heads(config: HybridConfig) -> int:
+    """Return the number of Mamba-2 heads of a model's configuration."""
+    return config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim  # type: ignore[attr-defined]
+
+
+def pattern_kinds(config: HybridConfig) -> list[str]:
+    """Return the kind of each layer's branch; empty without a pattern."""
+    return [SYMBOLS[symbol] for symbol in (config.hybrid_layer_pattern or "").replace(STAGE, "")]

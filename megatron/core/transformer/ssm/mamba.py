@@ -1,0 +1,138 @@
+"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), as in Nemotron-H.
+
+    z, x, B, C, dt = projections of u;  x, B, C through a causal convolution and SiLU
+    S_t = exp(A dt) S_(t-1) + B (dt x)^T,   y = S_t^T C + D x,   A = -exp(A_log), dt = softplus(dt + dt_bias)
+    out = W_out RMSNorm(y * silu(z)), normalized per group
+
+One projection computes all five, interleaved per group: its rows are, group by group, the gates z and the channels x of
+its heads, B, C, and dt of its heads. Splitting by groups keeps on one rank what belongs together.
+
+Legend: s sequence, b batch, a groups (local), r heads per group, h = a r heads, k channels of B and C, v of a head, c
+channels x, B, C of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.attention.cached_layout import CACHED
+from megatron.core.attention.context_parallel.forms import layer_comm_type
+from megatron.core.attention.sequence_states import CacheSpec
+from megatron.core.attention.token_layout import ANY_ORDER, TokenLayout
+from megatron.core.config.hybrid import mamba_heads
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import Drawn, Ones, Shard, declare_row_parts, parameter
+from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.initial_values import output_weight_init, weight_init
+from megatron.core.transformer.sites import Sited
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.ssm.convolution import ShortConvolution
+from megatron.core.transformer.ssm.description import describe_mamba
+from megatron.core.transformer.ssm.gated_norm import GroupNorm
+from megatron.core.transformer.ssm.scans import follows, scan_heads
+from megatron.core.transformer.ssm.state_space import state_space
+
+Slot = ModuleSpec | Callable[..., object]
+TAPS = 4
+"""Tokens that the convolution sees."""
+
+
+@dataclass
+class MambaSubmodules:
+    """Slots of :class:`MambaMixer`."""
+
+    in_proj: Slot
+    out_proj: Slot
+
+
+class MambaMixer(Sited, nn.Module):
+    """Mamba-2 mixer, [s, b, hidden] -> [s, b, hidden] (s / tp positions under sequence parallelism)."""
+
+    mixes_tokens, layouts = True, ANY_ORDER | CACHED
+    cache_spec = CacheSpec(per_sequence=("conv", "state"))
+    calls = ("ssm", "mamba_norm_out")
+
+    describe = staticmethod(describe_mamba)
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaSubmodules,
+        layer_number: int = 1,
+        *,
+        groups: ProcessGroups,
+    ) -> None:
+        """Build ``in_proj``, ``conv1d``, ``dt_bias``, ``A_log``, ``D``, ``norm`` and ``out_proj``. Raises UserError if
+        the tensor-parallel size does not divide the groups of heads."""
+        super().__init__()
+        self.open_sites()
+        self.layer_number = layer_number
+        heads, count = mamba_heads(config), config.mamba_num_groups
+        self.state, self.channels, self.per_group = config.mamba_state_dim, config.mamba_head_dim, heads // count
+        inner = self.per_group * self.channels
+        self.rows = (inner, inner + 2 * self.state, self.per_group)
+        options = {"config": config, "bias": False, "groups": groups}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            StackedSize((count, sum(self.rows)), 0),
+            init_method=weight_init(config),
+            **options,
+        )
+        parts = (inner, inner, self.state, self.state, self.per_group)
+        declare_row_parts(self.in_proj, parts, parts)
+        self.conv1d = ShortConvolution((count, self.rows[1]), TAPS, config, groups, bias=True)
+        common = {"mesh": {"tp": Shard(0)}, "groups": groups, "dtype": config.params_dtype}
+        self.dt_bias = parameter((heads,), init=Drawn(0.0, 1.0, initial_time_bias), **common)
+        self.A_log = parameter((heads,), init=Drawn(1.0, 16.0, torch.log), **common)
+        self.D = parameter((heads,), init=Ones(), **common)
+        self.norm = GroupNorm(heads * self.channels, inner, config, groups)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            heads * self.channels,
+            config.hidden_size,
+            init_method=output_weight_init(config),
+            **options,
+        )
+        self.by_heads = layer_comm_type(config.cp_comm_type, layer_number) == "a2a"
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the output [s, b, hidden]; reads only the layout of ``ctx``."""
+        projected = self.in_proj(x)[0].unflatten(-1, (-1, sum(self.rows)))
+        gate, mixed, step = projected.split(self.rows, dim=-1)
+        mixed = self.at.ssm(self._mix, mixed, step.flatten(2), ctx.layout)
+        normed = self.at.mamba_norm_out(self.norm, mixed.flatten(2), gate.flatten(2))
+        return self.out_proj(normed)[0]
+
+    def _mix(self, mixed: Tensor, step: Tensor, layout: TokenLayout) -> Tensor:
+        """Return the outputs [s, b, h, v] of the recurrence from x, B and C [s, b, a, c] before their convolution, and
+        dt [s, b, h] before softplus."""
+        length, batch, count = mixed.shape[:3]
+        mask = follows(layout, length, batch, mixed.device)
+        convolved = F.silu(self.conv1d(layout, self.layer_number, mixed.flatten(2), mask))
+        channels, key, query = convolved.unflatten(-1, (count, -1)).split(
+            (self.per_group * self.channels, self.state, self.state), dim=-1
+        )
+        wide = torch.promote_types(mixed.dtype, torch.float32)
+        inputs = channels.reshape(length, batch, -1, self.channels).to(wide)
+        step = F.softplus(step.to(wide) + self.dt_bias.to(wide))
+        log_decay = -self.A_log.to(wide).exp() * step
+        output = scan_heads(
+            layout, self.layer_number, state_space, mask, query, key, step.unsqueeze(-1) * inputs, log_decay,
+            by_heads=self.by_heads,
+        )  # fmt: skip
+        return (output + self.D.to(wide).unsqueeze(-1) * inputs).to(mixed.dtype)
+
+
+def initial_time_bias(uniform: Tensor) -> Tensor:
+    """Return the inverse softplus of times that are log-uniform in [0.001, 0.1]."""
+    low, high = torch.tensor([0.001, 0.1], dtype=torch.float64).log().tolist()
+    step = (low + (high - low) * uniform).exp()
+    return step + torch.log(-torch.expm1(-step))
