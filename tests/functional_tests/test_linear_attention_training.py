@@ -1,4 +1,4 @@
-"""Gated delta nets and hybrid models: every layout equals one rank, planted errors are found, runs resume and change layout."""
+"""Gated delta nets and hybrid models: layouts equal one rank, planted errors are found, runs resume."""
 
 import dataclasses
 
@@ -18,7 +18,10 @@ EXPERTS = (
     " --moe-router-load-balancing-type none"
 )
 MAMBA = "--mamba-num-heads 8 --mamba-head-dim 6 --mamba-num-groups 4 --mamba-state-dim 5"
-HYBRID = f"{LLAMA} --num-layers 6 --hybrid-layer-pattern MG-M*- {HEADS} {MAMBA} --reset-position-ids --reset-attention-mask"
+HYBRID = (
+    f"{LLAMA} --num-layers 6 --hybrid-layer-pattern MG-M*- {HEADS} {MAMBA}"
+    " --reset-position-ids --reset-attention-mask"
+)
 MIXED_EXPERTS = (
     f"{LLAMA} --hybrid-layer-pattern MEM* {MAMBA} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2"
     " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"

@@ -86,7 +86,9 @@ def residual_branches(config: Config, mixers: Mapping[str, Piece]) -> tuple[Piec
 
 def encoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
     """Describe a layer of attention (masked as ``place`` says) and one dense feed-forward network."""
-    return residual_branches(config, {"attention": describe_attention(config, place), "mlp": describe_mlp(config, place)})
+    return residual_branches(
+        config, {"attention": describe_attention(config, place), "mlp": describe_mlp(config, place)}
+    )
 
 
 def word_tables(config: Config, vocabulary: Vocabulary) -> tuple[Param, Param]:

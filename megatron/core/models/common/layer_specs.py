@@ -103,7 +103,9 @@ def layer_spec(
             backend.layer, submodules=TransformerLayerSubmodules(backend.norm, mixers[0], backend.norm, mixers[1])
         )
     names = [BRANCHES[kind] for kind in kinds]
-    branches = [BranchSpec(branch.name, mixer, backend.norm, branch.norm, branch.site) for branch, mixer in zip(names, mixers)]
+    branches = [
+        BranchSpec(branch.name, mixer, backend.norm, branch.norm, branch.site) for branch, mixer in zip(names, mixers)
+    ]
     return ModuleSpec(backend.layer, submodules=branches)
 
 

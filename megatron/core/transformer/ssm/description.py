@@ -28,10 +28,13 @@ def describe_gated_delta_net(config: Config, place: LayerPlace) -> Piece:
     conv = Param("conv1d.weight", (heads, mixed, 1, config.linear_conv_kernel_dim), {"tp": 0}, ndim=3)
     norm = Param("norm.weight", (value,), ndim=1)
     width, output = heads * sum(parts) // tp * item, values * value // tp
+    chunks = Saved(
+        "convolved, decays and chunks", _chunk_bytes(config, mixed * heads, values, key, value), ("delta_rule",)
+    )
     rule = Op(
         "other", "delta rule", 6.0 * place.seq_length * values * key * value,
         traffic=16.0 * item * heads * mixed // tp, gradients=float(width),
-        saved=(Saved("convolved, decays and chunks", _chunk_bytes(config, mixed * heads, values, key, value), ("delta_rule",)),),
+        saved=(chunks,),
     )  # fmt: skip
     gated = Op(
         "norm", "gated norm", traffic=12.0 * item * output, saved=(Saved("normed", 12.0 * output, ("gdn_norm_out",)),)

@@ -38,9 +38,7 @@ class GroupNorm(nn.Module):
     def __init__(self, width: int, size: int, config: TransformerConfig, groups: ProcessGroups) -> None:
         super().__init__()
         self.eps, self.size = config.norm_epsilon, size
-        self.weight = parameter(
-            (width,), init=Ones(), mesh={"tp": Shard(0)}, groups=groups, dtype=config.params_dtype
-        )
+        self.weight = parameter((width,), init=Ones(), mesh={"tp": Shard(0)}, groups=groups, dtype=config.params_dtype)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return [s, b, c] of ``x`` and ``gate`` [s, b, c], in the dtype of ``x``."""

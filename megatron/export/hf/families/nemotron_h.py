@@ -42,7 +42,8 @@ class OfExperts(Rule):
     """Rules that apply only to patterns with experts."""
 
     def __init__(self, *rules: Rule) -> None:
-        super().__init__((key for rule in rules for key in rule.hf_keys), (name for rule in rules for name in rule.settings))
+        keys, names = ([name for rule in rules for name in getattr(rule, kind)] for kind in ("hf_keys", "settings"))
+        super().__init__(keys, names)
         self.rules = rules
 
     def load(self, config: Table) -> dict[str, object]:
@@ -66,23 +67,25 @@ def _rows(config: TransformerConfig) -> tuple[int, ...]:
 def names(layer: str, *, experts: str = "experts.*") -> Weights:
     """Return the layouts of a layer's tensors, whose HF names begin with ``layer``."""
     local, mixer = "decoder.layers.*", f"{layer}.mixer"
-    shared = {f"{local}.mlp.shared_experts.linear_fc{n}": f"{mixer}.shared_experts.{to}_proj" for n, to in _MLP.items()}
+    norms, folders = ("norm", "input_layernorm", "pre_mlp_layernorm"), {"": "", "experts.": f"{experts}.", **_SHARED}
     return {
-        **dict.fromkeys((f"{local}.{norm}" for norm in ("norm", "input_layernorm", "pre_mlp_layernorm")), f"{layer}.norm"),
+        **{f"{local}.{norm}": f"{layer}.norm" for norm in norms},
         f"{local}.mixer.in_proj": BlockParts([f"{mixer}.in_proj"], [range(5)], _rows),
         f"{local}.mixer.conv1d": BlockParts([f"{mixer}.conv1d"], [range(3)], lambda config: _rows(config)[1:4]),
         **{f"{local}.mixer.{name}": f"{mixer}.{name}" for name in ("dt_bias", "A_log", "D", "norm", "out_proj")},
         f"{local}.self_attention.linear_qkv": QueryKeyValue(*(f"{mixer}.{letter}_proj" for letter in "qkv")),
         f"{local}.self_attention.linear_proj": f"{mixer}.o_proj",
-        **{f"{local}.mlp.linear_fc{n}": f"{mixer}.{to}_proj" for n, to in _MLP.items()},
+        **{
+            f"{local}.mlp.{folder}linear_fc{number}": f"{mixer}.{hf_folder}{name}_proj"
+            for folder, hf_folder in folders.items()
+            for number, name in ((1, "up"), (2, "down"))
+        },
         f"{local}.mlp.router": f"{mixer}.gate",
         f"{local}.mlp.router.expert_bias": f"{mixer}.gate.e_score_correction_bias",
-        **{f"{local}.mlp.experts.linear_fc{n}": f"{mixer}.{experts}.{to}_proj" for n, to in _MLP.items()},
-        **shared,
     }
 
 
-_MLP = {1: "up", 2: "down"}
+_SHARED = {"shared_experts.": "shared_experts."}
 
 NEMOTRON_H = Family(
     "nemotron_h", "NemotronHForCausalLM", models="Nemotron-H, Nemotron 3 Nano",

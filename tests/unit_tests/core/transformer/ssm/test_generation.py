@@ -1,5 +1,5 @@
-"""Gated delta nets and Mamba-2 generate from the tail of their convolution and a state per sequence: what a full forward pass
-gives, in chunks, after preemption, from snapshots of equal beginnings, on tensor- and pipeline-parallel ranks."""
+"""Gated delta nets and Mamba-2 generate, from the tail of their convolution and a state per sequence, what a full
+forward pass gives, in chunks, after preemption, from snapshots of equal beginnings, on tensor- and pipeline-parallel ranks."""
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ SIZES = {
     "mamba_state_dim": 5, "mamba_head_dim": 4, "mamba_num_heads": 4, "mamba_num_groups": 2,
 }  # fmt: skip
 DELTA = {
-    "num_layers": 4, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "attention_output_gate": True,
+    "num_layers": 4, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2,
+    "attention_output_gate": True,
 }  # fmt: skip
 HYBRID = {"num_layers": 5, "hybrid_layer_pattern": "M*-GM"}
 MODELS = pytest.mark.parametrize("layers", [DELTA, HYBRID], ids=["delta", "hybrid"])
