@@ -1,5 +1,5 @@
 """Gated delta nets and Mamba-2 generate, from the tail of their convolution and a state per sequence, what a full
-forward pass gives, in chunks, after preemption, from snapshots of equal beginnings, on tensor- and pipeline-parallel ranks."""
+forward pass gives: in chunks, after preemption, from snapshots of equal beginnings, on several ranks."""
 
 import pytest
 import torch
