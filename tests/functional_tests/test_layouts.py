@@ -25,7 +25,7 @@ from tests.test_utils.layout_suite import (
     engine_pairs,
     missing_pairs,
 )
-from tests.test_utils.layout_table import MODELS, TABLE, THROUGH_COPY_ENGINES, row
+from tests.test_utils.layout_table import MODELS, TABLE, THROUGH_COPY_ENGINES, layout_flags, row
 from tests.test_utils.layouts import FEW_STEPS, VOCAB_SIZE, Layout, compare_with_reference, configure, running
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -111,6 +111,14 @@ def test_the_table_is_large_enough():
     assert len({(name, *rest) for name, *rest in TABLE.values()}) == len(TABLE) >= 240
     assert set(TABLE) > IN_THE_SUITE and len(IN_THE_SUITE) >= 200
     assert set(THROUGH_COPY_ENGINES) > IN_THE_SUITE_THROUGH_COPY_ENGINES
+
+
+def test_words_of_a_layout_are_flags():
+    assert layout_flags("mb4 tp2 sp comm:a2a+p2p modules:mlp,moe stages:Et|tL offload ddp-num-buckets:3").split() == [
+        "--micro-batch-size", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel", "--cp-comm-type",
+        "a2a+p2p", "--recompute-modules", "mlp", "moe", "--pipeline-model-parallel-layout", "Et|tL",
+        "--optimizer-cpu-offload", "--ddp-num-buckets", "3",
+    ]  # fmt: skip
 
 
 def test_rows_of_the_suite_cover_every_pair_of_axes():

@@ -1,4 +1,4 @@
-"""Rows of the matrix in fp8: scales and bytes do not depend on the layout, so that results equal one rank to the same
+"""Models of the matrix in fp8: scales and bytes do not depend on the layout, so that results equal one rank to the same
 tolerance as without fp8. Casts round to 3 bits, so that a scale of another rank changes results by percents.
 
 Models name the micro-batch size: a scale is the largest magnitude of a micro-batch. Two-batch overlap casts halves of
@@ -47,51 +47,3 @@ FP8_MODELS = {
     "bert-fp8": f"{ONE} {DROPOUT} {DELAYED}",
     "t5-fp8": f"{ONE} {DROPOUT} {DELAYED} --decoder-num-layers 2 --decoder-seq-length 32",
 }
-
-SP, TP2, CP2 = "--sequence-parallel", "--tensor-model-parallel-size 2", "--context-parallel-size 2"
-EP2 = "--expert-model-parallel-size 2"
-PP2, ZB = "--pipeline-model-parallel-size 2", "--pipeline-schedule zero-bubble"
-ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-HALVES = "--micro-batch-size 2 --tp-comm-overlap"
-_LAYOUTS = {
-    "tp2": (TP2, 2),
-    "tp2-sp": (f"{TP2} {SP}", 2),
-    "cp2": (CP2, 2),
-    "dp2": ("--overlap-grad-reduce --ddp-bucket-size 3000", 2),
-    "zero2": (ZERO, 2),
-    "fsdp2": ("--use-torch-fsdp2", 2),
-    "pp2": (PP2, 2),
-    "pp2-zero-bubble": (f"{PP2} {ZB}", 2),
-    "recompute-tp2-sp": (f"{TP2} {SP} {FULL}", 2),
-    "tp2-sp-halves": (f"{TP2} {SP} {HALVES}", 2),
-    "pp2-tp2-sp-cp2": (f"{PP2} {TP2} {SP} {CP2}", 8),
-}
-FP8_ROWS = {
-    **{f"{model}-{name}": (model, *layout) for model in list(FP8_MODELS)[:3] for name, layout in _LAYOUTS.items()},
-    "fp8-heads-tp4-sp-dp2": ("fp8-heads", f"--tensor-model-parallel-size 4 {SP} {ZERO}", 8),
-    "fp8-tensorwise-cp2-a2a": ("fp8-tensorwise", f"{CP2} --cp-comm-type a2a", 2),
-    "fp8-ends-pp2-tp2-sp": ("fp8-ends", f"{PP2} {TP2} {SP} --num-virtual-stages-per-pipeline-rank 2", 4),
-    "fp8-ends-fsdp2": ("fp8-ends", "--use-torch-fsdp2", 2),
-    "fp8-latent-tp2-sp": ("fp8-latent", f"{TP2} {SP}", 2),
-    "fp8-latent-recompute-cp2": (
-        "fp8-latent", f"{CP2} --recompute-granularity selective --recompute-modules core_attn mla_up_proj mlp", 2,
-    ),
-    "fp8-experts-tp2-sp-ep2": (
-        "fp8-experts", f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2,
-    ),
-    "fp8-experts-pp2-ep2": ("fp8-experts", f"{PP2} --expert-model-parallel-size 2", 4),
-    "fp8-wide-experts-tp2-sp-ep2": ("fp8-wide-experts", f"{TP2} {SP} {EP2} --expert-tensor-parallel-size 1", 2),
-    "fp8-wide-experts-tp2-sp-etp2": ("fp8-wide-experts", f"{TP2} {SP}", 2),
-    "fp8-wide-experts-tp2-sp-cp2-ep2-etp2": ("fp8-wide-experts", f"{TP2} {SP} {CP2} {EP2}", 4),
-    "fp8-wide-experts-delayed-ep2-zero": ("fp8-wide-experts-delayed", f"{EP2} {ZERO}", 2),
-    "fp8-wide-experts-delayed-tp2-sp-ep2-etp2": ("fp8-wide-experts-delayed", f"{TP2} {SP} {EP2}", 4),
-    "fp8-wide-experts-delayed-tp2-sp-ep4": (
-        "fp8-wide-experts-delayed", f"{TP2} {SP} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 4,
-    ),
-    "fp8-wide-experts-delayed-pp2-ep2-zero-bubble": ("fp8-wide-experts-delayed", f"{PP2} {EP2} {ZB}", 4),
-    "fp8-wide-experts-delayed-ep2-fsdp2": ("fp8-wide-experts-delayed", f"{EP2} --use-torch-fsdp2", 2),
-    "fp8-wide-experts-recompute-cp2-ep2": ("fp8-wide-experts", f"{CP2} {EP2} {FULL}", 2),
-    "bert-fp8-tp2-sp-dp2": ("bert-fp8", f"{TP2} {SP} {ZERO}", 4),
-    "t5-fp8-pp2-tp2-sp": ("t5-fp8", f"{PP2} {TP2} {SP}", 4),
-}  # fmt: skip
