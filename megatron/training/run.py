@@ -17,9 +17,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import UserError, call_all
+from megatron.core.config.mup import width_multiplier
 from megatron.core.dist_checkpointing.exchange import from_first_rank, together
 from megatron.core.groups.process_groups import Group, ProcessGroups
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer, get_mup_config_overrides, get_standard_config_overrides
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import initialize
@@ -291,7 +292,10 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     model = parallelize(build_model(task, initialize.training_device()), cfg, groups)
     report_choices(model, cfg.model.fp8)
     report_parameters(model, groups)
-    optimizer = get_megatron_optimizer(cfg.optimizer, model, groups=groups)
+    overrides = get_mup_config_overrides(cfg.optimizer, width_multiplier(cfg.model), cfg.optimizer.optimizer)
+    if overrides:  # they replace the default rules
+        overrides = {**get_standard_config_overrides(cfg.optimizer), **overrides}
+    optimizer = get_megatron_optimizer(cfg.optimizer, model, groups=groups, config_overrides=overrides or None)
     optimizer.weight_edits += build_weight_edits(model, cfg, groups)
     scheduler = None if cfg.validation.skip_train else get_optimizer_param_scheduler(cfg.flat, optimizer)
     described = task.description()

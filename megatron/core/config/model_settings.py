@@ -13,6 +13,7 @@ from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import ParallelismConfig, PrecisionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
+from megatron.core.config.mup import MupConfig
 from megatron.core.config.network import InitializationConfig, NetworkSizeConfig, ScaledOutputConfig
 from megatron.core.config.optional import MultiplierConfig
 from megatron.core.config.pipeline import PipelineConfig
@@ -22,6 +23,7 @@ from megatron.core.config.pipeline import PipelineConfig
 class ModelSettings(
     NetworkSizeConfig,
     MultiplierConfig,
+    MupConfig,
     ScaledOutputConfig,
     AttentionConfig,
     LatentAttentionConfig,
@@ -47,8 +49,9 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
 
 
 def following_sizes(settings: ModelSettings) -> dict[str, object]:
-    """Return {name: value} for the number of query groups, head dim, FFN size, embedding init std and (with experts)
-    expert FFN size, each only if it is None in ``settings``, from the others; None if these are missing too."""
+    """Return {name: value} for the number of query groups, head dim, FFN size, embedding init std, (with experts)
+    expert FFN size and (with muP) scale of attention scores, each only if it is None in ``settings``, from the others;
+    None if these are missing too."""
     hidden, heads = settings.hidden_size, settings.num_attention_heads
     values = {
         "num_query_groups": heads,
@@ -58,4 +61,7 @@ def following_sizes(settings: ModelSettings) -> dict[str, object]:
     }
     if settings.num_moe_experts is not None:
         values["moe_ffn_hidden_size"] = settings.ffn_hidden_size or values["ffn_hidden_size"]
+    channels = settings.kv_channels or values["kv_channels"]
+    if settings.use_mup and channels:
+        values["softmax_scale"] = (settings.mup_base_head_dim or 1.0) ** 0.5 / channels**settings.mup_attn_scale_power
     return {name: value for name, value in values.items() if getattr(settings, name) is None}

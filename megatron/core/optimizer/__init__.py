@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import (
     ParameterRule,
     RuleChoice,
+    get_mup_config_overrides,
     get_standard_config_overrides,
     is_no_decay_or_embedding,
     parameter_groups,
@@ -26,7 +27,7 @@ from megatron.core.optimizer.param_keys import Overrides, ParamGroupOverride, Pa
 
 __all__ = [
     "MegatronOptimizer", "OptimizerConfig", "ParamGroupOverride", "ParamKey", "get_megatron_optimizer",
-    "get_standard_config_overrides",
+    "get_mup_config_overrides", "get_standard_config_overrides",
 ]  # fmt: skip
 
 _WITHOUT_EFFECT = {"use_gloo_process_groups", "pg_collection", "dump_param_to_param_group_map"}

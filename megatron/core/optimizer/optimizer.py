@@ -312,12 +312,13 @@ class MegatronOptimizer(MegatronNames):
         copies = part.ranks.replica if self.shards_optimizer else part.ranks.reduce
         entries = []
         for group in part.param_groups:
-            lr, decay = group["lr"], group["weight_decay"]
+            lr, decay, eps = group["lr"], group["weight_decay"], group.get("eps")
             for name in group["names"]:
                 if name in grads:
                     moments = tuple(self.moments[kind][name] for kind in part.rule.moment_dtypes)
                     storage, shard = self.storage[name], self.shards[name]
-                    entries.append(Entry(storage, grads[name], moments, lr, decay, name, shard, self.groups, copies))
+                    ranks, gradient = self.groups, grads[name]
+                    entries.append(Entry(storage, gradient, moments, lr, decay, name, shard, ranks, copies, eps))
         return entries
 
     def gather_exact_weights(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.config.muon import is_hidden_matrix
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_keys import (
     Overrides,
@@ -17,7 +18,7 @@ from megatron.core.optimizer.param_keys import (
     find_overrides,
 )
 from megatron.core.optimizer.rule_choice import default_rule
-from megatron.core.optimizer.update_rules import RuleFactory
+from megatron.core.optimizer.update_rules import RuleFactory, find_rule
 from megatron.core.sharding.placement import spec_or_replicated
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,31 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
         is_decoupled = ParamWithNamePredicate("decoupled rates", lambda param, name: is_embedding_or_output(name))
         overrides[ParamKey(with_name_predicate=is_decoupled)] = rates
     return overrides
+
+
+def get_mup_config_overrides(
+    config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam"
+) -> dict[ParamKey, ParamGroupOverride]:
+    """Return muP's rates and Adam's epsilon per class of parameters (``config/mup.py``) as ``config_overrides``. They
+    leave decoupled rates and Muon's matrices as they are. Empty for the multiplier 1."""
+
+    def is_matrix(parameter: nn.Parameter, name: str) -> bool:
+        rule = find_rule(default_rule(config, name, parameter))
+        return is_hidden_matrix(name, parameter.ndim) and getattr(rule, "owns", "elements") == "elements"
+
+    def is_vector(parameter: nn.Parameter, name: str) -> bool:
+        decoupled = config.decoupled_lr is not None and is_embedding_or_output(name)
+        return not is_hidden_matrix(name, parameter.ndim) and not decoupled
+
+    if mup_width_mult == 1.0:
+        return {}
+    is_sgd = optimizer_type == "sgd"
+    factor = mup_width_mult if is_sgd else 1.0 / mup_width_mult
+    rates = ParamGroupOverride(max_lr=(config.lr or 0.0) * factor, min_lr=(config.min_lr or 0.0) * factor)
+    if optimizer_type == "adam":
+        rates["eps"] = config.adam_eps * factor
+    predicate = ParamWithNamePredicate("muP", is_vector if is_sgd else is_matrix)
+    return {ParamKey(with_name_predicate=predicate): rates}
 
 
 def report_groups(groups: Iterable[dict[str, Any]]) -> None:

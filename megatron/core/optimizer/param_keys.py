@@ -16,7 +16,8 @@ from megatron.core.config.errors import UserError
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """Settings of a parameter group: learning rates, weight decay, multipliers and update rule. All are optional."""
+    """Settings of a parameter group: learning rates, weight decay, multipliers, Adam's epsilon and update rule. All are
+    optional."""
 
     max_lr: float
     min_lr: float
@@ -24,6 +25,7 @@ class ParamGroupOverride(TypedDict, total=False):
     end_wd: float
     wd_mult: float
     lr_mult: float
+    eps: float
     optimizer: str
 
 

@@ -45,6 +45,8 @@ class Entry(OptimizerEntry):
     groups: ProcessGroups
     copies: Group
     """Data-parallel ranks that update the same shard."""
+    eps: float | None = None
+    """Adam's epsilon; None: the configuration's."""
 
     @property
     def spec(self) -> ParameterSpec:
@@ -109,10 +111,12 @@ class Adam:
         """Update masters, model weights and both moments of all ``entries`` in place. ``conditions.skip`` 1 changes
         none of them. May scale gradients in place (the Triton kernel does not). No host sync."""
         config = self.config
-        step = AdamStep(
-            config.adam_beta1, config.adam_beta2, config.adam_eps, config.decoupled_weight_decay, *conditions
-        )
-        self._update(entries, step)
+        by_eps: dict[float, list[Entry]] = {}
+        for entry in entries:
+            by_eps.setdefault(config.adam_eps if entry.eps is None else entry.eps, []).append(entry)
+        for eps, group in by_eps.items():
+            step = AdamStep(config.adam_beta1, config.adam_beta2, eps, config.decoupled_weight_decay, *conditions)
+            self._update(group, step)
 
 
 class SGD:

@@ -21,6 +21,7 @@ from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
+from megatron.core.config.mup import MupConfig
 from megatron.core.config.network import NetworkSizeConfig, ScaledOutputConfig
 from megatron.core.config.optional import MultiplierConfig
 from megatron.core.config.transformer_config import TransformerConfig
@@ -33,6 +34,7 @@ from megatron.export.hf.settings import Ignored, Rule, Same, Table, refuse
 GROUPS = (
     NetworkSizeConfig,
     MultiplierConfig,
+    MupConfig,
     ScaledOutputConfig,
     AttentionConfig,
     LatentAttentionConfig,

@@ -266,7 +266,7 @@ _NOT_TAKEN = {
 }  # fmt: skip
 """Arguments that are not converted: they concern the run, but neither the model nor its training."""
 _NO_COUNTERPART = (
-    "use_mup", "moe_latent_size", "experimental_attention_variant", "linear_attention_freq",
+    "moe_latent_size", "experimental_attention_variant", "linear_attention_freq",
     "attention_output_gate", "enable_mhc_connections", "mrope_section", "hybrid_layer_pattern",
     "hybrid_override_pattern", "mtp_hybrid_override_pattern", "is_hybrid_model", "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size",

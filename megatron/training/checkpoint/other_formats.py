@@ -25,6 +25,7 @@ from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import PrecisionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
+from megatron.core.config.mup import MupConfig
 from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.optional import CustomLayersConfig, MultiplierConfig, RopeScalingConfig
 from megatron.core.config.tokenizer import TokenizerConfig
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 GROUPS = (
     NetworkSizeConfig,
     MultiplierConfig,
+    MupConfig,
     AttentionConfig,
     LatentAttentionConfig,
     LinearAttentionConfig,

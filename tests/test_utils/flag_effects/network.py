@@ -140,6 +140,13 @@ ROWS = [
     row("--untie-embeddings-and-output-weights", gives(shape("output_layer.weight"), (64, 32))),
     row("--seed 99", changes("tokens", "initial"), keeps("stored")),
     row("--init-method-std 0.1", times(5.0)),
+    row("--use-mup", changes("losses"), keeps("initial"), base="--init-method-std 0.5"),  # scores
+    row("--mup-base-hidden-size 8", times(0.5, lambda name: name.startswith("decoder.layers.")), base="--use-mup"),
+    row("--mup-embedding-mult 100", changes("losses"), keeps("initial"), base="--use-mup"),
+    row("--mup-output-mult 1e-6", gives(lambda run: float(run.losses[0]), math.log(64), 1e-3), keeps("initial"),
+        base="--use-mup --embedding-init-method-std 1"),
+    row("--mup-base-head-dim 64", changes("losses"), keeps("initial"), base="--use-mup --init-method-std 0.5"),
+    row("--mup-attn-scale-power 0.5", changes("losses"), keeps("initial"), base="--use-mup --init-method-std 0.5"),
     row("--embedding-init-method-std 0.1", times(5.0, lambda name: name.startswith("embedding."))),
     row("--init-method-xavier-uniform", xavier_bounds),
     row("--no-initialization", nothing_is_drawn),

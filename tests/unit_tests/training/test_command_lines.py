@@ -158,7 +158,7 @@ def test_dry_run_lists_what_a_run_would_miss_here(monkeypatch):
     assert "pip install wandb" in missing and "/data/vocab.json" in missing and "/data/merges.txt" in missing
 
 
-@pytest.mark.parametrize("text", ["--use-mup", "--experimental-attention-variant dsa"])
+@pytest.mark.parametrize("text", ["--enable-mhc-connections", "--moe-latent-size 8"])
 def test_what_would_change_results_is_refused(text):
     with pytest.raises(ValueError, match="is not available (here|yet)"):
         parse_args(f"{BASE} {text}".split())

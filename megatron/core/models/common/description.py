@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core.attention.description import describe_attention
 from megatron.core.config.layer_kinds import BRANCHES
+from megatron.core.config.mup import SETTINGS as MUP_SETTINGS
 from megatron.core.config.problems import Settings
 from megatron.core.description import parts
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
@@ -29,6 +30,7 @@ SETTINGS = (
     "final_logit_softcapping",
     "embedding_multiplier",
     "logits_scaling",
+    *MUP_SETTINGS,
     *parts.RESIDUAL_SETTINGS,
 )
 """Settings that the weights outside the layers depend on."""

@@ -70,7 +70,7 @@ class LanguageModelEmbedding(nn.Module):
         self.scale = 1.0
         if config.apply_embedding_scaling:  # rounded to params_dtype, as in the training of the published models
             self.scale = torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype).item()
-        self.scale *= config.embedding_multiplier
+        self.scale *= config.embedding_multiplier * (config.mup_embedding_mult if config.use_mup else 1.0)
         self.sequence_parallel = groups.stream(config.sequence_parallel).size > 1
 
     def forward(

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
+from megatron.core.config.mup import output_factor
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.groups.process_groups import ProcessGroups
@@ -155,7 +156,7 @@ class LanguageModule(MegatronModule):
             config.hidden_size,
             self.vocab_size,
             config=config,
-            init_method=embedding_init(config) if tied else weight_init(config),
+            init_method=embedding_init(config) if tied or config.use_mup else weight_init(config),
             weight_is_shared=tied and self.has_embedding,
             tied_to="embedding.word_embeddings.weight" if tied else None,
             divisible_by=self.settings.make_vocab_size_divisible_by,
@@ -192,13 +193,14 @@ class LanguageModule(MegatronModule):
 
     def outputs(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:
         """Return logits [b, s, v] of [s, b, h], with -inf for padded entries, or fp32 losses [b, s] of ``labels`` [b,
-        s]. Divides by ``logits_scaling``. Without ``parallel_output``, all-gathers the logits over the tensor-parallel
-        group; losses are complete on every rank."""
+        s]. Divides by ``logits_scaling``, and by the width multiplier of muP. Without ``parallel_output``, all-gathers
+        the logits over the tensor-parallel group; losses are complete on every rank."""
         weight = self.output_layer.weight
         if weight is None:
             weight = self.embedding.word_embeddings.weight
-        if self.config.logits_scaling != 1.0:  # scale the input: the chunked and fused losses accept no factor
-            hidden_states = hidden_states / self.config.logits_scaling
+        divisor = self.config.logits_scaling / output_factor(self.config)
+        if divisor != 1.0:  # scale the input: the chunked and fused losses accept no factor
+            hidden_states = hidden_states / divisor
         if labels is not None:
             return self.output_layer(hidden_states, weight, labels.transpose(0, 1)).transpose(0, 1).contiguous()
         return self._visible_logits(self.output_layer(hidden_states, weight)).transpose(0, 1).contiguous()

@@ -14,6 +14,7 @@ from megatron.core.config.lora import LoraConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
+from megatron.core.config.mup import MupConfig
 from megatron.core.config.optional import (
     CustomLayersConfig,
     DocumentConfig,
@@ -157,6 +158,7 @@ FAMILY = ModelFamily(
         LinearAttentionConfig,
         HybridConfig,
         MultiplierConfig,
+        MupConfig,
         RopeScalingConfig,
         CustomLayersConfig,
         DocumentConfig,

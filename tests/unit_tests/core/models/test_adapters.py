@@ -123,7 +123,7 @@ def test_dropout_changes_the_input_of_the_adapter_only():
 
 
 def test_mean_over_samples_is_the_output_without_dropout():
-    """The standard error of 8,000 samples is 0.6 % of the input, below five of which all means must lie."""
+    """All means lie within five standard errors; one is 0.6 % of the input."""
     _, adapter = adapted(dropout=0.25)
     ones = torch.ones(1, 8000, INPUTS, dtype=torch.float64)
     with_tokens(adapter, list(range(8000)), length=1)

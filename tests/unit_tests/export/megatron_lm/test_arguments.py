@@ -125,6 +125,6 @@ def test_norm_weights_around_zero_come_over_under_both_names(version, name, tmp_
 
 
 def test_arguments_that_make_another_model_are_refused_together(tmp_path, monkeypatch):
-    args = arguments("main", "dense", monkeypatch, openai_gelu=True, use_mup=True)
-    with pytest.raises(CheckpointError, match=r"use_mup is True; openai_gelu is True"):
+    args = arguments("main", "dense", monkeypatch, openai_gelu=True, moe_latent_size=8)
+    with pytest.raises(CheckpointError, match=r"moe_latent_size is 8; openai_gelu is True"):
         load_megatron_torch_dist(write(tmp_path, "dense", "torch_dist", args))
