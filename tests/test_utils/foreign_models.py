@@ -373,7 +373,8 @@ MODELS = {
     "qwen3.5-moe": Family(
         "Qwen3_5Moe", {**gated_delta.QWEN3_5_MOE.weights, **EXPERTS_IN_MEMORY},
         {**{key: value for key, value in GATED.items() if key != "intermediate_size"}, **DELTA,
-         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 4,
+         "num_experts_per_tok": 2},
         f"{SWIGLU} {UNTIED} {DELTA_FLAGS} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 "
         "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate",
     ),
