@@ -61,6 +61,7 @@ from megatron.training.report.plan.summary import predict_run
 from megatron.training.rules.inputs import check_inputs
 from megatron.training.start.companions import build_companions
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
+from megatron.training.start.stored_reference import store_reference
 from megatron.training.start.weight_edits import build_weight_edits
 from megatron.training.stored_settings import weight_settings
 from megatron.training.tasks.base import Task
@@ -331,6 +332,8 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
         load_hf_weights(cfg.checkpoint.load_hf, parts.model, parts.optimizer, groups)
     parts.state = state or parts.state
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
+    if task.stores_reference:
+        store_reference(task, [train, valid, test], groups)
     _check_custom_data(task, {"train": train, "validation": valid, "test": test})
     if not cfg.validation.skip_train:
         batches = train_iterator(task, train, parts.state, groups)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -260,3 +261,45 @@ def test_bad_line_ends_the_run_with_one_message(gloo_pool, model, tmp_path, line
     assert {code for code, _ in results} == {2}
     texts = [text for _, text in results if "bad.jsonl" in text]
     assert len(texts) == 1 and texts[0].count("line 4: ") == 1 and reason in texts[0]
+
+
+# ---- stored values of the reference
+
+
+@pytest.mark.parametrize("name", ["one rank", *LAYOUTS])
+def test_stored_reference_equals_a_model(gloo_pool, model, one_rank, tmp_path, name):
+    """Also with adapters; values are computed in this layout, then read by another process."""
+    path = write_lines(tmp_path / "pairs.jsonl", preferences(PAIRS))
+    ranks, layout = LAYOUTS.get(name, (1, ""))
+    stored = [*flags_of(model, path), *DROPOUT, *layout.split(), "--dpo-reference", "stored"]
+    many = records(gloo_pool, tmp_path / "first", ranks, stored)
+    values = sorted((tmp_path / "pairs.jsonl.cache").glob("*reference-train-losses.npy"))
+    assert len(values) == 1
+    stamp = values[0].stat().st_mtime_ns
+    again = records(gloo_pool, tmp_path / "second", ranks, stored)
+    assert again == many and values[0].stat().st_mtime_ns == stamp
+    for first, second in zip(one_rank(""), many, strict=True):
+        for figure in ("dpo loss", "grad_norm", *FIGURES[:3]):
+            np.testing.assert_allclose(second[figure], first[figure], rtol=5e-5, atol=5e-6, err_msg=figure)
+
+
+def test_stored_values_of_another_model_are_not_used(gloo_pool, model, tmp_path):
+    path, other = write_lines(tmp_path / "pairs.jsonl", preferences(PAIRS)), tmp_path / "other"
+    shutil.copytree(model, other)
+    (other / "model.safetensors").touch()
+    flags = [*flags_of(model, path), *EXACT, "--train-iters", "1", "--dpo-reference", "stored"]
+    records(gloo_pool, tmp_path / "first", 1, flags)
+    records(gloo_pool, tmp_path / "second", 1, [*flags, "--dpo-reference-load", str(other)])
+    assert len(list((tmp_path / "pairs.jsonl.cache").glob("*reference-train-losses.npy"))) == 2
+
+
+def test_validation_does_not_count_rows_that_pad_a_batch(gloo_pool, model, tmp_path):
+    path = write_lines(tmp_path / "pairs.jsonl", preferences(PAIRS))
+    flags = [*flags_of(model, path), *EXACT, "--valid-data-path", path, "--full-validation", "--train-iters", "2"]
+    means = []
+    for size in ("1", "7"):
+        folder = tmp_path / size
+        argv = [*flags, "--eval-interval", "2", "--eval-global-batch-size", size, "--save", str(folder)]
+        assert gloo_pool.run(train, 1, argv) == [0]
+        means.append([x for x in read_records(folder / "metrics.jsonl") if x["kind"] == "valid"][0]["rewards/margins"])
+    assert means[0] == pytest.approx(means[1], rel=1e-6) and means[0] > 0

@@ -26,9 +26,10 @@ class PreferenceConfig(OptionalGroup):
     dpo_label_smoothing: Annotated[float, Range(0, 0.5, below=True)] = 0.0
     """Probability that a preference is wrong (conservative DPO), with --dpo-loss sigmoid."""
 
-    dpo_reference: Literal["model", "base"] | None = None
-    """Reference of --dpo: a frozen model next to the trained one, or the base of --lora-rank adapters, which needs no
-    further weights. Default: base with --lora-rank, else model."""
+    dpo_reference: Literal["model", "base", "stored"] | None = None
+    """Reference of --dpo: a frozen model next to the trained one; the base of --lora-rank adapters, which needs no
+    further weights; or its values, computed before training and stored next to the data. Default: base with
+    --lora-rank, else model."""
 
     dpo_reference_load: str | None = None
     """Folder of the reference model: a --save directory or a Hugging Face folder. Default: the model that training

@@ -21,6 +21,9 @@ class PreferenceDataset(SFTDataset):
     padding. Pairs longer than a row are left out and counted in the log: a cut would compare parts of answers. Raises
     EmptySplitError if no pair remains."""
 
+    reference_losses: np.ndarray | None = None
+    """Loss of each token of the file as a label under the reference model, fp32; adds ``reference`` [s] to rows."""
+
     reason_left_out = "the two sequences of their pair are longer than a row"
 
     @staticmethod
@@ -60,4 +63,16 @@ class PreferenceDataset(SFTDataset):
         sample = super().__getitem__(idx)
         lengths = np.diff(sample["cu_seqlens"])
         completions = np.where(sample["loss_mask"] > 0, np.repeat(np.arange(len(lengths)), lengths), -1)
+        if self.reference_losses is not None:
+            places = self.label_places(idx)
+            sample = {**sample, "reference": np.where(places < 0, np.float32(0), self.reference_losses[places])}
         return {**sample, "completions": completions}
+
+    def label_places(self, row: int) -> np.ndarray:
+        """Return the index in the file of each label of a row, int64 [s]; -1 for padding."""
+        places, end = np.full(self.config.sequence_length, -1), 0
+        for number in self.row_sequences(row).tolist():
+            start, count = int(self.dataset.starts[number]) + 1, int(self.dataset.lengths[number]) - 1
+            places[end : end + count] = np.arange(start, start + count)
+            end += count
+        return places

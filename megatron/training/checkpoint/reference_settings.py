@@ -17,16 +17,21 @@ def reference_companions(cfg: PretrainConfig) -> Mapping[str, PretrainConfig]:
     """Return the settings of the frozen reference model of --dpo by name; empty if there is none. Raises UserError if
     its folder holds no complete model."""
     preferences = cfg.group(PreferenceConfig)
-    if not preferences.dpo or preferences.dpo_reference != "model":
-        return {}
+    reference = reference_settings(cfg) if preferences.dpo and preferences.dpo_reference == "model" else None
+    return {} if reference is None else {REFERENCE: reference}
+
+
+def reference_settings(cfg: PretrainConfig) -> PretrainConfig | None:
+    """Return the settings of the reference model; None if no folder names it. Raises UserError as above."""
+    preferences = cfg.group(PreferenceConfig)
     from megatron.training.checkpoint.companion_settings import load_companion_config  # imports torch
 
     folder = preferences.dpo_reference_load or cfg.checkpoint.load_hf or cfg.checkpoint.pretrained_checkpoint
     if folder is None:  # a rule reports it
-        return {}
+        return None
     reference = load_companion_config(cfg, folder)
     if reference.group(LoraConfig).lora_rank is not None:
         raise UserError(
             f"--dpo-reference-load: {folder} contains adapters only; merge them with megatron lora merge --saver native"
         )
-    return {REFERENCE: reference}
+    return reference

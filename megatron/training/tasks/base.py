@@ -31,6 +31,8 @@ class Task:
     """Names of the losses that :meth:`loss_func` returns, the main loss first."""
     base_name: str | None = None
     """Name of the model without its transforms (LoRA) among the frozen models of :meth:`loss_func`; None: not used."""
+    stores_reference = False
+    """Whether preference data must have the token losses of the reference model before training."""
 
     def __init__(self, cfg: PretrainConfig, tokenizer: Tokenizer | None = None) -> None:
         self.cfg = cfg

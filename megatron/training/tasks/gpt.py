@@ -36,6 +36,8 @@ class GPTTask(LanguageModelTask):
         if self.preferences.dpo:
             self.losses, self.sequence_keys = (LOSS,), (*self.sequence_keys, "completions")
             self.base_name = REFERENCE if self.preferences.dpo_reference == "base" else None
+            self.stores_reference = self.preferences.dpo_reference == "stored"
+            self.sequence_keys = (*self.sequence_keys, *([REFERENCE] * self.stores_reference))
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -69,7 +71,7 @@ class GPTTask(LanguageModelTask):
     def loss_func(self, batch: dict[str, Tensor], output: object) -> LossPairs:
         """Return the masked sum of token losses and the token count; with --dpo losses and count of pairs."""
         if self.preferences.dpo:
-            assert isinstance(output, PairedOutput)
+            assert isinstance(output, PairedOutput | Tensor)
             return preference_losses(self.preferences, batch, output)
         return super().loss_func(batch, output)
 

@@ -31,7 +31,8 @@ class PreferenceRows(PackedRows):
     def local(self, batch: Batch) -> Batch:
         """Return the tensors of the base class with ``valid_tokens``, the weight of a row, as its number of pairs, and
         ``num_completions``, the size of n."""
-        local, pairs_b = super().local(batch), num_pairs(batch)
+        pairs_b = num_pairs(batch)
+        local = super().local({**batch, "completions": _valid(batch)})
         local["valid_tokens"] = pairs_b.to(local["loss_mask"].device, torch.float32, non_blocking=True)
         local["num_completions"] = 2 * int(pairs_b.max())  # on the host, before the device needs it
         return local
@@ -39,19 +40,25 @@ class PreferenceRows(PackedRows):
 
 def num_pairs(batch: dict[str, Tensor]) -> Tensor:
     """Return the number of pairs of each full row, int64 [b]."""
-    return (batch["completions"].amax(1) + 2) // 2
+    return (_valid(batch).amax(1) + 2) // 2
 
 
-def preference_losses(settings: PreferenceConfig, batch: Batch, output: PairedOutput) -> LossPairs:
+def _valid(batch: dict[str, Tensor]) -> Tensor:
+    """Return ``completions`` [b, s], -1 also where rows only pad a batch, with a loss mask of 0."""
+    return torch.where(batch["loss_mask"] > 0, batch["completions"], -1)
+
+
+def preference_losses(settings: PreferenceConfig, batch: Batch, output: PairedOutput | Tensor) -> LossPairs:
     """Return the summed loss of the pairs of a micro-batch and TRL's figures, with the number of pairs. All-reduces
     sums of log-probabilities over context-parallel ranks.
 
     Args:
         settings: loss, beta and label smoothing.
         batch: this rank's part of a batch of :class:`PreferenceRows`.
-        output: token losses [b, s] of both models.
+        output: token losses [b, s] of both models; of the trained one if ``batch`` has the reference's.
     """
-    policy, reference = (_sums(batch, losses) for losses in (output.trained, output.frozen[REFERENCE]))
+    both = (output, batch[REFERENCE]) if isinstance(output, Tensor) else (output.trained, output.frozen[REFERENCE])
+    policy, reference = (_sums(batch, losses) for losses in both)
     pairs = pair_losses(
         policy, reference.log_probs_bn, settings.dpo_loss, settings.dpo_beta, settings.dpo_label_smoothing
     )

@@ -47,14 +47,15 @@ PROBLEMS = {
     "--dpo-beta 0.5": "--dpo-beta 0.5: has no effect without --dpo; add --dpo, or remove this flag",
     "--dpo": "--dpo: compares with a reference model, and none is given; add --load-hf, --pretrained-checkpoint or",
     f"{PAIRS} --sft": "--dpo: is another kind of training than --sft; remove one of them",
-    f"{PAIRS} --mtp-num-layers 1": "--mtp-num-layers 1: is not supported with --dpo, whose loss has no further tokens",
-    f"{PAIRS} --eod-mask-loss": "--eod-mask-loss: contradicts --dpo, whose masks come from the completions; remove it",
-    f"{PAIRS} --use-varlen-dataset": "--use-varlen-dataset: is not supported with --dpo, which has its own data set",
+    f"{PAIRS} --mtp-num-layers 1": "--mtp-num-layers 1: is not supported with --dpo: its loss has no further tokens",
+    f"{PAIRS} --eod-mask-loss": "--eod-mask-loss: contradicts --dpo, whose masks come from the answers; remove it",
+    f"{PAIRS} --use-varlen-dataset": "--use-varlen-dataset: is not supported with --dpo and its own data set",
     f"{PAIRS} --dpo-loss ipo --dpo-label-smoothing 0.1": "is defined for --dpo-loss sigmoid, not ipo",
     f"{PAIRS} --dpo-label-smoothing 0.5": "--dpo-label-smoothing 0.5: must be at least 0 and less than 0.5",
     f"{PAIRS} --dpo-reference base": "base is the model below adapters, which requires --lora-rank; add --lora-rank",
     f"{PAIRS} --lora-rank 2 --dpo-reference base --dpo-reference-load {{hf}}": "contradicts --dpo-reference base",
     "--dpo --dpo-reference-load {hf}/none": "companions: .*none holds no checkpoint",
+    f"{PAIRS} --dpo-reference stored": "stored requires data files, not --mock-data; use model",
     "--no-sft-packing": "--no-sft-packing: requires --sft or --dpo; add one, or remove this flag",
 }
 

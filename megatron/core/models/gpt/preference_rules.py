@@ -1,4 +1,4 @@
-"""Settings that follow from --dpo, and its rules."""
+"""Kind of reference that follows from --dpo, and rules of preference pairs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from megatron.core.config.lora import LoraConfig
 from megatron.core.config.optional import used_fields
 from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.problems import Problems, Settings, problem
-from megatron.core.config.sft import FineTuningConfig
 
 
 def derived(flat: Settings) -> dict[str, object]:
-    """Return the settings that follow from --dpo: documents are completions, and the kind of the reference."""
-    if not flat.dpo:
+    """Return the kind of reference, unless it is set."""
+    if not flat.dpo or flat.dpo_reference is not None:
         return {}
-    documents: dict[str, object] = {"reset_position_ids": True, "reset_attention_mask": True}
-    if flat.dpo_reference is not None:
-        return documents
-    is_base = flat.lora_rank is not None and flat.dpo_reference_load is None
-    return {**documents, "dpo_reference": "base" if is_base else "model"}
+    return {"dpo_reference": "model" if flat.lora_rank is None or flat.dpo_reference_load else "base"}
 
 
 def preference_flags_require_dpo(cfg: Settings) -> Problems:
@@ -29,24 +24,10 @@ def preference_flags_require_dpo(cfg: Settings) -> Problems:
 
 
 def preference_conflicts(cfg: Settings) -> Problems:
-    """Reject --dpo with other losses, data sets, and tokenizers without text."""
+    """Reject --dpo with further losses, and options of one loss with another."""
     preferences = cfg.group(PreferenceConfig)
-    if not preferences.dpo:
-        return
-    if cfg.group(FineTuningConfig).sft:
-        yield problem(cfg, "dpo", "is another kind of training than --sft", "remove one of them")
-    for field in ("use_varlen_dataset", "fim_data"):
-        if getattr(cfg.flat, field):
-            yield problem(cfg, field, "is not supported with --dpo, which has its own data set", "remove one of them")
-    if cfg.model.mtp_num_layers:
-        reason = "is not supported with --dpo, whose loss has no further tokens"
-        yield problem(cfg, "mtp_num_layers", reason, "remove it")
-    if cfg.tokenizer.tokenizer_type == "NullTokenizer" and not cfg.data.mock_data:
-        yield problem(cfg, "tokenizer_type", "has no text, which --dpo requires", "use HuggingFaceTokenizer")
-    if cfg.documents.eod_mask_loss:
-        yield problem(cfg, "eod_mask_loss", "contradicts --dpo, whose masks come from the completions", "remove it")
-    if cfg.data.dataloader_type == "external":
-        yield problem(cfg, "dpo", "contradicts --dataloader-type external", "remove one of them")
+    if preferences.dpo and cfg.model.mtp_num_layers:
+        yield problem(cfg, "mtp_num_layers", "is not supported with --dpo: its loss has no further tokens", "remove it")
     if preferences.dpo_label_smoothing and preferences.dpo_loss != "sigmoid":
         reason = f"is defined for --dpo-loss sigmoid, not {preferences.dpo_loss}"
         yield problem(cfg, "dpo_label_smoothing", reason, "remove one of them")
@@ -57,6 +38,8 @@ def preference_reference_exists(cfg: Settings) -> Problems:
     preferences, checkpoint = cfg.group(PreferenceConfig), cfg.checkpoint
     if not preferences.dpo:
         return
+    if preferences.dpo_reference == "stored" and cfg.data.mock_data:
+        yield problem(cfg, "dpo_reference", "stored requires data files, not --mock-data", "use model")
     if preferences.dpo_reference == "base":
         if cfg.group(LoraConfig).lora_rank is None:
             reason = "base is the model below adapters, which requires --lora-rank"
