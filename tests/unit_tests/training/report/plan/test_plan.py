@@ -131,10 +131,10 @@ def test_unfused_attention_takes_the_time_of_its_pairs(ranks, dropout, bytes_per
 def test_context_parallelism_is_not_planned_because_of_attention_dropout(capsys):
     """With dropout, key blocks are computed in fp32 with masks drawn twice: slower than full sequences."""
     llama = (
-        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --seq-length 8192 "
+        "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --seq-length 8192 "
         "--group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm --disable-bias-linear "
         "--position-embedding-type rope --untie-embeddings-and-output-weights --max-position-embeddings 8192 "
-        "--vocab-size 128256 --global-batch-size 64"
+        "--vocab-size 128256 --global-batch-size 16"
     )
     rates = {}
     for dropout in ("0.1", "0"):
