@@ -77,3 +77,15 @@ def test_reference_follows_from_adapters(model, flags, reference, companions):
     assert cfg.group(PreferenceConfig).dpo_reference == reference
     assert len(cfg.companions) == companions
     assert cfg.documents.reset_attention_mask and cfg.documents.reset_position_ids
+
+
+def test_flops_include_the_forward_pass_of_the_reference(model):
+    vocabulary, load = 1024, "--load-hf {hf} --lora-rank 2"
+    plain, lora = (settings(model, flags).describe(vocabulary) for flags in ("--load-hf {hf}", load))
+    base, with_model, full = (
+        settings(model, f"--dpo {flags}").describe(vocabulary)
+        for flags in (load, f"{load} --dpo-reference model", "--load-hf {hf}")
+    )
+    assert base.flops_per_sample == lora.flops_per_sample + plain.forward_flops
+    assert full.flops_per_sample - plain.flops_per_sample == with_model.flops_per_sample - lora.flops_per_sample > 0
+    assert base.num_parameters == lora.num_parameters

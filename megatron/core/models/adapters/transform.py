@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.core.config.lora import SETTINGS, LoraConfig
+from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.problems import Settings
 from megatron.core.description.model import ModelDescription, Op, Param, Piece, Saved, frozen
 from megatron.core.description.parts import activation_bytes
@@ -58,6 +59,7 @@ class LoraTransform(ModelTransform):
     def __init__(self, cfg: Settings) -> None:
         self.model, self.lora = cfg.model, cfg.group(LoraConfig)
         assert self.lora.lora_rank is not None
+        self.runs_base = cfg.group(PreferenceConfig).dpo_reference == "base"
         self.matches = partial(is_target, targets=self.lora.lora_target_modules)
         self.rank = self.lora.lora_rank
         divisor = math.sqrt(self.rank) if self.lora.lora_use_rslora else self.rank
@@ -90,8 +92,10 @@ class LoraTransform(ModelTransform):
         merge_adapters(model)
 
     def describe(self, model: ModelDescription) -> ModelDescription:
-        """Freeze all parameters, halve the backward pass of their GEMMs, and add the adapters."""
-        model = model.with_pieces(self._changed)
+        """Freeze all parameters, halve the backward pass of their GEMMs, and add the adapters; and the forward pass of
+        the base if it is a reference."""
+        base = (model.with_pieces(frozen),) if self.runs_base else ()
+        model = replace(model.with_pieces(self._changed), companions=base)
         return replace(model, embedding=replace(model.embedding, settings=(*model.embedding.settings, *SETTINGS)))
 
     def _changed(self, piece: Piece) -> Piece:
