@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.files import RELEASE, checkpoint_directory
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
 from megatron.core.models.family import ModelFamily
-from megatron.core.models.registry import default_family, families, known_family
+from megatron.core.models.registry import default_family, families, known_family, scripts_of
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
@@ -95,8 +95,7 @@ def refuse_other_family(stored: Mapping[str, object], model_family: str, where: 
     family = stored.get("model_family", default_family())
     if family != model_family:
         found = known_family(family)
-        scripts = [] if found is None else [program.script for program in found.programs]
-        known = f" (trained by {' and '.join(scripts)})" if scripts else ""
+        known = "" if found is None else f" (trained by {scripts_of(found.programs)})"
         said = f"{where} holds a model of the family {family!r}{known}"
         raise CheckpointError(f"{said}, this run trains {model_family!r}")
 

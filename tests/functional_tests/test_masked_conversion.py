@@ -96,8 +96,8 @@ def test_t5_shards_are_read_as_native_weights(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "said"), [
-    ("bert", "holds a model of the family 'gpt' (trained by pretrain_gpt.py and pretrain_moe.py)"),
-    ("t5", "holds a model of the family 'gpt' (trained by pretrain_gpt.py and pretrain_moe.py)"),
+    ("bert", "holds a model of the family 'gpt' (trained by pretrain_gpt.py, pretrain_moe.py and pretrain_hybrid.py)"),
+    ("t5", "holds a model of the family 'gpt' (trained by pretrain_gpt.py, pretrain_moe.py and pretrain_hybrid.py)"),
     ("gpt", "holds a model of the family 'bert' (trained by pretrain_bert.py), this run trains 'gpt'"),
 ])  # fmt: skip
 def test_a_checkpoint_of_another_program_is_refused(gloo_pool, tmp_path, kind, said):

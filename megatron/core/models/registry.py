@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -73,5 +74,11 @@ def find_program(name: str) -> tuple[ModelFamily, Program]:
 
 
 def scripts_with(group: type[OptionalGroup]) -> str:
-    """Return the entry scripts of all families that list ``group``, joined by ``and``."""
-    return " and ".join(program.script for family, program in programs().values() if group in family.groups)
+    """Return the entry scripts of all families that list ``group``, such as "a, b and c"."""
+    return scripts_of(program for family, program in programs().values() if group in family.groups)
+
+
+def scripts_of(programs: Iterable[Program]) -> str:
+    """Return the entry scripts of ``programs``, such as "a, b and c"."""
+    scripts = [program.script for program in programs]
+    return " and ".join(filter(None, (", ".join(scripts[:-1]), *scripts[-1:])))

@@ -17,7 +17,7 @@ MODULE = "from megatron.core.models.registry import get_family\nFAMILY = get_fam
 
 def test_default_family_comes_first():
     assert default_family() == "gpt" and list(families()) == ["gpt", "bert", "t5"]
-    assert list(programs()) == ["gpt", "moe", "bert", "t5"]
+    assert list(programs()) == ["gpt", "moe", "hybrid", "bert", "t5"]
 
 
 @pytest.mark.parametrize("name", [None, 3, ["gpt"], {}, "nothing", "no.such.module", "tests"])

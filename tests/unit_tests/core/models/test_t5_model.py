@@ -281,7 +281,7 @@ def test_masks_that_programs_build_from_data_sets_are_those_of_the_model():
 def test_statistics_of_experts_name_the_stack():
     """Library programs may put experts in the layers of a stack; layers of the decoder count from 1 again."""
     config = make_config(num_moe_experts=2, moe_router_load_balancing_type="none")
-    experts = layer_spec(get_backend("local"), experts=True).submodules.branches[-1]
+    experts = layer_spec(get_backend("local"), ("attention", "experts")).submodules.branches[-1]
 
     def with_experts(block):
         branches = [getattr(item.submodules, "branches", item.submodules) for item in block.layer_specs]

@@ -34,7 +34,8 @@ def test_a_model_of_another_program_is_refused_in_one_message(llama):
     cfg = parse_args(["--load-hf", str(llama), "--num-layers", "7"], needs_data=False, model_family="bert")
     with pytest.raises(CheckpointError) as caught:
         apply_hf_settings(cfg)
-    said = "holds a model of the family 'gpt' (trained by pretrain_gpt.py and pretrain_moe.py), this run trains 'bert'"
+    programs = "pretrain_gpt.py, pretrain_moe.py and pretrain_hybrid.py"
+    said = f"holds a model of the family 'gpt' (trained by {programs}), this run trains 'bert'"
     assert str(caught.value) == f"--load-hf {llama} {said}"
 
 

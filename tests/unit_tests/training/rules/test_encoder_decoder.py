@@ -92,9 +92,12 @@ def test_bucket_sizes_without_relative_positions_give_one_notice():
     assert notice == "--relative-attention-num-buckets: no effect without --position-embedding-type relative"
 
 
+GPT = "pretrain_gpt.py, pretrain_moe.py and pretrain_hybrid.py"
+
+
 @pytest.mark.parametrize("family, text, flag, programs", [
-    ("bert", "--num-experts 8", "--num-experts 8", "pretrain_gpt.py and pretrain_moe.py"),
-    ("t5", DECODER + "--spec my.module layers", "--spec my.module layers", "pretrain_gpt.py and pretrain_moe.py"),
+    ("bert", "--num-experts 8", "--num-experts 8", GPT),
+    ("t5", DECODER + "--spec my.module layers", "--spec my.module layers", GPT),
     ("t5", DECODER + "--use-packed-sequence", "--use-packed-sequence", "pretrain_bert.py"),
 ])  # fmt: skip
 def test_flags_of_other_families_are_rejected_with_their_programs(family, text, flag, programs):
