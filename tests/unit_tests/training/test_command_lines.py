@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from megatron.core.config.mup import width_multiplier
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.report.dry_run import dry_run_report
 
@@ -156,6 +157,12 @@ def test_dry_run_lists_what_a_run_would_miss_here(monkeypatch):
     missing = report[report.index("missing on this machine") :]
     assert "pip install --no-build-isolation 'transformer_engine[pytorch]'" in missing
     assert "pip install wandb" in missing and "/data/vocab.json" in missing and "/data/merges.txt" in missing
+
+
+def test_line_with_mup_passes():
+    width = int(BASE.split("--hidden-size ")[1].split()[0])
+    cfg = dry_run(f"{BASE} --use-mup --mup-base-hidden-size {width // 2} --mup-width-mult 1")
+    assert cfg.model.softmax_scale == 1 / cfg.model.kv_channels and width_multiplier(cfg.model) == 2.0
 
 
 @pytest.mark.parametrize("text", ["--enable-mhc-connections", "--moe-latent-size 8"])
