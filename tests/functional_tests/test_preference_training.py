@@ -126,7 +126,7 @@ def test_training_equals_a_loop_of_transformers(gloo_pool, model, data, tmp_path
         }
         for name, value in expected.items():
             if record["iteration"] > 1 or name != "rewards/accuracies":  # equal models: differences are rounding
-                assert record[name] == pytest.approx(float(value), rel=1e-5, abs=1e-5), (record["iteration"], name)
+                assert record[name] == pytest.approx(value.item(), rel=1e-5, abs=1e-5), (record["iteration"], name)
         assert record["num_tokens"] == PAIRS
         optimizer.zero_grad()
         mean.backward()
