@@ -53,11 +53,6 @@ class HybridConfig(OptionalGroup):
     """Mamba-2 heads; default: twice the hidden size / --mamba-head-dim."""
 
 
-def mamba_heads(config: HybridConfig) -> int:
-    """Return the number of Mamba-2 heads of a model's configuration."""
-    return config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim  # type: ignore[attr-defined]
-
-
 def pattern_kinds(config: HybridConfig) -> list[str]:
     """Return the kind of each layer's branch; empty without a pattern."""
     return [SYMBOLS[symbol] for symbol in (config.hybrid_layer_pattern or "").replace(STAGE, "")]

@@ -49,9 +49,9 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
 
 
 def following_sizes(settings: ModelSettings) -> dict[str, object]:
-    """Return {name: value} for the number of query groups, head dim, FFN size, embedding init std, (with experts)
-    expert FFN size and (with muP) scale of attention scores, each only if it is None in ``settings``, from the others;
-    None if these are missing too."""
+    """Return {name: value} for the number of query groups, head dim, FFN size, embedding init std, (in hybrid models)
+    Mamba-2 heads, (with experts) expert FFN size and (with muP) scale of attention scores, each only if it is None in
+    ``settings``, from the others; None if these are missing too."""
     hidden, heads = settings.hidden_size, settings.num_attention_heads
     values = {
         "num_query_groups": heads,
@@ -59,6 +59,8 @@ def following_sizes(settings: ModelSettings) -> dict[str, object]:
         "ffn_hidden_size": default_ffn_hidden_size(hidden, gated=settings.swiglu) if hidden else None,
         "embedding_init_method_std": settings.init_method_std,
     }
+    if settings.hybrid_layer_pattern is not None and hidden:
+        values["mamba_num_heads"] = 2 * hidden // settings.mamba_head_dim
     if settings.num_moe_experts is not None:
         values["moe_ffn_hidden_size"] = settings.ffn_hidden_size or values["ffn_hidden_size"]
     channels = settings.kv_channels or values["kv_channels"]

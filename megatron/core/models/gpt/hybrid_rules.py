@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.config.hybrid import STAGE, mamba_heads, pattern_kinds
+from megatron.core.config.hybrid import STAGE, pattern_kinds
 from megatron.core.config.layer_kinds import BRANCHES
 from megatron.core.config.problems import Problems, Settings, problem
 from megatron.core.pipeline_parallel.stages import BranchNames
@@ -51,8 +51,8 @@ def mamba_sizes(cfg: Settings) -> Problems:
     model = cfg.model
     if "mamba" not in pattern_kinds(model) or not model.hidden_size:
         return
-    heads, groups, tp = mamba_heads(model), model.mamba_num_groups, model.tensor_model_parallel_size
-    if model.mamba_num_heads is None and 2 * model.hidden_size % model.mamba_head_dim:
+    heads, groups, tp = model.mamba_num_heads, model.mamba_num_groups, model.tensor_model_parallel_size
+    if "mamba_num_heads" not in cfg.explicit and 2 * model.hidden_size % model.mamba_head_dim:
         reason = f"does not divide twice the hidden size, {2 * model.hidden_size}"
         yield problem(cfg, "mamba_head_dim", reason, "give --mamba-num-heads")
     if heads % groups:

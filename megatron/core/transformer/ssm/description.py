@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.core.config.hybrid import mamba_heads
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, linear
 
@@ -54,7 +53,7 @@ def describe_mamba(config: Config, place: LayerPlace) -> Piece:
     """Return a ``Piece`` with parameters (global shapes, in construction order) and ops of Mamba-2: input projection,
     convolution and recurrence, gated norm, output projection. The recurrence counts 4 FLOPs per element of the state;
     chunks do more."""
-    heads, groups, tp = mamba_heads(config), config.mamba_num_groups, config.tensor_model_parallel_size
+    heads, groups, tp = config.mamba_num_heads, config.mamba_num_groups, config.tensor_model_parallel_size
     state, channels, item = config.mamba_state_dim, config.mamba_head_dim, activation_bytes(config)
     per_group = heads // groups
     inner = per_group * channels

@@ -24,7 +24,6 @@ from megatron.core.attention.cached_layout import CACHED
 from megatron.core.attention.context_parallel.forms import layer_comm_type
 from megatron.core.attention.sequence_states import CacheSpec
 from megatron.core.attention.token_layout import ANY_ORDER, TokenLayout
-from megatron.core.config.hybrid import mamba_heads
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Drawn, Ones, Shard, declare_row_parts, parameter
@@ -74,7 +73,8 @@ class MambaMixer(Sited, nn.Module):
         super().__init__()
         self.open_sites()
         self.layer_number = layer_number
-        heads, count = mamba_heads(config), config.mamba_num_groups
+        heads, count = config.mamba_num_heads, config.mamba_num_groups
+        assert heads is not None, "follows from the hidden size in hybrid models"
         self.state, self.channels, self.per_group = config.mamba_state_dim, config.mamba_head_dim, heads // count
         inner = self.per_group * self.channels
         self.rows = (inner, inner + 2 * self.state, self.per_group)

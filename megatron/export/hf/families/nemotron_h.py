@@ -108,8 +108,10 @@ NEMOTRON_H = Family(
         OfExperts(
             *same(num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
                   moe_ffn_hidden_size="moe_intermediate_size",
-                  moe_shared_expert_intermediate_size="moe_shared_expert_intermediate_size",
-                  moe_router_topk_scaling_factor="routed_scaling_factor"),
+                  moe_shared_expert_intermediate_size="moe_shared_expert_intermediate_size"),
+            Computed(("routed_scaling_factor",), ("moe_router_topk_scaling_factor",),
+                     lambda config: {"moe_router_topk_scaling_factor": get(config, ("routed_scaling_factor",), 1.0)},
+                     lambda settings: {"routed_scaling_factor": settings["moe_router_topk_scaling_factor"] or 1.0}),
             expert_groups(2), NORMALIZED_IF_SEVERAL,
             Fixed({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
         ),
