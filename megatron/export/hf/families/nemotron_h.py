@@ -115,9 +115,11 @@ NEMOTRON_H = Family(
             expert_groups(2), NORMALIZED_IF_SEVERAL,
             Fixed({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
         ),
+        # transformers limits time steps from below by it; these models are trained without a limit
+        Computed(("time_step_min",), (), lambda config: {}, lambda settings: {"time_step_min": 1e-9}),
         Ignored(("num_hidden_layers", "hidden_dropout", "expand", "chunk_size", "mamba_ssm_cache_dtype",
                  "num_logits_to_keep", "use_mamba_kernels", "rescale_prenorm_residual", "time_step_floor",
-                 "time_step_limit", "time_step_max", "time_step_min", "moe_shared_expert_overlap",
+                 "time_step_limit", "time_step_max", "moe_shared_expert_overlap",
                  "mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_nextn_predict_layers",
                  "output_router_logits", "sliding_window")),
     ),
