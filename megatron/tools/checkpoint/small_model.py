@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import torch
 
+from megatron.core.config.hybrid import STAGE
+from megatron.core.config.layer_kinds import layer_kinds
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.hf.attention_settings import layers_with_windows
 from megatron.export.hf.conversion import placements
@@ -49,7 +52,9 @@ def shrink(settings: Table) -> dict[str, object]:
         **_few_experts(settings, ffn),
         "q_lora_rank": settings["q_lora_rank"] and min(settings["q_lora_rank"], 20),
     }
-    for name in ("window_attn_skip_freq", "moe_layer_freq"):
+    if settings["hybrid_layer_pattern"]:
+        small["hybrid_layer_pattern"] = settings["hybrid_layer_pattern"].replace(STAGE, "")[: small["num_layers"]]
+    for name in ("window_attn_skip_freq", "moe_layer_freq", "linear_attention_freq"):
         if isinstance(small[name], list):
             small[name] = small[name][: small["num_layers"]]
     if small["window_size"] and max(small["window_size"]) >= LIMIT:
@@ -58,10 +63,11 @@ def shrink(settings: Table) -> dict[str, object]:
 
 
 def _different_layers(settings: Table) -> int:
-    """Return how many leading layers contain every layer type (window, MoE); at least min(2, number of layers)."""
-    count, experts = settings["num_layers"], settings["moe_layer_freq"]
-    has_experts = [n % experts == 0 if isinstance(experts, int) else bool(experts[n]) for n in range(count)]
-    kinds = list(zip(layers_with_windows(settings), has_experts))
+    """Return how many leading layers contain every layer type (window, kinds of branches); at least min(2, number of
+    layers)."""
+    count, config = settings["num_layers"], SimpleNamespace(**settings)
+    branches = [layer_kinds(config, number) for number in range(1, count + 1)]
+    kinds = list(zip(layers_with_windows(settings), branches))
     return max(min(2, count), 1 + max(kinds.index(kind) for kind in set(kinds)))
 
 
