@@ -27,9 +27,8 @@ def describe_gated_delta_net(config: Config, place: LayerPlace) -> Piece:
     conv = Param("conv1d.weight", (heads, mixed, 1, config.linear_conv_kernel_dim), {"tp": 0}, ndim=3)
     norm = Param("norm.weight", (value,), ndim=1)
     width, output = heads * sum(parts) // tp * item, values * value // tp
-    chunks = Saved(
-        "convolved, decays and chunks", _chunk_bytes(config, mixed * heads, values, key, value), ("delta_rule",)
-    )
+    kept = _chunk_bytes(config, mixed * heads, values, key, value, keys=9, matrices=7)
+    chunks = Saved("convolved, decays and chunks", kept, ("delta_rule",))
     rule = Op(
         "other", "delta rule", 6.0 * place.seq_length * values * key * value,
         traffic=16.0 * item * heads * mixed // tp, gradients=float(width),
@@ -38,10 +37,10 @@ def describe_gated_delta_net(config: Config, place: LayerPlace) -> Piece:
     gated = Op(
         "norm", "gated norm", traffic=12.0 * item * output, saved=(Saved("normed", 12.0 * output, ("gdn_norm_out",)),)
     )
-    kept = (Saved("delta rule", output * item),)
+    normed = (Saved("delta rule", output * item),)
     ops = (
         gemm(into[0], config, place.seq_length, gradients=width, saved=(Saved("projections", width),)),
-        rule, gated, gemm(out[0], config, place.seq_length, saved=kept),
+        rule, gated, gemm(out[0], config, place.seq_length, saved=normed),
     )  # fmt: skip
     return Piece("linear attention", (*into, conv, *vectors, norm, *out), ops, settings=SETTINGS)
 
@@ -65,7 +64,8 @@ def describe_mamba(config: Config, place: LayerPlace) -> Piece:
     conv_bias = Param("conv1d.bias", (groups, mixed), {"tp": 0}, ndim=1)
     norm = Param("norm.weight", (heads * channels,), {"tp": 0}, ndim=1)
     width, output = groups * sum(parts) // tp * item, heads * channels // tp
-    chunks = Saved("convolved and chunks", _chunk_bytes(config, mixed * groups, heads, state, channels), ("ssm",))
+    kept = _chunk_bytes(config, mixed * groups, heads, state, channels, keys=3.5, matrices=3.7)
+    chunks = Saved("convolved and chunks", kept, ("ssm",))
     scan = Op(
         "other",
         "state space",
@@ -87,12 +87,14 @@ def describe_mamba(config: Config, place: LayerPlace) -> Piece:
     return Piece("Mamba-2", params, ops, settings=MAMBA_SETTINGS)
 
 
-def _chunk_bytes(config: Config, mixed: int, heads: int, key: int, value: int) -> float:
-    """Return the bytes per token on this rank that the plain torch form saves: the convolution of ``mixed`` channels
-    per tap, and in fp32 queries and keys per head, matrices of a chunk, states."""
-    convolved = 4 * mixed * activation_bytes(config)
-    per_head = 4 * (6 * key + 4 * value + 4 * CHUNK + key * value / CHUNK)
-    return (convolved + heads * per_head) / config.tensor_model_parallel_size
+def _chunk_bytes(
+    config: Config, mixed: int, heads: int, key: int, value: int, *, keys: float, matrices: float
+) -> float:
+    """Return the bytes per token on this rank that the plain torch form saves: six tensors of the convolution's
+    ``mixed`` channels, and in fp32 per head ``keys`` tensors of keys, 2.5 of values, ``matrices`` of a chunk, states.
+    Measured (``test_descriptions.py``)."""
+    per_head = 4 * (keys * key + 2.5 * value + matrices * CHUNK + key * value / CHUNK)
+    return (6 * mixed * activation_bytes(config) + heads * per_head) / config.tensor_model_parallel_size
 
 
 CHUNK = 64

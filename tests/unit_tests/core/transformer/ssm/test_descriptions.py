@@ -1,0 +1,63 @@
+"""Descriptions of linear attention agree with the built mixers: parameters, and bytes that are saved for backward."""
+
+import pytest
+import torch
+
+from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.description.model import LayerPlace
+from megatron.core.enums import AttnMaskType
+from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.models.backends import get_backend
+from megatron.core.models.common.layer_specs import MIXERS
+from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.spec_utils import build_module
+
+LENGTH = 256
+SIZES = [(32, 128, 8, 2), (64, 64, 8, 4), (128, 32, 4, 2), (128, 128, 8, 2)]
+"""Channels of keys and values, heads of values, heads of keys."""
+
+
+def built(kind, key, value, heads, groups):
+    delta = {
+        "linear_key_head_dim": key, "linear_value_head_dim": value, "linear_num_value_heads": heads,
+        "linear_num_key_heads": groups, "hybrid_layer_pattern": "G",
+    }  # fmt: skip
+    mamba = {
+        "mamba_state_dim": key, "mamba_head_dim": value, "mamba_num_heads": heads, "mamba_num_groups": groups,
+        "hybrid_layer_pattern": "M",
+    }  # fmt: skip
+    sizes = {"gated_delta_net": delta, "mamba": mamba}[kind]
+    config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=8, bf16=True, **sizes)
+    spec = MIXERS[kind](get_backend("local"), None, AttnMaskType.causal)
+    return build_module(spec, config, layer_number=1, groups=SINGLE_PROCESS), config
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_described_bytes_are_saved(kind, sizes):
+    mixer, config = built(kind, *sizes)
+    parameters, saved, alive = {param.data_ptr() for param in mixer.parameters()}, {}, []
+
+    def pack(x):
+        alive.append(x)  # else another tensor may take its place
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    x = torch.randn(LENGTH, 1, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        mixer(x, ForwardContext(TokenLayout()))
+    described = mixer.describe(config, LayerPlace(1, LENGTH))
+    bytes_per_token = sum(kept.bytes for op in described.ops for kept in op.saved)
+    without_input = (sum(saved.values()) - x.untyped_storage().nbytes()) / LENGTH  # the norm's, in a layer
+    assert bytes_per_token == pytest.approx(without_input, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba"])
+def test_described_parameters_are_those_of_the_mixer(kind):
+    mixer, config = built(kind, 32, 128, 8, 2)
+    piece = mixer.describe(config, LayerPlace(1, LENGTH))
+    described = {param.name: (param.shape, param.ndim) for param in piece.params}
+    assert described == {name: (param.spec.shape, param.ndim) for name, param in mixer.named_parameters()}
