@@ -37,6 +37,7 @@ LAYOUTS = {
     "cp2": Layout(DELTA, CP2, 2),
     "cp2-heads-packed": Layout(PACKED, f"{CP2} --cp-comm-type a2a", 2),
     "cp4-packed": Layout(PACKED, CP4, 4),
+    "cp4-chunks-shorter-than-a-convolution": Layout(f"{PACKED} --seq-length 16", CP4, 4),
     "cp2-tp2-sp-packed": Layout(PACKED, f"{CP2} {TP2} {SP}", 4),
     "ep2-tp2-sp": Layout(EXPERTS, f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2),
     "hybrid-tp4-sp": Layout(HYBRID, f"{TP2} {SP} --tensor-model-parallel-size 4", 4),
