@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron.core.attention.cached_layout import CACHED
 from megatron.core.attention.context_parallel.forms import layer_comm_type
 from megatron.core.attention.sequence_states import CacheSpec
-from megatron.core.attention.token_layout import ANY_ORDER, TokenLayout
+from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Drawn, Ones, Shard, declare_row_parts, parameter
@@ -102,19 +102,19 @@ class GatedDeltaNet(Sited, nn.Module):
         self.by_heads = layer_comm_type(config.cp_comm_type, layer_number) == "a2a"
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the output [s, b, hidden]; reads only the layout of ``ctx``."""
+        """Return the output [s, b, hidden]; reads the layout of ``ctx``."""
         projected = self.in_proj(x)[0].unflatten(-1, (-1, sum(self.rows)))
         mixed, gate, beta, decay = projected.split(self.rows, dim=-1)
-        mixed = self.at.delta_rule(self._mix, mixed, beta.flatten(2), decay.flatten(2), ctx.layout)
+        mixed = self.at.delta_rule(self._mix, mixed, beta.flatten(2), decay.flatten(2), ctx)
         normed = self.at.gdn_norm_out(self.norm, mixed, gate.reshape(mixed.shape))
         return self.out_proj(normed.flatten(2))[0]
 
-    def _mix(self, mixed: Tensor, beta: Tensor, decay: Tensor, layout: TokenLayout) -> Tensor:
+    def _mix(self, mixed: Tensor, beta: Tensor, decay: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the outputs [s, b, h, v] of the delta rule from queries, keys and values [s, b, a, c] before their
         convolution, and the projections b and a [s, b, h]."""
         length, batch, heads = mixed.shape[:3]
-        mask = follows(layout, length, batch, mixed.device)
-        convolved = F.silu(self.conv1d(layout, self.layer_number, mixed.flatten(2), mask))
+        mask = follows(ctx, length, batch, mixed.device)
+        convolved = F.silu(self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask))
         query, key, value = convolved.unflatten(-1, (heads, -1)).split(
             (self.key, self.key, self.per_key * self.value), dim=-1
         )
@@ -123,7 +123,7 @@ class GatedDeltaNet(Sited, nn.Module):
         query, key = (_unit(x.to(wide)) for x in (query, key))
         log_decay = -self.A_log.to(wide).exp() * F.softplus(decay.to(wide) + self.dt_bias.to(wide))
         output = scan_heads(
-            layout,
+            ctx.layout,
             self.layer_number,
             delta_rule,
             mask,

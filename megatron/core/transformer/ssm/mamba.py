@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron.core.attention.cached_layout import CACHED
 from megatron.core.attention.context_parallel.forms import layer_comm_type
 from megatron.core.attention.sequence_states import CacheSpec
-from megatron.core.attention.token_layout import ANY_ORDER, TokenLayout
+from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Drawn, Ones, Shard, declare_row_parts, parameter
@@ -104,19 +104,19 @@ class MambaMixer(Sited, nn.Module):
         self.by_heads = layer_comm_type(config.cp_comm_type, layer_number) == "a2a"
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the output [s, b, hidden]; reads only the layout of ``ctx``."""
+        """Return the output [s, b, hidden]; reads the layout of ``ctx``."""
         projected = self.in_proj(x)[0].unflatten(-1, (-1, sum(self.rows)))
         gate, mixed, step = projected.split(self.rows, dim=-1)
-        mixed = self.at.ssm(self._mix, mixed, step.flatten(2), ctx.layout)
+        mixed = self.at.ssm(self._mix, mixed, step.flatten(2), ctx)
         normed = self.at.mamba_norm_out(self.norm, mixed.flatten(2), gate.flatten(2))
         return self.out_proj(normed)[0]
 
-    def _mix(self, mixed: Tensor, step: Tensor, layout: TokenLayout) -> Tensor:
+    def _mix(self, mixed: Tensor, step: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the outputs [s, b, h, v] of the recurrence from x, B and C [s, b, a, c] before their convolution, and
         dt [s, b, h] before softplus."""
         length, batch, count = mixed.shape[:3]
-        mask = follows(layout, length, batch, mixed.device)
-        convolved = F.silu(self.conv1d(layout, self.layer_number, mixed.flatten(2), mask))
+        mask = follows(ctx, length, batch, mixed.device)
+        convolved = F.silu(self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask))
         channels, key, query = convolved.unflatten(-1, (count, -1)).split(
             (self.per_group * self.channels, self.state, self.state), dim=-1
         )
@@ -125,7 +125,7 @@ class MambaMixer(Sited, nn.Module):
         step = F.softplus(step.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * step
         output = scan_heads(
-            layout, self.layer_number, state_space, mask, query, key, step.unsqueeze(-1) * inputs, log_decay,
+            ctx.layout, self.layer_number, state_space, mask, query, key, step.unsqueeze(-1) * inputs, log_decay,
             by_heads=self.by_heads,
         )  # fmt: skip
         return (output + self.D.to(wide).unsqueeze(-1) * inputs).to(mixed.dtype)

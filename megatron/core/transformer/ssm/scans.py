@@ -15,16 +15,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.config.errors import UserError
 
 Recurrence = Callable[..., tuple[Tensor, Tensor]]
 """``rule(query, key, value, *others, follows, state)`` returns (outputs, state): ``delta_rule.py``. Tensors are
 [s, b, heads, ...] each; outputs are linear in (value, state)."""
 
 
-def follows(layout: TokenLayout, length: int, batch: int, device: torch.device) -> Tensor | None:
+def follows(ctx: AttentionContext, length: int, batch: int, device: torch.device) -> Tensor | None:
     """Return whether each of this rank's ``length`` tokens follows another one of its document, bool [s, b]; None: no
-    token but the first of a sequence begins a document."""
+    token but the first of a sequence begins a document. Raises UserError for a mask, which a recurrence cannot read."""
+    layout = ctx.layout
+    if ctx.attention_mask is not None:
+        raise UserError("attention_mask: linear attention reads documents, not a mask; give packed_seq_params")
     if layout.documents is None or layout.documents.cu_seqlens_q is None:
         return None
     inside = torch.ones(batch * layout.full_length(length) + 1, dtype=torch.bool, device=device)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.inference.requests import Request
@@ -33,6 +34,13 @@ def build(layers, **sizes):
     return GPTModel(
         config, get_gpt_decoder_block_spec(config), VOCAB, 64, position_embedding_type="rope", **stage
     ).eval()
+
+
+@MODELS
+def test_a_mask_that_a_recurrence_cannot_read_is_an_error(layers):
+    mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+    with pytest.raises(UserError, match="attention_mask: linear attention reads documents, not a mask"):
+        build(layers)(torch.tensor([[1, 2, 3, 4]]), torch.arange(4)[None], mask)
 
 
 @MODELS
