@@ -54,8 +54,8 @@ class TrainStep:
         assert self.parts.scheduler is not None, "only --skip-train has none"
         self.parts.scheduler.set_samples(self.state.consumed_train_samples)
         groups = self.parts.optimizer.param_groups
-        # rates of the schedule: not decoupled ones, and not muP's
-        rate = max([group["lr"] for group in groups if group["max_lr"] is None] or [group["lr"] for group in groups])
+        scheduled = [group["lr"] for group in groups if group.get("max_lr") is None]  # neither decoupled nor muP's
+        rate = max(scheduled or [group["lr"] for group in groups])
         if self.state.iteration + 1 in self.cfg.training.iterations_to_skip:
             metrics = self._skip_batch(size)
         else:

@@ -141,7 +141,7 @@ def test_a_key_that_changes_the_logits_changes_settings_or_is_rejected(name):
     settings, expected = family.load_settings(config), foreign(input_ids=tokens).logits
     changes = [(key, other) for key, value in config.items() for other in other_values(value)]
     for key, other in changes:
-        if key == "return_dict":  # the form of the answer
+        if key in ("return_dict", "time_step_min"):  # the form of the answer; a limit that Nemotron-H's training lacks
             continue
         try:
             if family.load_settings({**config, key: other}) != settings:

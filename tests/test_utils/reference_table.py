@@ -21,7 +21,7 @@ GROUPS = "--group-query-attention --num-query-groups"
 LLAMA = f"{ROPE} --swiglu --normalization RMSNorm --disable-bias-linear {UNTIED} {GROUPS} 2"
 WARMUP = "--lr-warmup-iters 5"
 PACKED = "--reset-position-ids --reset-attention-mask"
-FEW = "--train-iters 7"
+FEW = "--train-iters 9"
 
 NETWORK = {
     "all-defaults": "--adam-eps 1e-8 --hidden-dropout 0.1",

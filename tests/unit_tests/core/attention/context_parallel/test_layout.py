@@ -16,6 +16,7 @@ from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
+from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, RankGrid
 from megatron.core.models.registry import get_family
@@ -93,6 +94,7 @@ def sliced_by_task(rank, size):
         sequence_keys, whole_keys = ("weights",), ("pictures",)
 
     task = object.__new__(Weighted)
+    task.preferences = PreferenceConfig()
     task.cfg = SimpleNamespace(
         family=get_family("gpt"),
         variable_lengths=SimpleNamespace(use_varlen_dataset=False),
