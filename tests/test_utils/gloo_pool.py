@@ -7,7 +7,6 @@ for. A task that raises reports its traceback; a pool with a dead or stuck worke
 the test process itself would break autograd in the workers once a test had used a GPU.)
 """
 
-import functools
 import gc
 import importlib
 import multiprocessing as mp
@@ -39,10 +38,6 @@ def _serve(connection, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.training.checks import rank_agreement
-
-    # forked ranks have the same code: digest it in the first run only (0.035 of 0.15 CPU seconds of a short run)
-    rank_agreement.code = functools.cache(rank_agreement.code)
     torch.set_num_threads(1)
     while True:
         gc.freeze()  # again for each task: a data loader's workers unfreeze; a collection of all of torch takes 0.2 s
