@@ -11,6 +11,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+import pytest
+
 STARTER = """
 import importlib.util, sys
 if "multiprocessing" not in " ".join(sys.orig_argv):
@@ -126,6 +128,7 @@ class Collector:
         self._write({"gone": [name for name in self.known - present if name.split("::")[0] in files]})
         items[:] = [item for item in items if item.nodeid not in self.known][self.share :: self.num_shares]
 
+    @pytest.hookimpl(wrapper=True)  # before the hook of conftest.py, which runs the test
     def pytest_runtest_protocol(self, item):
         text = item.path.read_bytes()
         self.current = {
@@ -134,6 +137,7 @@ class Collector:
         }  # fmt: skip
         self.trace.restart()
         self.trace.__enter__()
+        return (yield)
 
     def pytest_runtest_logreport(self, report):
         if report.when != "teardown":
