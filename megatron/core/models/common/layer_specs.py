@@ -84,7 +84,7 @@ MIXERS: dict[str, Callable[[Backend, Callable[..., object] | None, AttnMaskType]
     "mlp": _mlp,
     "experts": _experts,
 }
-"""Spec of branch kind of mixer (``config/layer_kinds.py``)."""
+"""Spec of each kind of mixer (``config/layer_kinds.py``)."""
 
 
 def layer_spec(
@@ -102,10 +102,8 @@ def layer_spec(
         return ModuleSpec(
             backend.layer, submodules=TransformerLayerSubmodules(backend.norm, mixers[0], backend.norm, mixers[1])
         )
-    names = [BRANCHES[kind] for kind in kinds]
-    branches = [
-        BranchSpec(branch.name, mixer, backend.norm, branch.norm, branch.site) for branch, mixer in zip(names, mixers)
-    ]
+    named = zip(mixers, (BRANCHES[kind] for kind in kinds))
+    branches = [BranchSpec(names.name, mixer, backend.norm, names.norm, names.site) for mixer, names in named]
     return ModuleSpec(backend.layer, submodules=branches)
 
 

@@ -15,9 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens of a chunk."""
-
 
 class Decays(NamedTuple):
     """Remaining part of a token's contribution, per head; 0 across the beginning of a document."""

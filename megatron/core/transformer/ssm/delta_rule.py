@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.ssm.chunks import CHUNK, decays, from_chunks, in_chunks
+from megatron.core.transformer.ssm.chunks import decays, from_chunks, in_chunks
+from megatron.core.transformer.ssm.description import CHUNK
 
 
 def delta_rule(

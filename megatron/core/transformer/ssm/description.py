@@ -98,4 +98,4 @@ def _chunk_bytes(
 
 
 CHUNK = 64
-"""Tokens of a chunk (``chunks.py``)."""
+"""Tokens of a chunk."""
