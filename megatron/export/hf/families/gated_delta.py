@@ -89,7 +89,7 @@ EXPERTS: Weights = {
     **shared_expert("model.layers.*.mlp.shared_expert"),
     "decoder.layers.*.mlp.shared_experts.gate_weight": "model.layers.*.mlp.shared_expert_gate.weight",
 }
-UNUSED = (Ignored(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")),)
+UNUSED = Ignored(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"))
 """Keys of tensors that are left out."""
 SEPARATE = _mixer(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), [(0, 1, 2), (3,), (4,), (5,)])
 
@@ -113,7 +113,7 @@ QWEN3_5_MOE = Family(
     "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", models="Qwen3.5 and 3.6 with experts, text",
     limits=("multi-token prediction is left out", "images"),
     config=(
-        *COMMON, groups(2), TextRope(share=0.25), *MIXTURE[1:], *UNUSED,
+        *COMMON, groups(2), TextRope(share=0.25), *MIXTURE[1:], UNUSED,
         Fixed({"moe_layer_freq": 1, "moe_router_pre_softmax": False}),
         Same("num_moe_experts", "num_experts", default=256),
         Same("moe_router_topk", "num_experts_per_tok", default=8),
@@ -127,10 +127,7 @@ QWEN3_5_MOE = Family(
 QWEN3_5 = Family(
     "qwen3_5_text", "Qwen3_5ForCausalLM", models="Qwen3.5, 3.6 and 3.8, text",
     limits=("multi-token prediction is left out", "images"),
-    config=(
-        *COMMON, llama.FFN, groups(4), TextRope(share=0.25),
-        *UNUSED,
-    ),
+    config=(*COMMON, llama.FFN, groups(4), TextRope(share=0.25), UNUSED),
     weights={**llama.WEIGHTS, **SEPARATE},
     unused=(r"mtp\..*",),
 )  # fmt: skip

@@ -64,12 +64,12 @@ def _rows(config: TransformerConfig) -> tuple[int, ...]:
     return inner, inner, state, state, heads
 
 
-def names(layer: str, *, experts: str = "experts.*") -> Weights:
+def names(layer: str) -> Weights:
     """Return the layouts of a layer's tensors, whose HF names begin with ``layer``."""
     local, mixer = "decoder.layers.*", f"{layer}.mixer"
-    norms, folders = ("norm", "input_layernorm", "pre_mlp_layernorm"), {"": "", "experts.": f"{experts}.", **_SHARED}
+    folders = {"": "", "experts.": "experts.*.", "shared_experts.": "shared_experts."}
     return {
-        **{f"{local}.{norm}": f"{layer}.norm" for norm in norms},
+        **{f"{local}.{norm}": f"{layer}.norm" for norm in ("norm", "input_layernorm", "pre_mlp_layernorm")},
         f"{local}.mixer.in_proj": BlockParts([f"{mixer}.in_proj"], [range(5)], _rows),
         f"{local}.mixer.conv1d": BlockParts([f"{mixer}.conv1d"], [range(3)], lambda config: _rows(config)[1:4]),
         **{f"{local}.mixer.{name}": f"{mixer}.{name}" for name in ("dt_bias", "A_log", "D", "norm", "out_proj")},
@@ -84,8 +84,6 @@ def names(layer: str, *, experts: str = "experts.*") -> Weights:
         f"{local}.mlp.router.expert_bias": f"{mixer}.gate.e_score_correction_bias",
     }
 
-
-_SHARED = {"shared_experts.": "shared_experts."}
 
 NEMOTRON_H = Family(
     "nemotron_h", "NemotronHForCausalLM", models="Nemotron-H, Nemotron 3 Nano",
