@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.ranges import PositiveFloat, Range
 
+REFERENCE = "reference"
+"""Name of the reference model, and of its token losses in a batch."""
+
 
 @dataclass(kw_only=True)
 class PreferenceConfig(OptionalGroup):

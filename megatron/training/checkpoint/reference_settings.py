@@ -6,11 +6,8 @@ from collections.abc import Mapping
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.lora import LoraConfig
-from megatron.core.config.preferences import PreferenceConfig
+from megatron.core.config.preferences import REFERENCE, PreferenceConfig
 from megatron.training.config.pretrain_config import PretrainConfig
-
-REFERENCE = "reference"
-"""Name of the frozen model."""
 
 
 def reference_companions(cfg: PretrainConfig) -> Mapping[str, PretrainConfig]:

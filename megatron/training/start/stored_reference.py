@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.config.preferences import REFERENCE
 from megatron.core.datasets.preference_dataset import PreferenceDataset
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.core.pipeline_parallel.microbatches import choose_runner
 from megatron.data.index_cache import IndexCache, file_stamp
 from megatron.training.checkpoint.files import find_checkpoint
-from megatron.training.checkpoint.reference_settings import REFERENCE, reference_settings
+from megatron.training.checkpoint.reference_settings import reference_settings
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.loader import EvalSampler
 from megatron.training.initialize import training_device

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor, nn
 
-from megatron.core.config.preferences import PreferenceConfig
+from megatron.core.config.preferences import REFERENCE, PreferenceConfig
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -23,7 +23,7 @@ from megatron.training.data.packed_rows import PackedRows
 from megatron.training.data.planned_rows import PlannedRows
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask
-from megatron.training.tasks.preferences import LOSS, REFERENCE, PreferenceRows, preference_losses
+from megatron.training.tasks.preferences import LOSS, PreferenceRows, preference_losses
 
 
 class GPTTask(LanguageModelTask):

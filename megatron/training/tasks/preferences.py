@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.config.preferences import PreferenceConfig
+from megatron.core.config.preferences import REFERENCE, PreferenceConfig
 from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.core.pipeline_parallel.paired_stage import PairedOutput
 from megatron.core.rl.preference_losses import Completions, pair_losses, sum_completions
@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.operators import reduce_from_region
 from megatron.training.data.batch import Batch
 from megatron.training.data.packed_rows import PackedRows
 
-LOSS, REFERENCE = "dpo loss", "reference"
+LOSS = "dpo loss"
 
 
 class PreferenceRows(PackedRows):
