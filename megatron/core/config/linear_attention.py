@@ -22,7 +22,8 @@ class LinearAttentionConfig(OptionalGroup):
     linear_attention_freq: int | list[int] | None = flag(
         "--linear-attention-freq", parse=parse_layer_pattern, check=check_layer_pattern, metavar="N|LIST"
     )
-    """Layers with linear attention: all but every N-th, or those with a 1 in a list of 0 and 1; default: all."""
+    """Layers with softmax attention: every N-th; or a list with 1 for linear and 0 for softmax attention; default: all
+    layers have linear attention."""
 
     linear_conv_kernel_dim: Dim = 4
     """Tokens that the causal convolution before linear attention sees."""
