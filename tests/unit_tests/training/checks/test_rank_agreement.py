@@ -41,8 +41,6 @@ def run_in_folder(rank, world_size, folders, flags, family="gpt"):
 def run_patched(rank, world_size, patches, argv):
     """Train; the last rank within the contexts of ``patches``."""
     with contextlib.ExitStack() as stack:
-        rank_agreement.code.cache_clear()  # of the pool
-        stack.callback(rank_agreement.code.cache_clear)
         for target, value in patches.items() if rank == world_size - 1 else ():
             if target.isupper():
                 stack.enter_context(mock.patch.dict(os.environ, {target: value}))
