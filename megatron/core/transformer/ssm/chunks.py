@@ -51,16 +51,64 @@ def decays(log_decay: Tensor, follows: Tensor | None, size: int) -> Decays:
             follows the state.
     """
     sums = in_chunks(log_decay, size).cumsum(-1)
-    lower = torch.ones(size, size, dtype=torch.bool, device=sums.device).tril()
-    connected, start, end = lower, None, None
-    if follows is not None:
-        # number of documents that have begun in the chunk; padding continues the last one
-        begun = (~in_chunks(follows.unsqueeze(-1), size, value=True)).cumsum(-1)
-        connected = lower & (begun.unsqueeze(-1) == begun.unsqueeze(-2))
-        start, end = begun == 0, begun == begun[..., -1:]
+    connected, start, end = _documents(follows, size, sums.device)
     differences = sums.unsqueeze(-1) - sums.unsqueeze(-2)
     within = differences.masked_fill(~connected, -torch.inf).exp()
     from_start, to_end = sums.exp(), (sums[..., -1:] - sums).exp()
     if start is not None and end is not None:
         from_start, to_end = from_start * start, to_end * end
     return Decays(within, from_start, to_end, from_start[..., -1])
+
+
+def channel_decays(
+    left: Tensor, key: Tensor, log_decay: Tensor, follows: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (scores, start, end) of log-decays per key channel. Scores [m, n, b, h, c, c] sum over channels ``left``
+    of token i times ``key`` of token j <= i times its remaining part; start and end [n, b, h, c, k] are those of
+    :class:`Decays`.
+
+    Scores do not factor into left exp(G) and key exp(-G), G the cumulative sums: the second exponent overflows. Blocks
+    of tokens are merged in pairs instead: tokens of the second one decay since its beginning, tokens of the first one
+    until its end. Exponents are sums of log-decays without cancellation.
+
+    Args:
+        left: [m, n, b, h, c, k], c a power of two.
+        key: [n, b, h, c, k].
+        log_decay: g, at most 0, [n, b, h, c, k].
+        follows: as in :func:`decays`.
+    """
+    size = log_decay.shape[-2]
+    scores = (left * key).sum(-1)[..., None, None]
+    left, key, since = (x.unsqueeze(-2) for x in (left, key, log_decay))  # blocks [..., number, tokens, k]
+    until = torch.zeros_like(since)
+    while scores.shape[-1] < size:
+        (first, second), (before, after) = _pairs(since), _pairs(until)
+        block = (_pairs(left)[1] * second.exp()) @ (_pairs(key)[0] * before.exp()).mT
+        upper, lower = _pairs(scores)
+        rows = torch.cat((upper, torch.zeros_like(block)), -1), torch.cat((block, lower), -1)
+        scores = torch.cat(rows, -2)
+        since = torch.cat((first, second + first[..., -1:, :]), -2)
+        until = torch.cat((before + second[..., -1:, :], after), -2)
+        left, key = (x.unflatten(-3, (-1, 2)).flatten(-3, -2) for x in (left, key))
+    scores, start, end = (x.squeeze(-3) for x in (scores, since.exp(), until.exp()))
+    connected, starts, ends = _documents(follows, size, key.device)
+    if starts is not None and ends is not None:
+        scores, start, end = scores * connected, start * starts.unsqueeze(-1), end * ends.unsqueeze(-1)
+    return scores, start, end
+
+
+def _pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the blocks [..., number, tokens, k] with even and with odd numbers."""
+    return blocks[..., ::2, :, :], blocks[..., 1::2, :, :]
+
+
+def _documents(follows: Tensor | None, size: int, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return ``connected`` [n, b, 1, c, c] or [c, c], whether token j <= i of a chunk belongs to the document of token
+    i, and [n, b, 1, c] (None: all) whether a token belongs to the document of the state before the chunk, and to that
+    of the chunk's last token."""
+    lower = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    if follows is None:
+        return lower, None, None
+    # number of documents that have begun in the chunk; padding continues the last one
+    begun = (~in_chunks(follows.unsqueeze(-1), size, value=True)).cumsum(-1)
+    return lower & (begun.unsqueeze(-1) == begun.unsqueeze(-2)), begun == 0, begun == begun[..., -1:]

@@ -4,14 +4,14 @@ import torch
 
 
 def delta_rule_by_token(query, key, value, log_decay, beta, follows, state):
-    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; o = S^T q, per value head. The same arguments and results as
-    ``ssm/delta_rule.py``, [s, b, heads, channels] each."""
+    """S = exp(g) S; S = S + k (beta (v - S^T k))^T; o = S^T q, per value head; g per head or per row of S. The same
+    arguments and results as ``ssm/delta_rule.py``, [s, b, heads, channels] each."""
     outputs, shared = [], value.shape[2] // key.shape[2]
     query, key = (x.repeat_interleave(shared, 2) for x in (query, key))
     for token in range(len(value)):
         if follows is not None:
             state = state * follows[token][:, None, None, None]
-        decayed = state * log_decay[token].exp()[..., None, None]
+        decayed = state * log_decay[token].exp().reshape(*state.shape[:2], -1, 1)
         predicted = torch.einsum("bhk,bhkv->bhv", key[token], decayed)
         correction = beta[token].unsqueeze(-1) * (value[token] - predicted)
         state = decayed + torch.einsum("bhk,bhv->bhkv", key[token], correction)

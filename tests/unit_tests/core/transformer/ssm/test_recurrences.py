@@ -51,6 +51,27 @@ def test_chunks_of_the_delta_rule_equal_its_recurrence(length, size, strength, h
 
 
 @pytest.mark.parametrize("strength", [0.1, 3.0, 500.0])
+@pytest.mark.parametrize("length, size", [(1, 64), (7, 3), (64, 64), (100, 64), (37, 16)])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_chunks_with_decays_per_channel_equal_the_recurrence(length, size, strength, has_documents):
+    inputs, follows, state = random_inputs(length, strength)
+    generator = torch.Generator().manual_seed(1)
+    # a channel that forgets all at once next to others that forget nothing
+    inputs[3] = -strength * torch.rand(length, BATCH, VALUES, KEY, dtype=torch.float64, generator=generator) ** 4
+    follows = follows if has_documents else None
+    expected = results(delta_rule_by_token, inputs, follows, state)
+    for actual, right in zip(results(delta_rule, inputs, follows, state, size), expected, strict=True):
+        torch.testing.assert_close(actual, right, rtol=1e-10, atol=1e-10)
+
+
+def test_equal_decays_of_all_channels_are_those_of_a_head():
+    inputs, follows, state = random_inputs(90, 1.0)
+    expected = delta_rule(*inputs, follows, state)
+    inputs[3] = inputs[3].unsqueeze(-1).expand(-1, -1, -1, KEY)
+    torch.testing.assert_close(delta_rule(*inputs, follows, state), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strength", [0.1, 3.0, 500.0])
 @pytest.mark.parametrize("length, size", [(1, 64), (7, 4), (100, 64), (37, 16)])
 @pytest.mark.parametrize("has_documents", [False, True])
 def test_chunks_of_the_state_space_equal_its_recurrence(length, size, strength, has_documents):
