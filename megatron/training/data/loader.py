@@ -223,9 +223,16 @@ class KeyedDataset:
         return sample
 
 
+@dataclass(frozen=True)
+class Ragged:
+    """Array [n, …] of a sample, of which every sample has its own n."""
+
+    values: np.ndarray
+
+
 def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stack numpy samples into CPU tensors [b, …] by the keys of the first sample; dtypes stay. Concatenate ragged
-    ``cu_seqlens`` into one int32 tensor of bounds in the flattened [b * s] tokens."""
+    """Stack numpy samples into CPU tensors [b, …] by the keys of the first sample; dtypes stay. Concatenate the arrays
+    of :class:`Ragged`, and ``cu_seqlens`` into one int32 tensor of bounds in the flattened [b * s] tokens."""
     batch: dict[str, Tensor] = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
@@ -233,6 +240,8 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
             length = len(samples[0]["tokens"])
             starts = [np.asarray(value)[:-1] + row * length for row, value in enumerate(values)]
             batch[name] = torch.from_numpy(np.concatenate([*starts, [len(values) * length]]).astype(np.int32))
+        elif isinstance(values[0], Ragged):
+            batch[name] = torch.from_numpy(np.concatenate([value.values for value in values]))
         else:
             batch[name] = torch.from_numpy(np.stack([np.asarray(value) for value in values]))
     return batch

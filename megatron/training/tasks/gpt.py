@@ -77,7 +77,8 @@ class GPTTask(LanguageModelTask):
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
         """Take the next micro-batch and run the model. Return the output, on the last stage token losses [b, s], and
-        its loss function with the batch bound; other stages return hidden states."""
+        its loss function with the batch bound; other stages return hidden states. The ``inputs`` of a batch are further
+        arguments of the model."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["tokens"],
@@ -87,6 +88,7 @@ class GPTTask(LanguageModelTask):
             packed_seq_params=batch.get("layout", batch["documents"]),
             sample_index=batch["sample_index"],
             main_loss=MainLoss(self.loss_weights[self.losses[0]], batch.get("valid_tokens")),
+            **batch.get("inputs", {}),
         )
         return output, partial(self.loss_func, batch)
 

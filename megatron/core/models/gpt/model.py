@@ -5,6 +5,8 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.core.statistics import modules_with_statistics
 from megatron.core.transformer import multi_token_prediction as prediction
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
@@ -89,6 +92,7 @@ class GPTModel(LanguageModule):
         sample_index: Tensor | None = None,
         loss_mask: Tensor | None = None,
         main_loss: MainLoss | None = None,
+        **inputs: Any,
     ) -> Tensor:
         """Return logits [b, s, v], with -inf for padded entries, or fp32 losses [b, s] of int64 ``labels`` [b, s].
         Losses of negative labels are finite and meaningless: mask them. In training, backward also differentiates the
@@ -106,7 +110,7 @@ class GPTModel(LanguageModule):
 
         With ``sample_index`` [1, s] one row packs several samples, ``position_ids`` count within each of them, and
         ``packed_seq_params`` separates them. It may be a layout, if other ranks than the context-parallel ranks of the
-        program share this micro-batch.
+        program share this micro-batch. ``inputs`` go to :meth:`forward_context` of a subclass.
         """
         batch, length, device = self.local_shape(input_ids)
         packed = sample_index is not None and sample_index.dim() > 1
@@ -123,12 +127,13 @@ class GPTModel(LanguageModule):
             position_ids if packed else None,
             attention_mask=attention_mask,
             aux_losses=aux_losses,
+            **inputs,
         )
         if position_ids is None and input_ids is not None:
             position_ids = self._default_positions(input_ids, context.layout)
         if self.pre_process:
             assert input_ids is not None
-            hidden_states = self.embedding(input_ids, position_ids, context.dropout)
+            hidden_states = self.embed(input_ids, position_ids, context)
         else:
             hidden_states = self.received
         hidden_states = self.decoder(hidden_states, context)
@@ -148,3 +153,8 @@ class GPTModel(LanguageModule):
         all_labels = torch.cat([labels, *(shifted.labels for shifted in tokens)])
         losses, *later_losses = self.outputs(torch.cat([hidden_states, *later], dim=1), all_labels).split(batch)
         return self.mtp.attach(losses, later_losses, tokens, loss_mask, aux_losses.scale)
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor | None, context: ForwardContext) -> Tensor:
+        """Return the embeddings [s, b, h] of this rank's part of the residual stream; ``position_ids`` are not None
+        with learned positions."""
+        return self.embedding(input_ids, position_ids, context.dropout)

@@ -1,0 +1,49 @@
+"""Images: the vision tower, image tokens, and which parts are trained. Fields only, torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.cli import flag
+from megatron.core.config.optional import OptionalGroup
+from megatron.core.config.ranges import Dim, Layers, NonNegativeInt
+
+
+@dataclass(kw_only=True)
+class VisionConfig(OptionalGroup):
+    """Images"""
+
+    vision_model_type: Literal["qwen"] | None = None
+    """Vision tower, which turns the patches of an image into embeddings of image tokens. qwen: Qwen3-VL, Qwen3.5."""
+
+    vision_num_layers: Layers = 27
+    """Transformer layers of the vision tower."""
+
+    vision_hidden_size: Dim = 1152
+    """Width of the vision tower."""
+
+    vision_num_attention_heads: Dim = 16
+    """Attention heads of the vision tower."""
+
+    vision_ffn_hidden_size: Dim = 4304
+    """Feed-forward width of the vision tower."""
+
+    patch_dim: Dim = 16
+    """Height and width of a patch, in pixels."""
+
+    vision_frames: Dim = 2
+    """Frames of a patch: an image is repeated so often."""
+
+    vision_merge_size: Dim = 2
+    """Height and width, in patches, of the square that becomes one image token."""
+
+    vision_num_positions: Dim = 2304
+    """Learned positions of the tower, a square number; they are resampled to the patches of each image."""
+
+    image_token_id: NonNegativeInt | None = None
+    """Id of an image token in the text: an image takes as many as it has squares of patches."""
+
+    mrope_section: list[int] | None = flag("--mrope-section", nargs="+")
+    """Pairs of rotary channels that turn by the time, the row and the column of a token; interleaved (Qwen3-VL,
+    Qwen3.5). Default: all turn by the position in the text."""

@@ -1,0 +1,136 @@
+"""Decoder-only models that read images: embeddings of image tokens come from a vision tower.
+
+Legend: s sequence (of this rank), b batch, h hidden, i images, n patches, p values of a patch, t image tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.config.vision import VisionConfig
+from megatron.core.models.common.settings import LanguageModelSettings
+from megatron.core.models.gpt.model import GPTModel
+from megatron.core.models.vlm.grids import Grids
+from megatron.core.models.vlm.positions import axes_tables
+from megatron.core.models.vlm.spread import GatherImages, gathering, share_images
+from megatron.core.models.vlm.tower import QwenTower
+from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images of a micro-batch, equal on all ranks that share it."""
+
+    patches: Tensor
+    """[n, p] of all images in the order of :class:`Grids`, on the host or the device."""
+    sizes: Tensor
+    """Height and width of each image in patches, int64 [i, 2] on the host."""
+    numbers: Tensor
+    """Number among all image tokens of each of this rank's tokens, int64 [b, s]; -1 for text."""
+
+    def chosen(self, images: list[int]) -> Images:
+        """Return the patches and sizes of some ``images``."""
+        pieces = self.patches.split(self.sizes.prod(1).tolist())
+        patches = torch.cat([self.patches[:0], *(pieces[image] for image in images)])
+        return Images(patches, self.sizes[images], self.numbers)
+
+    @classmethod
+    def none(cls, tower: QwenTower) -> Images:
+        """Return no images for ``tower``."""
+        empty = torch.zeros(0, 2, dtype=torch.int64)
+        return cls(torch.zeros(0, tower.patch_embed.weight.shape[1]), empty, empty)
+
+
+@dataclass(frozen=True)
+class ImageContext(ForwardContext):
+    """Inputs of all layers, and the images."""
+
+    images: Images | None = None
+
+
+class VisionLanguageModel(GPTModel):
+    """GPT whose first stage has a vision tower.
+
+    Every rank of tensor and context parallelism computes some of the images; without images the tower runs on an empty
+    one, so that its weights have gradients on all ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        settings: LanguageModelSettings,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vision: VisionConfig,
+        **options: Any,
+    ) -> None:
+        """Build the stage as :class:`GPTModel` does, and on the first one ``vision``."""
+        self.vision_settings = vision
+        super().__init__(config, settings, transformer_layer_spec, **options)
+
+    @contextmanager
+    def construction(self, **options: Any) -> Iterator[None]:
+        with super().construction(**options):
+            if self.pre_process:
+                self.vision = QwenTower(self.config, self.vision_settings)
+            yield
+
+    def forward_context(
+        self,
+        input_ids: Tensor | None,
+        sample_index: Tensor | None,
+        documents: PackedSeqParams | TokenLayout | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        images: Images | None = None,
+        axes: Tensor | None = None,
+        **more: Any,
+    ) -> ForwardContext:
+        """Build the context of :class:`GPTModel` with ``images``; ``axes`` int64 [b, s, 3] are the rotary positions
+        (time, row, column) of this rank's tokens, None: those of text."""
+        context = super().forward_context(input_ids, sample_index, documents, position_ids, **more)
+        inputs = {field.name: getattr(context, field.name) for field in fields(context)}
+        sections = self.vision_settings.mrope_section
+        if axes is not None and sections is not None and self.rotary_pos_emb is not None:
+            inputs["rotary_pos_emb"] = axes_tables(self.rotary_pos_emb, axes, sections)
+        return ImageContext(**inputs, images=images)
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor | None, context: ForwardContext) -> Tensor:
+        """Return the embeddings of tokens [s, b, h], those of image tokens from the tower; they have no dropout."""
+        assert isinstance(context, ImageContext)
+        words, images = super().embed(input_ids, position_ids, context), context.images
+        if images is None or not len(images.sizes):
+            return words + self._computed(Images.none(self.vision)).sum().to(words.dtype)  # of [0, h]: zero
+        embeddings = self._gathered(images, context.layout).to(words.dtype)
+        numbers = context.layout.stream_part(images.numbers.t())
+        return torch.where(numbers.unsqueeze(-1) < 0, words, embeddings[numbers.clamp(min=0)])
+
+    def _gathered(self, images: Images, layout: TokenLayout) -> Tensor:
+        """Return the embeddings [t, h] of all image tokens, some of which this rank computes."""
+        group = self.groups.tp_cp
+        if group.size == 1:
+            return self._computed(images)
+        grids = Grids(images.sizes, self.vision.merge)
+        shares = share_images(grids.patches.tolist(), group.size)
+        copies = 1 if layout.stream.size > 1 else self.groups.tp.size
+        plan = gathering(grids.tokens.tolist(), shares, group, copies)
+        return GatherImages.apply(self._computed(images.chosen(shares[group.rank])), plan)
+
+    def _computed(self, images: Images) -> Tensor:
+        """Return the embeddings [t, h] of ``images``. Without any, [0, h] that depend on the weights."""
+        tower = self.vision
+        device = tower.patch_embed.weight.device
+        if len(images.sizes):
+            return tower(images.patches.to(device, non_blocking=True), Grids(images.sizes, tower.merge))
+        blank = torch.zeros(tower.merge**2, images.patches.shape[1], device=device)
+        return tower(blank, Grids(torch.full((1, 2), tower.merge), tower.merge))[:0]

@@ -1,0 +1,40 @@
+"""Models that read images: layouts equal one rank, planted errors are found."""
+
+import dataclasses
+
+import pytest
+
+from tests.test_utils.layout_table import CP2, CP4, FSDP, GATHER, LLAMA, PP2, SP, TP2
+from tests.test_utils.layouts import Layout
+
+TOWER = (
+    "--vision-model-type qwen --image-token-id 7 --vision-num-layers 2 --vision-hidden-size 16 --patch-dim 4"
+    " --vision-num-attention-heads 2 --vision-ffn-hidden-size 24 --vision-num-positions 25 --mrope-section 2 1 1"
+)
+IMAGES = f"{LLAMA} {TOWER} --mock-data"
+PACKED = f"{IMAGES} --reset-position-ids --reset-attention-mask"
+EXPERTS = (
+    f"{PACKED} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+    " --moe-router-load-balancing-type none"
+)
+ZERO = "--use-distributed-optimizer"
+LAYOUTS = {
+    "dp2-zero": Layout(IMAGES, f"--micro-batch-size 2 {ZERO}", 2),
+    "tp2": Layout(IMAGES, TP2, 2),
+    "tp4-sp-packed": Layout(PACKED, f"{TP2} {SP} --tensor-model-parallel-size 4", 4),
+    "pp2": Layout(PACKED, PP2, 2),
+    "zero2-gather": Layout(PACKED, f"--micro-batch-size 2 {GATHER}", 2),
+    "fsdp2": Layout(PACKED, f"--micro-batch-size 2 {FSDP}", 2),
+    "cp2": Layout(IMAGES, CP2, 2),
+    "cp4-packed": Layout(PACKED, CP4, 4),
+    "cp2-tp2": Layout(PACKED, f"{CP2} {TP2}", 4),
+    "cp2-tp2-sp": Layout(PACKED, f"{CP2} {TP2} {SP}", 4),
+    "ep2-tp2-sp": Layout(EXPERTS, f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2),
+    "muon-tp2-zero": Layout(f"{IMAGES} --optimizer muon", f"{TP2} {ZERO}", 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_rank(matrix, name):
+    verdict = matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=3, family="vlm"))
+    assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
