@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron.core.config.cli import flag
 from megatron.core.config.optional import OptionalGroup
@@ -13,6 +13,8 @@ from megatron.core.config.ranges import Dim, Layers, NonNegativeInt
 @dataclass(kw_only=True)
 class VisionConfig(OptionalGroup):
     """Images"""
+
+    TRANSFORM: ClassVar[str] = "megatron.core.models.vlm.freezing:freezing"
 
     vision_model_type: Literal["qwen"] | None = None
     """Vision tower, which turns the patches of an image into embeddings of image tokens. qwen: Qwen3-VL, Qwen3.5."""
@@ -47,3 +49,27 @@ class VisionConfig(OptionalGroup):
     mrope_section: list[int] | None = flag("--mrope-section", nargs="+")
     """Pairs of rotary channels that turn by the time, the row and the column of a token; interleaved (Qwen3-VL,
     Qwen3.5). Default: all turn by the position in the text."""
+
+    image_min_pixels: Dim = 65536
+    """Images with fewer pixels are enlarged."""
+
+    image_max_pixels: Dim = 16777216
+    """Images with more pixels are reduced."""
+
+    image_mean: list[float] = flag("--image-mean", nargs=3, default_factory=lambda: [0.5, 0.5, 0.5])
+    """Mean of red, green and blue (0 to 1), which is subtracted."""
+
+    image_std: list[float] = flag("--image-std", nargs=3, default_factory=lambda: [0.5, 0.5, 0.5])
+    """Standard deviation of red, green and blue, by which pixels are divided."""
+
+    image_errors: Literal["fail", "skip"] = "fail"
+    """What a missing or damaged image does: end the run with its line and path, or leave out its conversation."""
+
+    freeze_LM: bool = flag("--freeze-LM", default=False)
+    """Do not train the language model."""
+
+    freeze_ViT: bool = flag("--freeze-ViT", default=False)
+    """Do not train the vision tower, except for its merger."""
+
+    freeze_vision_projection: bool = False
+    """Do not train the merger, which turns squares of patches into image tokens."""

@@ -3,6 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -21,6 +22,13 @@ class EmptySplitError(UserError):
 T = TypeVar("T", bound="MegatronDataset")
 Sample = dict[str, Any]
 """Arrays and numbers of a sample by name."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Array [n, …] of a sample, of which every sample has its own n; batches concatenate them."""
+
+    values: np.ndarray
 
 
 class MegatronDataset(ABC):

@@ -49,8 +49,12 @@ class ConversationFile:
     def sequence(self, number: int, most: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the first ``most`` ids, int64 [n], and whether each is in the loss, bool [n]."""
         start = int(self.starts[number])
-        stored = self.tokens[start : start + min(int(self.lengths[number]), most)].astype(np.int64)
+        stored = self.tokens[start : start + int(self.cut_lengths(np.array([number]), most)[0])].astype(np.int64)
         return np.where(stored < 0, -1 - stored, stored), stored >= 0
+
+    def cut_lengths(self, numbers: np.ndarray, most: int) -> np.ndarray:
+        """Return the lengths of sequences, cut at the end to at most ``most`` ids, int64."""
+        return np.minimum(self.lengths[numbers], most)
 
 
 class SFTDataset(MegatronDataset):
@@ -82,7 +86,7 @@ class SFTDataset(MegatronDataset):
         file, most = self.dataset, self.config.sequence_length + 1
         first, last = (int(self.indices[0]), int(self.indices[-1]) + 1) if len(self.indices) else (0, 0)
         chosen = np.arange(*np.searchsorted(file.lines, [first + 1, last + 1]))
-        has_loss = file.firsts[chosen] < most
+        has_loss = file.firsts[chosen] < file.cut_lengths(chosen, most)
         self.sequences = chosen[has_loss]
         self.lost = chosen[~has_loss]
         """Sequences without a token to train on in the first s + 1 tokens."""
@@ -97,7 +101,7 @@ class SFTDataset(MegatronDataset):
     @cached_property
     def positions(self) -> np.ndarray:
         """Positions that each selected sequence takes of a row, int64."""
-        return np.minimum(self.dataset.lengths[self.sequences], self.config.sequence_length + 1) - 1
+        return self.dataset.cut_lengths(self.sequences, self.config.sequence_length + 1) - 1
 
     def _pack(self) -> None:
         """Plan all rows, or read the plan that is stored next to the file."""

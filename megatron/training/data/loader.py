@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.core.config.errors import UserError
+from megatron.core.datasets.megatron_dataset import Ragged
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import batch_size_at
 from megatron.training.exits.conditions import IgnoreExitSignals
@@ -221,13 +222,6 @@ class KeyedDataset:
             sample["loss_mask"] = np.zeros_like(np.asarray(sample["loss_mask"]))  # contributes to no sum
         sample["sample_index"] = np.int64(PADDING if index == PADDING else position)
         return sample
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """Array [n, …] of a sample, of which every sample has its own n."""
-
-    values: np.ndarray
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from megatron.core.config.sft import FineTuningConfig
 from megatron.core.config.vision import VisionConfig
 from megatron.core.datasets.image_positions import axes
+from megatron.core.datasets.megatron_dataset import Ragged
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.vlm.description import patch_values
 from megatron.core.models.vlm.model import Images, VisionLanguageModel
 from megatron.training.data.batch import Batch
 from megatron.training.data.batches import Batches
-from megatron.training.data.loader import Ragged
 from megatron.training.data.packed_rows import PackedRows
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.gpt import GPTTask
@@ -35,7 +35,7 @@ class ImageRows(PackedRows):
 
 
 class ImageTask(GPTTask):
-    """GPT with a vision tower, on mock data."""
+    """GPT with a vision tower, on conversations with images (--sft), on text, or on mock data."""
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -47,11 +47,16 @@ class ImageTask(GPTTask):
         return VisionLanguageModel(config, settings, spec, self.cfg.group(VisionConfig))
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, ...]:
-        """Return random rows of words and images."""
-        return mock_data(self, num_samples)
+        """Return conversations or text, by the data flags; random rows of words and images with --mock-data."""
+        if self.cfg.data.mock_data:
+            return mock_data(self, num_samples)
+        return super().train_valid_test_datasets_provider(num_samples)
 
     def make_batches(self) -> Batches:
-        return ImageRows(self.cfg, self.sequence_keys, self.whole_keys)
+        """Rows with images, or rows of text."""
+        if self.cfg.data.mock_data or self.cfg.group(FineTuningConfig).sft:
+            return ImageRows(self.cfg, self.sequence_keys, self.whole_keys)
+        return super().make_batches()
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, object]:
         """Return the random sample of GPT with up to three images at random places: image tokens, which have no loss,

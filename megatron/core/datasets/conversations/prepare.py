@@ -88,6 +88,7 @@ class Report:
             "once messages follow; these answers are sequences of their own",
             "changed": "conversations of which the chat template leaves out or changes a message",
             "equal": "preference pairs of equal completions, left out",
+            "unreadable_image": "conversations with an image that cannot be read, left out",
             "unpaired": "preference pairs of which a completion has no token with a loss, left out",
         }
         for name, number in self.counts.items():

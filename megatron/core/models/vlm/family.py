@@ -4,11 +4,38 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.core.config.problems import collect_rules
+from megatron.core.config.problems import Settings, collect_rules
+from megatron.core.config.sft import FineTuningConfig
 from megatron.core.config.vision import VisionConfig
-from megatron.core.models.family import Program
+from megatron.core.models.family import DataSet, Options, Program
 from megatron.core.models.gpt import family as gpt
 from megatron.core.models.vlm import description, rules
+
+
+def data_set(cfg: Settings, options: Options) -> DataSet:
+    """Return (class, configuration) of the data set: ImageDataset with --sft, else that of GPT. Reads no data."""
+    tuning, vision = cfg.group(FineTuningConfig), cfg.group(VisionConfig)
+    if not tuning.sft or cfg.data.mock_data:
+        return gpt.data_set(cfg, options)
+    from megatron.core.datasets import image_dataset, images  # imports numpy
+
+    settings = images.ImageSettings(
+        patch=vision.patch_dim,
+        merge=vision.vision_merge_size,
+        frames=vision.vision_frames,
+        min_pixels=vision.image_min_pixels,
+        max_pixels=vision.image_max_pixels,
+        mean=tuple(vision.image_mean),
+        std=tuple(vision.image_std),
+    )
+    return image_dataset.ImageDataset, image_dataset.ImageDatasetConfig(
+        **options,
+        packing=tuning.sft_packing,
+        images=settings,
+        image_token=vision.image_token_id,
+        skip_images=vision.image_errors == "skip",
+    )
+
 
 FAMILY = replace(
     gpt.FAMILY,
@@ -16,6 +43,7 @@ FAMILY = replace(
     is_default=False,
     programs=(Program("vlm", "GPT that reads images", required=("vision_model_type", "image_token_id")),),
     task="megatron.training.tasks.images:ImageTask",
+    data_set=data_set,
     describe=description.describe_settings,
     groups=(*gpt.FAMILY.groups, VisionConfig),
     rules=(*gpt.FAMILY.rules, *collect_rules(rules)),

@@ -1,0 +1,72 @@
+"""Images as patches for the vision tower of Qwen2-VL and its successors: resized to full squares of patches, with a
+number of pixels in a range. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from megatron.core.extensions.pillow import ImageError, image_size, read_image
+
+MAX_RATIO = 200
+"""Of the longer side to the shorter one."""
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """How images become patches."""
+
+    patch: int
+    """Height and width of a patch, in pixels."""
+    merge: int
+    """Height and width of a square, in patches."""
+    frames: int
+    """An image is repeated so often."""
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    """Of each channel, of values from 0 to 1."""
+    std: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """A hash of the settings."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width, in patches, to which an image of this many pixels is resized: multiples of
+        ``merge``. Raises ImageError for a very long image."""
+        if max(height, width) > MAX_RATIO * min(height, width):
+            raise ImageError(f"is {height} x {width} pixels: one side is more than {MAX_RATIO} times the other")
+        step = self.patch * self.merge
+        rows, columns = round(height / step), round(width / step)
+        shrink, grow = math.sqrt(height * width / self.max_pixels), math.sqrt(self.min_pixels / (height * width))
+        if rows * columns * step**2 > self.max_pixels:
+            rows, columns = (max(1, math.floor(side / shrink / step)) for side in (height, width))
+        elif rows * columns * step**2 < self.min_pixels:
+            rows, columns = (math.ceil(side * grow / step) for side in (height, width))
+        return rows * self.merge, columns * self.merge
+
+    def size_of(self, path: str) -> tuple[int, int]:
+        """Return :meth:`size` of an image file. Raises ImageError."""
+        return self.size(*image_size(path))
+
+    def patches(self, path: str, size: tuple[int, int]) -> np.ndarray:
+        """Return the patches of an image file, fp32 [n, channels * frames * rows * columns], square by square. ``size``
+        in patches. Raises ImageError."""
+        (rows, columns), merge, patch = size, self.merge, self.patch
+        pixels = read_image(path, rows * patch, columns * patch).astype(np.float32) / np.float32(255)
+        normed = (pixels - np.float32(self.mean)) / np.float32(self.std)
+        squares = normed.reshape(rows // merge, merge, patch, columns // merge, merge, patch, -1)
+        ordered = squares.transpose(0, 3, 1, 4, 6, 2, 5)  # square row, square column, row, column, channel, pixel
+        repeated = np.broadcast_to(ordered[..., None, :, :], (*ordered.shape[:5], self.frames, patch, patch))
+        return repeated.reshape(rows * columns, -1)
+
+    def blank(self, size: tuple[int, int]) -> np.ndarray:
+        """Return the patches of a grey image, fp32 [n, values]."""
+        rows, columns = size
+        return np.zeros((rows * columns, 3 * self.frames * self.patch**2), dtype=np.float32)

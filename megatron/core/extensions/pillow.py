@@ -1,0 +1,73 @@
+"""Image files, read with Pillow. Torch-free. Only this file imports it, when an image is read.
+
+Pixels are those of ``transformers``: the first frame, turned as its EXIF orientation says, in RGB (transparency is
+dropped), resized with bicubic interpolation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron.core.config.errors import UserError
+from megatron.core.safe_files import open_regular
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""Others start programs (EPS) or are rare."""
+MAX_PIXELS = 1 << 27
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+"""Forms with 8 bits per channel or fewer."""
+ORIENTATION = 0x0112
+SIDEWAYS = (5, 6, 7, 8)
+"""EXIF orientations that exchange height and width."""
+
+
+class ImageError(Exception):
+    """An image that cannot be read; its text is the reason."""
+
+
+def _opened(file: Any) -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UserError("images need Pillow, which is not installed: pip install pillow") from error
+    try:
+        image = Image.open(file, formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"has more than {MAX_PIXELS} pixels") from error
+    except Exception as error:  # decoders raise whatever damaged bytes lead to
+        raise ImageError(f"is no readable image of {', '.join(FORMATS)}") from error
+    if image.width * image.height > MAX_PIXELS:
+        raise ImageError(f"has more than {MAX_PIXELS} pixels")
+    if image.mode not in MODES:
+        raise ImageError(f"has pixels of the form {image.mode}, not 8 bits per channel")
+    return image
+
+
+def image_size(path: str) -> tuple[int, int]:
+    """Return height and width of an image file, without decoding it. Raises ImageError."""
+    try:
+        with open_regular(path) as file:
+            image = _opened(file)
+            turned = image.getexif().get(ORIENTATION) in SIDEWAYS
+            return (image.width, image.height) if turned else (image.height, image.width)
+    except OSError as error:
+        raise ImageError(f"cannot be read ({error.strerror or error})") from error
+
+
+def read_image(path: str, height: int, width: int) -> np.ndarray:
+    """Return the pixels of an image file, resized, uint8 [height, width, 3]. Raises ImageError."""
+    try:
+        with open_regular(path) as file:
+            image = _opened(file)
+            from PIL import Image, ImageOps
+
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+            return np.asarray(upright.resize((width, height), Image.Resampling.BICUBIC))
+    except ImageError:
+        raise
+    except OSError as error:
+        raise ImageError(f"cannot be read ({error.strerror or error})") from error
+    except Exception as error:  # as above
+        raise ImageError(f"is damaged ({error})") from error

@@ -1,0 +1,274 @@
+"""Images as patches, and conversations with images, against the processor and the model of transformers."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
+
+from megatron.core.config.errors import UserError
+from megatron.core.datasets.image_dataset import ImageDataset, ImageDatasetConfig
+from megatron.core.datasets.image_positions import axes
+from megatron.core.datasets.images import ImageSettings
+from megatron.core.extensions.pillow import ImageError, image_size
+from megatron.core.tokenizers.huggingface import build_huggingface
+from megatron.data.blend import Split
+from tests.test_utils.chats import SPECIAL, assistant, tokenizer_folder, user, write_lines
+
+PATCH, MERGE = 4, 2
+SETTINGS = ImageSettings(PATCH, MERGE, 2, 200, 2000, (0.4, 0.5, 0.6), (0.2, 0.3, 0.5))
+VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+TEMPLATE = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.content is string %}{{- m.content }}
+    {%- else %}
+        {%- for part in m.content %}
+            {%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- else %}{{- part.text }}{%- endif %}
+        {%- endfor %}
+    {%- endif %}{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def picture(height, width, mode="RGB", seed=0):
+    channels = {"RGB": (3,), "RGBA": (4,), "L": (), "CMYK": (4,)}[mode]
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, *channels), dtype=np.uint8)
+    return Image.fromarray(values, mode)
+
+
+def processor():
+    return Qwen2VLImageProcessorPil(
+        patch_size=PATCH, merge_size=MERGE, image_mean=SETTINGS.mean, image_std=SETTINGS.std,
+        size={"shortest_edge": SETTINGS.min_pixels, "longest_edge": SETTINGS.max_pixels},
+    )  # fmt: skip
+
+
+SIZES = [(16, 16), (3, 5), (1, 1), (7, 150), (90, 41), (100, 100), (44, 36)]
+
+
+@pytest.mark.parametrize("height, width", SIZES)
+@pytest.mark.parametrize("mode, name", [("RGB", "a.png"), ("RGBA", "a.png"), ("L", "a.jpg"), ("CMYK", "a.jpg"), ("L", "a.gif")])
+def test_patches_equal_those_of_the_processor(tmp_path, height, width, mode, name):
+    picture(height, width, mode).save(tmp_path / name)
+    expected = processor()(str(tmp_path / name), return_tensors="np")
+    size = SETTINGS.size_of(tmp_path / name)
+    assert (1, *size) == tuple(expected["image_grid_thw"][0])
+    np.testing.assert_allclose(SETTINGS.patches(tmp_path / name, size), expected["pixel_values"], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_photograph_is_upright(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture(24, 40).save(tmp_path / "a.jpg", exif=exif)
+    expected = processor()(str(tmp_path / "a.jpg"), return_tensors="np")
+    size = SETTINGS.size_of(tmp_path / "a.jpg")
+    assert (1, *size) == tuple(expected["image_grid_thw"][0])
+    np.testing.assert_allclose(SETTINGS.patches(tmp_path / "a.jpg", size), expected["pixel_values"], rtol=0, atol=2e-6)
+
+
+def test_an_animation_gives_its_first_frame(tmp_path):
+    frames = [picture(20, 20, "L", seed) for seed in range(3)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    frames[0].save(tmp_path / "b.png")
+    assert np.array_equal(SETTINGS.patches(tmp_path / "a.gif", (6, 6)), SETTINGS.patches(tmp_path / "b.png", (6, 6)))
+
+
+def bomb(path, side=100_000):
+    """A PNG of a few hundred bytes that claims many pixels."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b""))
+
+
+def deep(path):
+    Image.fromarray(np.full((9, 9), 40_000, dtype=np.uint16)).save(path)
+
+
+def eps(path):
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+
+
+@pytest.mark.parametrize("name, write, reason", [
+    ("bomb.png", bomb, "more than 134217728 pixels"),
+    ("large.png", lambda path: bomb(path, 12_000), "more than 134217728 pixels"),
+    ("deep.png", deep, "of the form I;16, not 8 bits"),
+    ("text.jpg", lambda path: path.write_text("no image"), "is no readable image"),
+    ("empty.jpg", lambda path: path.write_bytes(b""), "is no readable image"),
+    ("program.eps", eps, "is no readable image"),
+    ("missing.jpg", lambda path: None, "No such file"),
+    ("folder.jpg", lambda path: path.mkdir(), "a folder"),
+    ("line.png", lambda path: picture(2, 1000).save(path), "more than 200 times"),
+])  # fmt: skip
+def test_an_unusual_file_ends_with_its_reason(tmp_path, name, write, reason):
+    write(tmp_path / name)
+    with pytest.raises(ImageError, match=reason):
+        SETTINGS.size_of(tmp_path / name)
+
+
+def test_damaged_pixels_end_with_a_reason(tmp_path):
+    picture(50, 50).save(tmp_path / "a.jpg")
+    (tmp_path / "a.jpg").write_bytes((tmp_path / "a.jpg").read_bytes()[:1500])
+    assert image_size(tmp_path / "a.jpg") == (50, 50)
+    with pytest.raises(ImageError, match="cannot be read|is damaged"):
+        SETTINGS.patches(tmp_path / "a.jpg", (6, 6))
+
+
+def test_positions_equal_those_of_transformers():
+    config = Qwen3_5Config(
+        text_config={"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 8, "vocab_size": 10},
+        vision_config={"depth": 1, "hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "out_hidden_size": 8},
+    )  # fmt: skip
+    model, draw = Qwen3_5Model(config), np.random.default_rng(3)
+    for _ in range(20):
+        kinds, squares = [], []
+        for _ in range(draw.integers(1, 5)):
+            kinds += [0] * int(draw.integers(1, 5))
+            squares.append(tuple(draw.integers(1, 6, 2).tolist()))
+            kinds += [1] * (squares[-1][0] * squares[-1][1])
+        kinds += [0] * int(draw.integers(0, 4))
+        grids = torch.tensor([(1, rows * 2, columns * 2) for rows, columns in squares])
+        expected, _ = model.get_rope_index(torch.zeros(1, len(kinds), dtype=torch.long), torch.tensor([kinds]), grids)
+        assert np.array_equal(axes(np.array(kinds) == 1, squares), expected[:, 0].T.numpy())
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    folder = tokenizer_folder(tmp_path / "tokenizer", TEMPLATE, (*SPECIAL, *VISION))
+    return build_huggingface(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def part(path):
+    return {"type": "image", "image": path}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def dataset(path, tokenizer, length=64, **settings):
+    config = ImageDatasetConfig(
+        random_seed=1, sequence_length=length, tokenizer=tokenizer, split="1", images=SETTINGS,
+        image_token=tokenizer.tokenize("<|image_pad|>")[0], path_to_cache=None, **settings,
+    )  # fmt: skip
+    source = ImageDataset.build_low_level_dataset(path, config)
+    lines = np.arange(ImageDataset.numel_low_level_dataset(source))
+    return ImageDataset(source, path, lines, None, Split.train, config)
+
+
+def expected_ids(peer, messages, paths):
+    """Ids as the processor of transformers makes them: each image token of the text is repeated, then tokenized."""
+    rendered = peer.apply_chat_template(messages, tokenize=False)
+    pieces = rendered.split("<|image_pad|>")
+    assert len(pieces) == len(paths) + 1
+    result = pieces[0]
+    for path, piece in zip(paths, pieces[1:]):
+        grid = processor()(path, return_tensors="np")["image_grid_thw"][0]
+        result += "<|image_pad|>" * int(grid.prod() // MERGE**2) + piece
+    return peer(result, add_special_tokens=False)["input_ids"]
+
+
+def as_sharegpt(messages, paths):
+    """The line of LLaVA's form."""
+    turns = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "\n".join("<image>" if p["type"] == "image" else p["text"] for p in content)
+        turns.append({"from": "human" if message["role"] == "user" else "gpt", "value": content})
+    return {"conversations": turns, **({"image": paths} if paths else {})}
+
+
+@pytest.mark.parametrize("form", ["messages", "ShareGPT"])
+def test_rows_have_the_ids_images_and_positions_of_transformers(tmp_path, tokenizer, form):
+    ours, peer = tokenizer
+    files = [str(tmp_path / f"{number}.png") for number in range(4)]
+    for number, path in enumerate(files):
+        picture(20 + 9 * number, 50 - 7 * number, seed=number).save(path)
+    conversations = [
+        ([user([part(files[0]), text("What?")]), assistant("One."), user([text("And"), part(files[1]), text("?")]),
+          assistant("Two.")], files[:2]),
+        ([user([text("Compare"), part(files[2]), part(files[3])]), assistant("Same.")], files[2:]),
+        ([user("No image?"), assistant("None.")], []),
+    ]  # fmt: skip
+    lines = [{"messages": messages} if form == "messages" else as_sharegpt(*c) for c in conversations for messages in c[:1]]
+    rows = dataset(write_lines(tmp_path / "chats.jsonl", lines), ours, 128)
+    all_ids = [expected_ids(peer, *conversation) for conversation in conversations]
+    met = set()
+    for row in (rows[index] for index in range(len(rows))):
+        patches, sizes = row["patches"].values, row["sizes"].values
+        place = image = 0
+        for start, stop in zip(row["cu_seqlens"], row["cu_seqlens"][1:]):
+            if not row["loss_mask"][start:stop].any():
+                continue  # padding
+            ids = [*row["tokens"][start:stop], row["labels"][stop - 1]]
+            (number,) = [number for number, expected in enumerate(all_ids) if expected[: len(ids)] == ids]
+            assert len(all_ids[number]) - len(ids) <= 1  # the line feed after the last answer
+            met.add(number)
+            paths = conversations[number][1]
+            for path in paths:
+                expected = processor()(path, return_tensors="np")
+                assert (1, *sizes[image]) == tuple(expected["image_grid_thw"][0])
+                count = int(sizes[image].prod())
+                np.testing.assert_allclose(patches[place : place + count], expected["pixel_values"], atol=2e-6)
+                image, place = image + 1, place + count
+            is_image = row["tokens"][start:stop] == rows.config.image_token
+            assert not row["loss_mask"][start:stop][np.append(is_image[1:], False)].any()
+            squares = [tuple(size // MERGE) for size in sizes[image - len(paths) : image]]
+            assert np.array_equal(row["axes"][start:stop], axes(is_image, squares))
+        assert place == len(patches) and image == len(sizes)
+    assert met == {0, 1, 2}
+
+
+def test_a_cut_is_before_an_image(tmp_path, tokenizer):
+    ours, _ = tokenizer
+    picture(40, 40).save(tmp_path / "a.png")
+    turn = [user([text("x" * 9), part("a.png")]), assistant("y")]
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": turn * 4}])
+    lengths = set()
+    for length in range(70, 200, 3):
+        row = dataset(path, ours, length)[0]
+        is_image = row["tokens"] == ours.tokenize("<|image_pad|>")[0]
+        assert is_image.sum() == 25 * len(row["sizes"].values), length
+        assert len(row["patches"].values) == 100 * len(row["sizes"].values)
+        lengths.add(len(row["sizes"].values))
+    assert {1, 2, 3} <= lengths
+
+
+@pytest.mark.parametrize("lines, reason", [
+    ([{"messages": [user([part("none.png")]), assistant("x")]}], "line 1: image none.png: cannot be read"),
+    ([{"messages": [user([text("<|image_pad|>")]), assistant("x")]}, {"messages": [user([text("<|image_pad|>"), part("a.png")]), assistant("x")]}], r"line 2: messages\[0\]: the text has the image token"),
+    ([{"image": "a.png", "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "x"}]}], "fewer marks <image> than images"),
+    ([{"image": "a.png", "conversations": [{"from": "human", "value": "<image><image>"}, {"from": "gpt", "value": "x"}]}], "more marks <image> than images"),
+    ([{"messages": [user([part("https://host/a.png")]), assistant("x")]}], "is no file; download it"),
+])  # fmt: skip
+def test_wrong_lines_are_named(tmp_path, tokenizer, lines, reason):
+    picture(20, 20).save(tmp_path / "a.png")
+    with pytest.raises(UserError, match=reason):
+        dataset(write_lines(tmp_path / "chats.jsonl", lines), tokenizer[0])
+
+
+def test_unreadable_images_are_skipped_on_request(tmp_path, tokenizer):
+    picture(20, 20).save(tmp_path / "a.png")
+    picture(20, 20).save(tmp_path / "b.jpg")
+    names = ["none.png", "a.png", "b.jpg"]
+    lines = [{"messages": [user([part(name)]), assistant(name)]} for name in names]
+    path = write_lines(tmp_path / "chats.jsonl", lines)
+    rows = dataset(path, tokenizer[0], skip_images=True)
+    assert rows.dataset.report.counts["unreadable_image"] == 1 and len(rows.sequences) == 2
+    (tmp_path / "b.jpg").write_bytes((tmp_path / "b.jpg").read_bytes()[:700])
+    masks = [row["loss_mask"].sum() for row in (rows[index] for index in range(len(rows)))]
+    assert len(masks) == 1 or 0 in masks
+    rows = dataset(write_lines(tmp_path / "other.jsonl", lines[1:]), tokenizer[0])
+    with pytest.raises(UserError, match="line 2: image b.jpg: .*--image-errors skip"):
+        [rows[index] for index in range(len(rows))]
