@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=88_572, any_uses=820, skips=240)
+CEILING = Size(lines=89_896, any_uses=826, skips=241)
 
 
 def main() -> None:

@@ -38,3 +38,16 @@ LAYOUTS = {
 def test_layout_equals_one_rank(matrix, name):
     verdict = matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=3, family="vlm"))
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
+
+
+@pytest.mark.parametrize(
+    "name, fault",
+    [
+        ("tp2", "tower_gradients_not_summed"),
+        ("cp4-packed", "images_in_the_order_of_other_ranks"),
+        ("tp2", "gradients_of_images_summed_over_copies"),
+        ("cp2", "images_in_a_line"),
+    ],
+)
+def test_planted_error_is_found(matrix, name, fault):
+    assert not matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=1, family="vlm"), fault).equal

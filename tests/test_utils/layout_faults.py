@@ -499,3 +499,33 @@ def groups_of_half_the_ranks(rank):
         return correct(self, {**row, "size": max(1, row["size"] // 2)})
 
     return mock.patch.object(where, "local", halved)
+
+
+def tower_gradients_not_summed(rank):
+    """Each tensor-parallel rank has the vision tower's gradients of its images only."""
+    where = module("megatron.core.models.vlm.tower")
+    correct = where.declare
+    return mock.patch.object(where, "declare", lambda param, mesh, grad: correct(param, mesh=mesh, grad={}))
+
+
+def images_in_the_order_of_other_ranks(rank):
+    """The embeddings of images are taken from the places of another rank."""
+    where = module("megatron.core.models.vlm.model")
+    correct = where.gathering
+    return mock.patch.object(where, "gathering", lambda tokens, shares, *more: correct(tokens, shares[::-1], *more))
+
+
+def gradients_of_images_summed_over_copies(rank):
+    """Without sequence parallelism, equal gradients of tensor-parallel ranks are added."""
+    where = module("megatron.core.models.vlm.model")
+    correct = where.gathering
+    return mock.patch.object(where, "gathering", lambda *arguments: correct(*arguments[:3], 1))
+
+
+def images_in_a_line(rank):
+    """All but the first rank give the tokens of an image the row 0."""
+    where = module("megatron.core.models.vlm.model")
+    correct = where.axes_tables
+    return mock.patch.object(where, "axes_tables", lambda rotary, positions, sections: correct(
+        rotary, positions if rank == 0 else positions[..., [0, 0, 2]], sections
+    ))  # fmt: skip

@@ -51,8 +51,8 @@ CORE = {
     # modules with parameters, where its neighbours know kernels alone
     "extensions.transformer_engine": "attention config extensions groups sharding tensor_parallel",
     "models":
-        "attention config data datasets description enums extensions extensions.transformer_engine groups inference "
-        "parallel_state pipeline_parallel random sharding statistics tensor_parallel transformer",
+        "attention autograd_context config data datasets description enums extensions extensions.transformer_engine "
+        "groups inference parallel_state pipeline_parallel random sharding statistics tensor_parallel transformer",
 }  # fmt: skip
 # nothing in core imports export
 EXPORT = "attention config description dist_checkpointing models safe_files sharding tokenizers"
@@ -125,7 +125,8 @@ MAX_TRITON_LINES = 150
 MAX_CLASS_LINES = 400
 MAX_PARAMETERS = 8
 MAX_ENTRY_LINES = 60
-OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/extensions/", "megatron/core/fusions/",
+OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/datasets/image_files.py",
+                         "megatron/core/extensions/", "megatron/core/fusions/",
                          "megatron/core/tokenizers/", "megatron/tools/", "megatron/training/hooks/")
 
 # path or path::name -> reason; each entry lifts the budget rules for that place

@@ -37,8 +37,8 @@ SUBCOMMANDS = {
 """Script below tools/, without .py -> subcommand of ``megatron``."""
 
 _TOOL = re.compile(r"(?:python )?\btools/([a-z_/]+)\.py\b")
-_LAUNCHED = re.compile(r"(\btorchrun (?:-\S+ )*)pretrain_(gpt|bert|t5|moe|hybrid)\.py\b")
-_PROGRAM = re.compile(r"(?<!--program )(?:python )?\bpretrain_(gpt|bert|t5|moe|hybrid)\.py\b")
+_LAUNCHED = re.compile(r"(\btorchrun (?:-\S+ )*)pretrain_(gpt|bert|t5|moe|hybrid|vlm)\.py\b")
+_PROGRAM = re.compile(r"(?<!--program )(?:python )?\bpretrain_(gpt|bert|t5|moe|hybrid|vlm)\.py\b")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

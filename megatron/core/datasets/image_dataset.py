@@ -9,19 +9,17 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.conversations.images import ImageReader, item_paths
 from megatron.core.datasets.conversations.prepare import Report, json_object, read_lines
+from megatron.core.datasets.image_files import ImageError
 from megatron.core.datasets.image_positions import axes
 from megatron.core.datasets.images import ImageSettings
 from megatron.core.datasets.megatron_dataset import Ragged, Sample
 from megatron.core.datasets.sft_dataset import ConversationFile, SFTDataset, SFTDatasetConfig
-from megatron.core.extensions.pillow import ImageError
 from megatron.core.safe_files import open_regular
 from megatron.data.index_cache import IndexCache, file_stamp
 
@@ -52,7 +50,7 @@ class ImageFile(ConversationFile):
         self.offsets = cache.get(lambda: {"offsets": line_offsets(path)})["offsets"]
 
     def cut_lengths(self, numbers: np.ndarray, most: int) -> np.ndarray:
-        """As in the base class, but no sequence is cut within an image or after one."""
+        """Return the lengths of the base class, less images that the cut would split, or that would be the end."""
         lengths = super().cut_lengths(numbers, most)
         for place in np.flatnonzero(self.lengths[numbers] > most):
             start = int(self.starts[numbers[place]])
@@ -72,13 +70,14 @@ class ImageFile(ConversationFile):
 
 class ImageDataset(SFTDataset):
     """See the module. ``dataset[i]`` has the tensors of :class:`SFTDataset`, ``axes`` int64 [s, 3], the rotary
-    positions, and of all images ``patches`` fp32 [n, values] and ``sizes`` int64 [i, 2], rows and columns in patches,
+    positions, and for its images ``patches`` fp32 [n, values] and ``sizes`` int64 [i, 2], rows and columns in patches,
     both as :class:`Ragged`. Sequences longer than s + 1 are cut at the end, but not within an image."""
 
     config: ImageDatasetConfig
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: Any) -> ImageFile:
+    def build_low_level_dataset(dataset_path: str, config: SFTDatasetConfig) -> ImageFile:
+        assert isinstance(config, ImageDatasetConfig)
         return ImageFile(dataset_path, config)
 
     def __getitem__(self, idx: int) -> Sample:
@@ -122,9 +121,7 @@ class ImageDataset(SFTDataset):
             )
         return chosen
 
-    def _patches(
-        self, sample: Sample, document: slice, number: int, path: str, size: tuple[int, int]
-    ) -> np.ndarray:
+    def _patches(self, sample: Sample, document: slice, number: int, path: str, size: tuple[int, int]) -> np.ndarray:
         """Return the patches of an image. A damaged one, whose header was readable, is an error, or grey and its
         conversation without a loss."""
         try:

@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from megatron.core.extensions.pillow import ImageError, image_size, read_image
+from megatron.core.datasets.image_files import ImageError, image_size, read_image
 
 MAX_RATIO = 200
-"""Of the longer side to the shorter one."""
+"""Largest ratio of the longer side to the shorter one."""
 
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """How images become patches."""
+    """Sizes and colors of patches."""
 
     patch: int
     """Height and width of a patch, in pixels."""
@@ -29,7 +29,7 @@ class ImageSettings:
     min_pixels: int
     max_pixels: int
     mean: tuple[float, ...]
-    """Of each channel, of values from 0 to 1."""
+    """Mean of each channel, 0 to 1, and its standard deviation."""
     std: tuple[float, ...]
 
     @property
@@ -51,7 +51,7 @@ class ImageSettings:
             rows, columns = (math.ceil(side * grow / step) for side in (height, width))
         return rows * self.merge, columns * self.merge
 
-    def size_of(self, path: str) -> tuple[int, int]:
+    def file_size(self, path: str) -> tuple[int, int]:
         """Return :meth:`size` of an image file. Raises ImageError."""
         return self.size(*image_size(path))
 
@@ -60,7 +60,7 @@ class ImageSettings:
         in patches. Raises ImageError."""
         (rows, columns), merge, patch = size, self.merge, self.patch
         pixels = read_image(path, rows * patch, columns * patch).astype(np.float32) / np.float32(255)
-        normed = (pixels - np.float32(self.mean)) / np.float32(self.std)
+        normed = (pixels - np.array(self.mean, dtype=np.float32)) / np.array(self.std, dtype=np.float32)
         squares = normed.reshape(rows // merge, merge, patch, columns // merge, merge, patch, -1)
         ordered = squares.transpose(0, 3, 1, 4, 6, 2, 5)  # square row, square column, row, column, channel, pixel
         repeated = np.broadcast_to(ordered[..., None, :, :], (*ordered.shape[:5], self.frames, patch, patch))

@@ -26,7 +26,7 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ragged:
-    """Array [n, …] of a sample, of which every sample has its own n; batches concatenate them."""
+    """Array [n, …] of a sample, where n differs between samples; batches concatenate them."""
 
     values: np.ndarray
 

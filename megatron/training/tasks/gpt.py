@@ -49,7 +49,12 @@ class GPTTask(LanguageModelTask):
         engine = cfg.model.transformer_impl == "transformer_engine"
         spec = custom_layers or get_gpt_decoder_block_spec(config, engine)
         settings = self.model_settings(pre_process, post_process, vp_stage)
-        return GPTModel(config, settings, spec, get_gpt_mtp_block_spec(config, spec, engine))
+        return self.model_class(config, settings, spec, get_gpt_mtp_block_spec(config, spec, engine))
+
+    @property
+    def model_class(self) -> Callable[..., nn.Module]:
+        """Class of the model, with the arguments of :class:`GPTModel`."""
+        return GPTModel
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, object, object]:
         """Return GPT data sets (blended, split) from the data flags."""

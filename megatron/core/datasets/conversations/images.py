@@ -3,7 +3,7 @@
 - messages: parts ``{"type": "image", "image": PATH}`` (also ``url``, ``path``, or ``image_url``) of a content
 - ShareGPT (LLaVA): ``"image": PATH`` or a list, at the marks ``<image>`` in the values
 
-Paths are relative to the folder of the file. Token ids are those of the chat template, each id of an image repeated as
+Paths are relative to the folder of the file. Token ids follow the chat template; each id of an image is repeated as
 often as the image has squares of patches.
 """
 
@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -21,8 +20,8 @@ from megatron.core.config.errors import UserError, counted
 from megatron.core.datasets.conversations.formats import Conversation, Item, Line
 from megatron.core.datasets.conversations.masks import Tokens
 from megatron.core.datasets.conversations.prepare import CONVERSATIONS, Reader, Report
+from megatron.core.datasets.image_files import ImageError
 from megatron.core.datasets.images import ImageSettings
-from megatron.core.extensions.pillow import ImageError
 from megatron.core.tokenizers.base import Tokenizer
 
 MARK = "<image>"
@@ -72,7 +71,7 @@ class ImageReader:
     def squares(self, path: str) -> tuple[int, int]:
         """Return the rows and columns of squares of an image. Raises UserError with its path."""
         try:
-            rows, columns = self.images.size_of(self.place(path))
+            rows, columns = self.images.file_size(self.place(path))
         except ImageError as error:
             raise UserError(f"image {path}: {error}") from error
         return rows // self.images.merge, columns // self.images.merge
@@ -106,9 +105,8 @@ def with_parts(line: Line) -> Line:
     return {key: value for key, value in line.items() if key not in ("image", "images")} | {"conversations": parts}
 
 
-def _turn(turn: Any, paths: Iterator[Any]) -> Any:
-    value = turn.get("value") if isinstance(turn, dict) else None
-    if not isinstance(value, str) or MARK not in value:
+def _turn(turn: object, paths: Iterator[object]) -> object:
+    if not isinstance(turn, dict) or not isinstance(value := turn.get("value"), str) or MARK not in value:
         return turn
     parts: list[dict[str, str]] = []
     for piece in re.split(f"({MARK})", value):
@@ -131,7 +129,7 @@ def item_paths(item: Item) -> list[str]:
     return [_path(part) for part in parts if part.get("type") in ("image", "image_url")]
 
 
-def _path(part: Mapping[str, Any]) -> str:
+def _path(part: Mapping[str, object]) -> str:
     value = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None)
     value = value.get("url") if isinstance(value, dict) else value
     if not isinstance(value, str):
@@ -163,6 +161,7 @@ def as_image_part(item: Item) -> Item:
     return replace(item, messages=messages)
 
 
-def _as_image(part: Any) -> Any:
-    is_url = isinstance(part, dict) and part.get("type") == "image_url"
-    return {"type": "image", "image": _path(part)} if is_url else part
+def _as_image(part: object) -> object:
+    if isinstance(part, dict) and part.get("type") == "image_url":
+        return {"type": "image", "image": _path(part)}
+    return part

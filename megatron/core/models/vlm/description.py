@@ -60,7 +60,10 @@ def tower_parameters(language: Config, vision: VisionConfig) -> list[Param]:
         "merger.linear_fc1": (joined, joined),
         "merger.linear_fc2": (language.hidden_size, joined),
     }
-    params = [Param("position_embeddings.weight", (vision.vision_num_positions, width)), *norm("merger.norm", width, config)]
+    params = [
+        Param("position_embeddings.weight", (vision.vision_num_positions, width)),
+        *norm("merger.norm", width, config),
+    ]
     for name, shape in linears.items():
         params += [Param(f"{name}.weight", shape), Param(f"{name}.bias", shape[:1], ndim=1)]
     for index in range(config.num_layers):

@@ -13,7 +13,7 @@ from megatron.core.models.vlm import description, rules
 
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
-    """Return (class, configuration) of the data set: ImageDataset with --sft, else that of GPT. Reads no data."""
+    """Return (class, configuration) of the data set: ImageDataset with --sft, else GPT's data set. Reads no data."""
     tuning, vision = cfg.group(FineTuningConfig), cfg.group(VisionConfig)
     if not tuning.sft or cfg.data.mock_data:
         return gpt.data_set(cfg, options)

@@ -71,12 +71,14 @@ class VisionLanguageModel(GPTModel):
         config: TransformerConfig,
         settings: LanguageModelSettings,
         transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        mtp_block_spec: None = None,
+        *,
         vision: VisionConfig,
         **options: Any,
     ) -> None:
         """Build the stage as :class:`GPTModel` does, and on the first one ``vision``."""
         self.vision_settings = vision
-        super().__init__(config, settings, transformer_layer_spec, **options)
+        super().__init__(config, settings, transformer_layer_spec, mtp_block_spec, **options)
 
     @contextmanager
     def construction(self, **options: Any) -> Iterator[None]:
@@ -97,7 +99,7 @@ class VisionLanguageModel(GPTModel):
         **more: Any,
     ) -> ForwardContext:
         """Build the context of :class:`GPTModel` with ``images``; ``axes`` int64 [b, s, 3] are the rotary positions
-        (time, row, column) of this rank's tokens, None: those of text."""
+        (time, row, column) of this rank's tokens; None: the positions of text."""
         context = super().forward_context(input_ids, sample_index, documents, position_ids, **more)
         inputs = {field.name: getattr(context, field.name) for field in fields(context)}
         sections = self.vision_settings.mrope_section
@@ -106,7 +108,7 @@ class VisionLanguageModel(GPTModel):
         return ImageContext(**inputs, images=images)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor | None, context: ForwardContext) -> Tensor:
-        """Return the embeddings of tokens [s, b, h], those of image tokens from the tower; they have no dropout."""
+        """Return the embeddings of tokens [s, b, h]; image tokens have embeddings of the tower, without dropout."""
         assert isinstance(context, ImageContext)
         words, images = super().embed(input_ids, position_ids, context), context.images
         if images is None or not len(images.sizes):
@@ -116,7 +118,7 @@ class VisionLanguageModel(GPTModel):
         return torch.where(numbers.unsqueeze(-1) < 0, words, embeddings[numbers.clamp(min=0)])
 
     def _gathered(self, images: Images, layout: TokenLayout) -> Tensor:
-        """Return the embeddings [t, h] of all image tokens, some of which this rank computes."""
+        """Return the embeddings [t, h] of all image tokens; this rank computes a part."""
         group = self.groups.tp_cp
         if group.size == 1:
             return self._computed(images)

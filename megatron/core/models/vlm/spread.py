@@ -16,7 +16,7 @@ from megatron.core.groups.process_groups import Group
 
 def share_images(patches: Sequence[int], ranks: int) -> list[list[int]]:
     """Return the images of each rank, in ascending order. ``patches``: size of each image. The largest of the remaining
-    images goes to the rank with the least work, which counts squares (attention) and patches alike."""
+    images goes to the rank with the fewest patches."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [0] * ranks
     for image in sorted(range(len(patches)), key=lambda image: (-patches[image], image)):
@@ -27,7 +27,7 @@ def share_images(patches: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 class Gathering(NamedTuple):
-    """Who computed which embeddings."""
+    """Places of the embeddings that ranks computed."""
 
     group: Group
     most: int

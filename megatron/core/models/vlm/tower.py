@@ -48,12 +48,12 @@ class QwenTower(nn.Module):
         config, groups = replace(tower_config(language, vision), params_dtype=language.params_dtype), SINGLE_PROCESS
         width, joined = config.hidden_size, config.hidden_size * vision.vision_merge_size**2
         self.merge, self.side = vision.vision_merge_size, math.isqrt(vision.vision_num_positions)
-        options = {"config": config, "init_method": weight_init(config), "groups": groups}
-        self.patch_embed = ReplicatedLinear(patch_values(vision), width, **options)
+        self.patch_embed = _linear(config, patch_values(vision), width)
         self.position_embeddings = FullEmbedding(config, vision.vision_num_positions, groups)
         spec = encoder_spec(get_backend("local"), config.num_layers)
         self.blocks = TransformerBlock(config, spec, post_layer_norm=False, groups=groups)
         self.merger = Merger(config, joined, language.hidden_size)
+        self.frequencies: Tensor
         self.register_buffer("frequencies", _frequencies(config.kv_channels), persistent=False)
         for param in self.parameters():
             declare(param, mesh={}, grad={"tp": Partial()})
@@ -94,14 +94,18 @@ class Merger(nn.Module):
 
     def __init__(self, config: TransformerConfig, joined: int, hidden_size: int) -> None:
         super().__init__()
-        options = {"config": config, "init_method": weight_init(config), "groups": SINGLE_PROCESS}
         self.norm = build_norm(config, config.hidden_size, config.norm_epsilon, groups=SINGLE_PROCESS)
-        self.linear_fc1 = ReplicatedLinear(joined, joined, **options)
-        self.linear_fc2 = ReplicatedLinear(joined, hidden_size, **options)
+        self.linear_fc1 = _linear(config, joined, joined)
+        self.linear_fc2 = _linear(config, joined, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         squares = self.norm(x).reshape(-1, self.linear_fc1.weight.shape[1])
         return self.linear_fc2(F.gelu(self.linear_fc1(squares)[0]))[0]
+
+
+def _linear(config: TransformerConfig, input_size: int, output_size: int) -> ReplicatedLinear:
+    init = weight_init(config)
+    return ReplicatedLinear(input_size, output_size, config=config, init_method=init, groups=SINGLE_PROCESS)
 
 
 def _frequencies(channels: int) -> Tensor:

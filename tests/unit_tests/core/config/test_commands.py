@@ -57,7 +57,7 @@ FLAGS = (
 
 @pytest.mark.parametrize("words, said", [
     (["pretrain", "gpt", "--tensor-model-parallel-size", "2"], "torchrun --nproc_per_node=2 -m megatron pretrain gpt "),
-    (["pretrain", "bert", "--num-experts", "4"], "megatron pretrain moe and megatron pretrain hybrid; remove it"),
+    (["pretrain", "bert", "--num-experts", "4"], "megatron pretrain hybrid and megatron pretrain vlm; remove it"),
     (["pretrain", "gpt", "--data-path", "{text}"], "with the tokenizer flags of this run: megatron preprocess --input"),
     (["generate", "--load", "{text}", "--prompt", "x"], "check --load"),
 ])  # fmt: skip

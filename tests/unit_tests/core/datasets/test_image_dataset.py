@@ -14,9 +14,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.image_dataset import ImageDataset, ImageDatasetConfig
+from megatron.core.datasets.image_files import ImageError, image_size
 from megatron.core.datasets.image_positions import axes
 from megatron.core.datasets.images import ImageSettings
-from megatron.core.extensions.pillow import ImageError, image_size
 from megatron.core.tokenizers.huggingface import build_huggingface
 from megatron.data.blend import Split
 from tests.test_utils.chats import SPECIAL, assistant, tokenizer_folder, user, write_lines
@@ -54,11 +54,13 @@ SIZES = [(16, 16), (3, 5), (1, 1), (7, 150), (90, 41), (100, 100), (44, 36)]
 
 
 @pytest.mark.parametrize("height, width", SIZES)
-@pytest.mark.parametrize("mode, name", [("RGB", "a.png"), ("RGBA", "a.png"), ("L", "a.jpg"), ("CMYK", "a.jpg"), ("L", "a.gif")])
+@pytest.mark.parametrize(
+    "mode, name", [("RGB", "a.png"), ("RGBA", "a.png"), ("L", "a.jpg"), ("CMYK", "a.jpg"), ("L", "a.gif")]
+)
 def test_patches_equal_those_of_the_processor(tmp_path, height, width, mode, name):
     picture(height, width, mode).save(tmp_path / name)
     expected = processor()(str(tmp_path / name), return_tensors="np")
-    size = SETTINGS.size_of(tmp_path / name)
+    size = SETTINGS.file_size(tmp_path / name)
     assert (1, *size) == tuple(expected["image_grid_thw"][0])
     np.testing.assert_allclose(SETTINGS.patches(tmp_path / name, size), expected["pixel_values"], rtol=0, atol=2e-6)
 
@@ -69,7 +71,7 @@ def test_a_turned_photograph_is_upright(tmp_path, orientation):
     exif[0x0112] = orientation
     picture(24, 40).save(tmp_path / "a.jpg", exif=exif)
     expected = processor()(str(tmp_path / "a.jpg"), return_tensors="np")
-    size = SETTINGS.size_of(tmp_path / "a.jpg")
+    size = SETTINGS.file_size(tmp_path / "a.jpg")
     assert (1, *size) == tuple(expected["image_grid_thw"][0])
     np.testing.assert_allclose(SETTINGS.patches(tmp_path / "a.jpg", size), expected["pixel_values"], rtol=0, atol=2e-6)
 
@@ -88,7 +90,9 @@ def bomb(path, side=100_000):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b""))
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    )
 
 
 def deep(path):
@@ -113,7 +117,7 @@ def eps(path):
 def test_an_unusual_file_ends_with_its_reason(tmp_path, name, write, reason):
     write(tmp_path / name)
     with pytest.raises(ImageError, match=reason):
-        SETTINGS.size_of(tmp_path / name)
+        SETTINGS.file_size(tmp_path / name)
 
 
 def test_damaged_pixels_end_with_a_reason(tmp_path):
@@ -126,7 +130,10 @@ def test_damaged_pixels_end_with_a_reason(tmp_path):
 
 def test_positions_equal_those_of_transformers():
     config = Qwen3_5Config(
-        text_config={"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 8, "vocab_size": 10},
+        text_config={
+            "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8,
+            "intermediate_size": 8, "vocab_size": 10,
+        },
         vision_config={"depth": 1, "hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "out_hidden_size": 8},
     )  # fmt: skip
     model, draw = Qwen3_5Model(config), np.random.default_rng(3)
@@ -201,7 +208,9 @@ def test_rows_have_the_ids_images_and_positions_of_transformers(tmp_path, tokeni
         ([user([text("Compare"), part(files[2]), part(files[3])]), assistant("Same.")], files[2:]),
         ([user("No image?"), assistant("None.")], []),
     ]  # fmt: skip
-    lines = [{"messages": messages} if form == "messages" else as_sharegpt(*c) for c in conversations for messages in c[:1]]
+    lines = [
+        {"messages": messages} if form == "messages" else as_sharegpt(*c) for c in conversations for messages in c[:1]
+    ]
     rows = dataset(write_lines(tmp_path / "chats.jsonl", lines), ours, 128)
     all_ids = [expected_ids(peer, *conversation) for conversation in conversations]
     met = set()
@@ -245,15 +254,23 @@ def test_a_cut_is_before_an_image(tmp_path, tokenizer):
     assert {1, 2, 3} <= lengths
 
 
-@pytest.mark.parametrize("lines, reason", [
-    ([{"messages": [user([part("none.png")]), assistant("x")]}], "line 1: image none.png: cannot be read"),
-    ([{"messages": [user([text("<|image_pad|>")]), assistant("x")]}, {"messages": [user([text("<|image_pad|>"), part("a.png")]), assistant("x")]}], r"line 2: messages\[0\]: the text has the image token"),
-    ([{"image": "a.png", "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "x"}]}], "fewer marks <image> than images"),
-    ([{"image": "a.png", "conversations": [{"from": "human", "value": "<image><image>"}, {"from": "gpt", "value": "x"}]}], "more marks <image> than images"),
-    ([{"messages": [user([part("https://host/a.png")]), assistant("x")]}], "is no file; download it"),
+def marks(value):
+    return {"image": "a.png", "conversations": [{"from": "human", "value": value}, {"from": "gpt", "value": "x"}]}
+
+
+@pytest.mark.parametrize("line, reason", [
+    ({"messages": [user([part("none.png")]), assistant("x")]}, "line 2: image none.png: cannot be read"),
+    ({"messages": [user([text("<|image_pad|>"), part("a.png")]), assistant("x")]},
+     r"line 2: messages\[0\]: the text has the image token"),
+    (marks("?"), "line 2: has fewer marks <image> than images"),
+    (marks("<image><image>"), "line 2: has more marks <image> than images"),
+    ({"messages": [user([part("https://a/a.png")]), assistant("x")]}, "line 2: image https://a/a.png: is no file"),
+    ({"messages": [user([part({"bytes": "x"})]), assistant("x")]}, "line 2: an image part has no path"),
 ])  # fmt: skip
-def test_wrong_lines_are_named(tmp_path, tokenizer, lines, reason):
+def test_wrong_lines_are_named(tmp_path, tokenizer, line, reason):
     picture(20, 20).save(tmp_path / "a.png")
+    first = {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "x"}]}
+    lines = [first if "conversations" in line else {"messages": [user("?"), assistant("x")]}, line]
     with pytest.raises(UserError, match=reason):
         dataset(write_lines(tmp_path / "chats.jsonl", lines), tokenizer[0])
 

@@ -16,8 +16,8 @@ MODULE = "from megatron.core.models.registry import get_family\nFAMILY = get_fam
 
 
 def test_default_family_comes_first():
-    assert default_family() == "gpt" and list(families()) == ["gpt", "bert", "t5"]
-    assert list(programs()) == ["gpt", "moe", "hybrid", "bert", "t5"]
+    assert default_family() == "gpt" and list(families()) == ["gpt", "bert", "t5", "vlm"]
+    assert list(programs()) == ["gpt", "moe", "hybrid", "bert", "t5", "vlm"]
 
 
 @pytest.mark.parametrize("name", [None, 3, ["gpt"], {}, "nothing", "no.such.module", "tests"])

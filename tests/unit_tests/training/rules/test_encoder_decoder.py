@@ -92,7 +92,7 @@ def test_bucket_sizes_without_relative_positions_give_one_notice():
     assert notice == "--relative-attention-num-buckets: no effect without --position-embedding-type relative"
 
 
-GPT = "pretrain_gpt.py, pretrain_moe.py and pretrain_hybrid.py"
+GPT = "pretrain_gpt.py, pretrain_moe.py, pretrain_hybrid.py and pretrain_vlm.py"
 
 
 @pytest.mark.parametrize("family, text, flag, programs", [

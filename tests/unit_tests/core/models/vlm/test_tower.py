@@ -19,7 +19,7 @@ def by_heads(qkv):
 
 
 def pair(side, merge):
-    """Our tower and that of transformers, with equal random weights, in fp64."""
+    """The tower and the one of transformers, with equal random weights, in fp64."""
     sizes = {"num_position_embeddings": side**2, "spatial_merge_size": merge, "patch_size": PATCH}
     peer = Qwen3_5VisionModel(
         Qwen3_5VisionConfig(
@@ -39,27 +39,32 @@ def pair(side, merge):
         ),
     )  # fmt: skip
     state = peer.state_dict()
-    ours = {"patch_embed.weight": state["patch_embed.proj.weight"].flatten(1), "patch_embed.bias": state["patch_embed.proj.bias"]}
-    ours["position_embeddings.weight"] = state["pos_embed.weight"]
+    values = {
+        "patch_embed.weight": state["patch_embed.proj.weight"].flatten(1),
+        "patch_embed.bias": state["patch_embed.proj.bias"],
+    }
+    values["position_embeddings.weight"] = state["pos_embed.weight"]
     for part in ("weight", "bias"):
         for name in ("norm", "linear_fc1", "linear_fc2"):
-            ours[f"merger.{name}.{part}"] = state[f"merger.{name}.{part}"]
+            values[f"merger.{name}.{part}"] = state[f"merger.{name}.{part}"]
         for layer in range(2):
             old, new = f"blocks.{layer}", f"blocks.layers.{layer}"
-            ours[f"{new}.input_layernorm.{part}"] = state[f"{old}.norm1.{part}"]
-            ours[f"{new}.pre_mlp_layernorm.{part}"] = state[f"{old}.norm2.{part}"]
-            ours[f"{new}.self_attention.linear_qkv.{part}"] = by_heads(state[f"{old}.attn.qkv.{part}"])
-            ours[f"{new}.self_attention.linear_proj.{part}"] = state[f"{old}.attn.proj.{part}"]
+            values[f"{new}.input_layernorm.{part}"] = state[f"{old}.norm1.{part}"]
+            values[f"{new}.pre_mlp_layernorm.{part}"] = state[f"{old}.norm2.{part}"]
+            values[f"{new}.self_attention.linear_qkv.{part}"] = by_heads(state[f"{old}.attn.qkv.{part}"])
+            values[f"{new}.self_attention.linear_proj.{part}"] = state[f"{old}.attn.proj.{part}"]
             for name in ("linear_fc1", "linear_fc2"):
-                ours[f"{new}.mlp.{name}.{part}"] = state[f"{old}.mlp.{name}.{part}"]
+                values[f"{new}.mlp.{name}.{part}"] = state[f"{old}.mlp.{name}.{part}"]
     parameters = dict(tower.named_parameters())
-    assert parameters.keys() == ours.keys()
-    for name, value in ours.items():
+    assert parameters.keys() == values.keys()
+    for name, value in values.items():
         parameters[name].data = value.clone()
     return tower, peer
 
 
-@pytest.mark.parametrize("side,merge,sizes", [(5, 2, [(4, 6), (2, 2), (8, 2)]), (3, 1, [(1, 5), (7, 1), (3, 3)]), (4, 3, [(6, 9)])])
+@pytest.mark.parametrize(
+    "side,merge,sizes", [(5, 2, [(4, 6), (2, 2), (8, 2)]), (3, 1, [(1, 5), (7, 1), (3, 3)]), (4, 3, [(6, 9)])]
+)
 def test_embeddings_and_gradients_equal_those_of_transformers(side, merge, sizes):
     tower, peer = pair(side, merge)
     generator = torch.Generator().manual_seed(2)
@@ -73,8 +78,10 @@ def test_embeddings_and_gradients_equal_those_of_transformers(side, merge, sizes
     (output * weights).sum().backward()
     (expected * weights).sum().backward()
     for name in ("weight", "bias"):
-        ours, theirs = getattr(tower.patch_embed, name).grad, getattr(peer.patch_embed.proj, name).grad
-        torch.testing.assert_close(ours, theirs.reshape(ours.shape), rtol=1e-5, atol=1e-5)
+        values, expected = getattr(tower.patch_embed, name).grad, getattr(peer.patch_embed.proj, name).grad
+        torch.testing.assert_close(values, expected.reshape(values.shape), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(tower.position_embeddings.weight.grad, peer.pos_embed.weight.grad, rtol=1e-5, atol=1e-5)
-    theirs = by_heads(peer.blocks[0].attn.qkv.weight.grad)
-    torch.testing.assert_close(tower.blocks.layers[0].self_attention.linear_qkv.weight.grad, theirs, rtol=1e-5, atol=1e-5)
+    expected = by_heads(peer.blocks[0].attn.qkv.weight.grad)
+    torch.testing.assert_close(
+        tower.blocks.layers[0].self_attention.linear_qkv.weight.grad, expected, rtol=1e-5, atol=1e-5
+    )

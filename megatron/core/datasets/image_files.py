@@ -1,17 +1,20 @@
 """Image files, read with Pillow. Torch-free. Only this file imports it, when an image is read.
 
-Pixels are those of ``transformers``: the first frame, turned as its EXIF orientation says, in RGB (transparency is
-dropped), resized with bicubic interpolation.
+Pixels equal the pixels of ``transformers``: the first frame, turned as its EXIF orientation says, in RGB (transparency
+is dropped), resized with bicubic interpolation.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import open_regular
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Others start programs (EPS) or are rare."""
@@ -27,7 +30,7 @@ class ImageError(Exception):
     """An image that cannot be read; its text is the reason."""
 
 
-def _opened(file: Any) -> Any:
+def _opened(file: BinaryIO) -> PillowImage:
     try:
         from PIL import Image
     except ImportError as error:
@@ -36,7 +39,7 @@ def _opened(file: Any) -> Any:
         image = Image.open(file, formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise ImageError(f"has more than {MAX_PIXELS} pixels") from error
-    except Exception as error:  # decoders raise whatever damaged bytes lead to
+    except Exception as error:  # damaged bytes cause errors of many classes
         raise ImageError(f"is no readable image of {', '.join(FORMATS)}") from error
     if image.width * image.height > MAX_PIXELS:
         raise ImageError(f"has more than {MAX_PIXELS} pixels")
