@@ -452,7 +452,7 @@ def fp8_copies_of_the_first_weights(rank):
 
 
 def samples_planned_twice(rank):
-    """The last sample of the steps of the first rank is planned twice, on all ranks alike."""
+    """The last sample of the steps of the first rank is planned twice, in the same way on all ranks."""
     where = module("megatron.training.data.variable_lengths")
     correct = where.plan_batch
 
@@ -523,7 +523,7 @@ def gradients_of_images_summed_over_copies(rank):
 
 
 def images_in_a_line(rank):
-    """All but the first rank give the tokens of an image the row 0."""
+    """Every rank except the first gives the tokens of an image the row 0."""
     where = module("megatron.core.models.vlm.model")
     correct = where.axes_tables
     return mock.patch.object(where, "axes_tables", lambda rotary, positions, sections: correct(
