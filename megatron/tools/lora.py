@@ -25,7 +25,6 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.lora import SETTINGS
 from megatron.core.description.model import Param
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.adapters.experts import merged_experts
 from megatron.core.models.adapters.lora import Factors, matrix_numbers, merged_weight
@@ -35,7 +34,7 @@ from megatron.export.files import Target
 from megatron.export.hf.conversion import Placement, placements
 from megatron.export.hf.family import complete
 from megatron.export.hf.peft import CONFIG, WEIGHTS, Adapter, LoraSettings, load_peft, short_names, to_peft
-from megatron.export.hf.registry import family_for
+from megatron.export.hf.registry import family_for, read_config
 from megatron.export.interchange import Interchange
 from megatron.export.native import InterchangeReader
 from megatron.tools.checkpoint import formats
@@ -74,7 +73,7 @@ class Base(NamedTuple):
         """Hugging Face tensors of every weight."""
         settings = complete(self.model.settings)
         config = self.model.assets.get("hf/config.json")
-        kind = None if config is None else read_json(config).get("model_type")
+        kind = None if config is None else read_config(config).get("model_type")
         return placements(family_for(settings, kind), settings)
 
     @property

@@ -50,6 +50,7 @@ def save_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     family: str | None = None,
     preferred: str | None = None,
+    original: str | os.PathLike | None = None,
 ) -> None:
     """Write ``model`` as a HF folder, atomically: ``folder`` is complete or does not exist.
 
@@ -61,11 +62,15 @@ def save_hf(
         family: the ``model_type`` to write. None: the source folder's, else ``preferred``, if the settings still
             match it; else the first family that matches.
         preferred: the ``model_type`` to write if several families match.
+        original: HF folder with the same model: the result is a copy of it in which only the weights of ``model``
+            change. Everything else keeps its bytes; its dtypes and its family apply.
 
     Raises:
-        UserError: the folder exists or cannot be written, no family matches, or a tensor is missing or unexpected.
+        UserError: the folder exists or cannot be written, no family matches, a tensor is missing or unexpected, or
+            ``original`` contains another model.
     """
     from megatron.export.hf.writer import save
 
     where = Path(folder) if isinstance(folder, str | os.PathLike) else folder
-    save(model, where, dtype, max_shard_bytes=max_shard_bytes, family=family, preferred=preferred)
+    place = None if original is None else Path(original)
+    save(model, where, dtype, max_shard_bytes=max_shard_bytes, family=family, preferred=preferred, original=place)

@@ -7,8 +7,8 @@ incomplete table fails at the first model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +90,17 @@ PASSIVE = {
 
 
 @dataclass(frozen=True)
+class Container:
+    """Larger models, of images and text, that contain a family's model."""
+
+    model_type: str
+    base: str
+    """Prefix of the text model's tensors, in place of the family's."""
+    tower: str
+    """Prefix of tensors that are not loaded."""
+
+
+@dataclass(frozen=True)
 class Family:
     """Table of one HF ``model_type``."""
 
@@ -106,6 +117,10 @@ class Family:
     """Patterns of HF tensors to ignore (masks, rotary tables); ``{num_layers}`` is the number of layers."""
     base: str = "model."
     """Prefix of all names except the output layer's; some files omit it."""
+    container: Container | None = None
+    """Larger models whose files are read too."""
+    alternatives: Mapping[str, TensorLayout] = field(default_factory=dict)
+    """Entries of ``weights`` for files that contain a tensor of the first one."""
     repeated: Mapping[str, str] = field(default_factory=dict)
     """Tensors in every multi-token prediction layer (``*``) -> the tensor that they duplicate."""
     counts_if_held: Mapping[str, str] = field(default_factory=dict)
@@ -196,6 +211,22 @@ class Family:
         for name in described(settings)[1]:
             if name not in covered and settings[name] != defaults[name]:
                 yield str(refuse(name, settings[name], f"the family has {defaults[name]!r} alone"))
+
+    def stored_as(self, names: Iterable[str]) -> Family:
+        """Return the family with the layouts of files with the tensors ``names``."""
+        for layout in self.alternatives.values():
+            pattern = re.escape(layout.names[0]).replace(r"\*", r"\d+")
+            if any(re.fullmatch(pattern, name) for name in names):
+                return replace(self, weights={**self.weights, **self.alternatives})
+        return self
+
+    def family_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the tensors ``names`` of a file -> their names in the family's files, without a tower's tensors."""
+        box = self.container
+        if box is None:
+            return {name: name for name in names}
+        inside = (name for name in names if not name.startswith(box.tower))
+        return {name: re.sub(f"^{re.escape(box.base)}", self.base, name) for name in inside}
 
     def tied(self, settings: Mapping[str, object]) -> dict[str, str]:
         """Return {output layer name: embedding name} if they are tied, else an empty dict."""

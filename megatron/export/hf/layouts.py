@@ -99,6 +99,14 @@ class Interleaved(TensorLayout):
         return (*leading, math.prod(views[0].shape[ndim:]))
 
 
+class Stacked(TensorLayout):
+    """All experts in one HF tensor [e, out, in]; local [e, 2, f, h] (gate, linear) or [e, h, f]."""
+
+    def shape(self, views: Sequence[Tensor], ndim: int) -> tuple[int, ...]:
+        experts, *rows, columns = views[0].shape
+        return experts, math.prod(rows), columns
+
+
 class BlockParts(TensorLayout):
     """Stacked projections: local [blocks, rows, h], each block with some rows of every matrix.
 

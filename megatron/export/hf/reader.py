@@ -26,11 +26,14 @@ _FIRST_STD = 0.02
 def load(folder: Path) -> Interchange:
     """Return the model of a Hugging Face folder with lazy tensors; see :func:`megatron.export.hf.load_hf`."""
     family, settings, unread = load_settings(folder)
+    stored = open_weights(folder)
+    tensors = {name: stored[stored_name] for stored_name, name in family.family_names(stored).items()}
+    tower = len(stored) - len(tensors)
+    tensors = _with_base(_with_current_names(tensors, family), family)
     try:
-        plan = placements(family, complete(settings))
+        plan = placements(family.stored_as(tensors), complete(settings))
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from None
-    tensors = _with_base(_with_current_names(_open_weights(folder), family), family)
     absent = expected(plan).keys() - tensors.keys()
     stand_ins = {name: same for name, same in family.stand_ins.items() if name in absent}
     tensors |= {name: tensors[same] for name, same in stand_ins.items() if same in tensors}
@@ -42,14 +45,18 @@ def load(folder: Path) -> Interchange:
     assets = {f"tokenizer/{name}": path for name, path in side_files(folder, TOKENIZER).items()}
     assets |= {f"hf/{name}": path for name, path in side_files(folder, (CONFIG, GENERATION)).items()}
     notes = [f"left out {len(left_out)} tensors that the model does not have: {listed(left_out)}"] if left_out else []
+    if tower and family.container is not None:
+        reason = f"{tower} tensors {family.container.tower}*; --save-hf-interval and convert --original-dir keep it"
+        notes.append(f"the vision tower is neither loaded nor trained ({reason})")
     notes += [f"left out keys of {CONFIG} without effect on the model: {', '.join(unread)}"] if unread else []
     notes += [f"the folder has no {name}: it begins as a copy of {same}" for name, same in stand_ins.items()]
     notes += [f"the folder has no {listed(begun)}: random values begin there"] if begun else []
     return Interchange(settings, to_local(plan, tensors), assets=assets, notes=notes)
 
 
-def _open_weights(folder: Path) -> dict[str, LazyTensor]:
-    """``model.safetensors`` before ``pytorch_model.bin``; an index of either wins over its single file."""
+def open_weights(folder: Path) -> dict[str, LazyTensor]:
+    """Open the weights of a folder: ``model.safetensors`` before ``pytorch_model.bin``; an index of either wins over
+    its single file."""
     for stem, ending, opener in (("model", "safetensors", read_safetensors), ("pytorch_model", "bin", _open_bin)):
         single, index = folder / f"{stem}.{ending}", folder / f"{stem}.{ending}.index.json"
         if single.is_file() and not index.is_file():

@@ -14,6 +14,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.export.hf import families
 from megatron.export.hf.family import Family
+from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG
 from megatron.export.safetensors_header import read_header
 
@@ -38,6 +39,21 @@ def keys_of_transformers(architecture: str) -> frozenset[str]:
     """Return the names that the code of ``transformers`` may read from the ``config.json`` of ``architecture``."""
     table = read_json(KEYS_OF_TRANSFORMERS)
     return frozenset((*table["shared"], *table[architecture]))
+
+
+def read_config(path: Path) -> Table:
+    """Return a ``config.json``, of a model of images and text the part of its text model. Raises FileNotFoundError,
+    UserError for a damaged file."""
+    config = read_json(path)
+    for family in known_families().values():
+        box = family.container
+        if box is not None and config.get("model_type") == box.model_type:
+            part = config.get("text_config", config)
+            if not isinstance(part, dict):
+                raise UserError(f"{path}: text_config is {part!r:.80}, expected an object")
+            outer = {name: config[name] for name in ("tie_word_embeddings", "quantization_config") if name in config}
+            return {**part, **outer, "model_type": family.model_type}
+    return config
 
 
 def find_family(config: Mapping[str, object]) -> Family:
@@ -107,7 +123,7 @@ def load_settings(folder: Path) -> tuple[Family, dict[str, object], list[str]]:
     from megatron.core.tokenizers.end_tokens import read_end_ids  # imports numpy
 
     try:
-        config = read_json(folder / CONFIG)
+        config = dict(read_config(folder / CONFIG))
     except FileNotFoundError:
         raise UserError(f"{folder}: no folder of a Hugging Face model: {CONFIG} is missing") from None
     family = find_family(config)

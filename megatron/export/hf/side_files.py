@@ -31,6 +31,9 @@ TOKENIZER = (
 """Names and patterns of tokenizer files. Other files (weights, their index, code, trainer state) would be invalid in
 another folder."""
 
+PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+"""Files of models of images and text."""
+
 OF_DEFINITION = (
     "tokenizer_config.json",
     "special_tokens_map.json",

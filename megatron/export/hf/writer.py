@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,9 +16,11 @@ from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import Target
-from megatron.export.hf.conversion import placements, same_values, to_hf
-from megatron.export.hf.family import complete
-from megatron.export.hf.registry import family_for
+from megatron.export.hf.conversion import Placement, placements, same_values, to_hf
+from megatron.export.hf.copies import kept_files, original_family, updated
+from megatron.export.hf.family import Family, complete
+from megatron.export.hf.registry import family_for, read_config
+from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG, GENERATION, is_tokenizer_file
 from megatron.export.hf.tokenizer_files import TOKENS, ExportedTokenizer, export_tokenizer
 from megatron.export.interchange import Interchange, differences
@@ -29,6 +32,16 @@ SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", 
 """Keys of a generation_config.json that do not depend on the model it was made for."""
 
 
+class _Folder(NamedTuple):
+    """Contents of a folder."""
+
+    tensors: dict[str, LazyTensor]
+    tables: dict[str, dict[str, object]] = {}
+    """JSON by file name."""
+    contents: dict[str, bytes] = {}
+    copies: dict[str, Path] = {}
+
+
 def save(
     model: Interchange,
     folder: Path | Target,
@@ -37,20 +50,52 @@ def save(
     max_shard_bytes: int,
     family: str | None,
     preferred: str | None = None,
+    original: Path | None = None,
 ) -> None:
     """Write ``model`` as a Hugging Face folder. ``family`` forces a family; else the source's, ``preferred``, or the
     first that fits. A ``Target`` is filled but not published, and OSError passes. See
     :func:`megatron.export.hf.save_hf`."""
     if EMBEDDING not in model.tensors:
         raise UserError(f"{EMBEDDING} is missing: not a language model of this library")
-    before = read_json(model.assets[f"hf/{CONFIG}"]) if f"hf/{CONFIG}" in model.assets else {}
     settings = complete({**model.settings, "vocab_size": model.tensors[EMBEDDING].shape[0]})
-    chosen = family_for(settings, before.get("model_type", preferred), only=family)
-    plan = placements(chosen, settings)
+    if original is not None:
+        chosen, stored = original_family(original, settings)
+        result = _Folder(updated(chosen, _plan(chosen, settings, model), stored, model.tensors))
+        result = result._replace(copies=kept_files(original))
+    else:
+        result = _new_folder(model, settings, dtype, family=family, preferred=preferred)
+    with nullcontext(folder) if isinstance(folder, Target) else Target(folder) as target:
+        try:
+            target.write_shards(result.tensors, max_shard_bytes)
+            for name, table in result.tables.items():
+                target.write_json(name, table)
+            for name, content in result.contents.items():
+                write_file(target.folder / name, content)
+            for name, path in result.copies.items():
+                copy_asset(path, target.folder / name)
+            if target is not folder:
+                target.publish()
+        except OSError as error:
+            if target is folder:
+                raise
+            raise CheckpointWriteError(f"{target.final}: cannot be written ({error.strerror})") from error
+
+
+def _plan(family: Family, settings: Table, model: Interchange) -> list[Placement]:
+    plan = placements(family, settings)
     weights = {name: tensor for name, tensor in model.tensors.items() if name.startswith("model.")}
     if problems := differences(weights, {f"model.{placement.name}": placement.shape for placement in plan}):
         count = counted(len(problems), "problem")
         raise UserError(f"weights and settings do not fit ({count}): {listed(problems, '; ')}")
+    return plan
+
+
+def _new_folder(
+    model: Interchange, settings: Table, dtype: torch.dtype | None, *, family: str | None, preferred: str | None
+) -> _Folder:
+    before = read_config(model.assets[f"hf/{CONFIG}"]) if f"hf/{CONFIG}" in model.assets else {}
+    chosen = family_for(settings, before.get("model_type", preferred), only=family)
+    plan = _plan(chosen, settings, model)
     tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_hf(plan, model.tensors).items()}
     tensors |= {name: tensors[same] for name, same in chosen.copies(settings).items()}
     for name, source in chosen.stand_ins.items():
@@ -68,25 +113,12 @@ def save(
         config |= {**dict.fromkeys(TOKENS), **tokenizer.ids}
     # RoBERTa's positions depend on a token id
     config |= {name: value for name, value in saved.items() if value is not None}
-    generation = None if chosen.model_family == "bert" else _generation(model.assets, config)
-    with nullcontext(folder) if isinstance(folder, Target) else Target(folder) as target:
-        try:
-            target.write_shards(tensors, max_shard_bytes)
-            target.write_json(CONFIG, config)
-            if generation is not None:
-                target.write_json(GENERATION, generation)
-            for name, content in tokenizer.files.items():
-                write_file(target.folder / name, content)
-            for asset, path in model.assets.items():
-                name = asset.removeprefix("tokenizer/")
-                if name != asset and is_tokenizer_file(name) and name not in tokenizer.files:
-                    copy_asset(path, target.folder / name)
-            if target is not folder:
-                target.publish()
-        except OSError as error:
-            if target is folder:
-                raise
-            raise CheckpointWriteError(f"{target.final}: cannot be written ({error.strerror})") from error
+    tables = {CONFIG: config}
+    if chosen.model_family != "bert":
+        tables[GENERATION] = _generation(model.assets, config)
+    assets = ((asset.removeprefix("tokenizer/"), path) for asset, path in model.assets.items())
+    copies = {name: path for name, path in assets if is_tokenizer_file(name) and name not in tokenizer.files}
+    return _Folder(tensors, tables, tokenizer.files, copies)
 
 
 def _generation(assets: Mapping[str, Path], config: Mapping[str, object]) -> dict[str, object]:

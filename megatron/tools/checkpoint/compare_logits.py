@@ -12,14 +12,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.sharded_tensor import module_tensors
 from megatron.core.tokenizers.simple import NullTokenizer
 from megatron.export.hf import save_hf
 from megatron.export.hf.conversion import placements, to_hf
 from megatron.export.hf.family import complete
-from megatron.export.hf.registry import find_family
+from megatron.export.hf.registry import find_family, read_config
 from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG
 from megatron.export.interchange import Interchange
@@ -56,13 +55,13 @@ def compare_with_transformers(folder: str, local: Interchange, cfg: PretrainConf
         say(f"logits not compared: {count:,} parameters; --check-logits does it, in {8 * count / 1e9:.0f} GB of memory")
         return 0
     settings = _model_settings(local, cfg)
-    length = min(tokens_needed(settings, read_json(Path(folder) / CONFIG)), max(LENGTH, int(AFFORDABLE / count)))
+    length = min(tokens_needed(settings, read_config(Path(folder) / CONFIG)), max(LENGTH, int(AFFORDABLE / count)))
     return _compare("logits against transformers", folder, local, cfg, length)
 
 
 def compare_settings(folder: str, local: Interchange, cfg: PretrainConfig) -> int:
     """Compare a small random model in a temporary folder; return 1 if the logits differ, else 0."""
-    settings, config = _model_settings(local, cfg), read_json(Path(folder) / CONFIG)
+    settings, config = _model_settings(local, cfg), read_config(Path(folder) / CONFIG)
     family = find_family(config)
     small = shrink(settings)
     with tempfile.TemporaryDirectory() as parent:
@@ -94,7 +93,7 @@ def _compare(what: str, folder: str, local: Interchange, cfg: PretrainConfig, le
     decoded = cfg.family.peer_inputs(tokens)
     with torch.no_grad():
         kind, more = getattr(transformers, cfg.family.auto_model), {}
-        config = read_json(Path(folder) / CONFIG)
+        config = read_config(Path(folder) / CONFIG)
         if config["model_type"] not in transformers.CONFIG_MAPPING:  # model types defined by the folder's remote code
             kind = getattr(transformers, find_family(config).architecture)
             more["config"] = kind.config_class.from_dict({**config, "model_type": kind.config_class.model_type})

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_directory
 from megatron.core.dist_checkpointing.writer import write_file
@@ -93,6 +94,9 @@ def parser() -> argparse.ArgumentParser:
     )
     arguments.add_argument("--allow-non-finite", action="store_true", help="also convert NaN and infinite values")
     arguments.add_argument("--check-logits", action="store_true", help="compare logits for models of any size")
+    arguments.add_argument(
+        "--original-dir", metavar="DIR", help="saver hf: folder of which the result is a copy with new weights"
+    )
     arguments.add_argument("--true-vocab-size", type=int, metavar="N", help="alias of --vocab-size")
     for name in LAYOUT:
         arguments.add_argument(name, help="accepted for scripts, no effect: any layout loads the result")
@@ -111,6 +115,10 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, name[2:].replace("-", "_")) is not None:
             say(f"{name}: no effect, any layout loads the result")
     saver = formats.SAVER_ALIASES.get(args.saver, args.saver)
+    if args.original_dir and (saver != "hf" or args.dtype):
+        conflict = f"--saver {saver}" if saver != "hf" else f"--dtype {args.dtype}"
+        reason = f"is a Hugging Face folder, whose dtypes apply; remove {conflict}"
+        raise UserError(f"--original-dir {args.original_dir}: {reason}")
     loader, source = formats.open_checkpoint(
         args.load_dir, args.loader, args.ckpt_step, padded_vocabulary=args.keep_vocab_padding
     )
@@ -138,9 +146,11 @@ def main(argv: Sequence[str]) -> int:
         "optimizer": not args.no_optimizer,
         "shard": args.max_shard_size,
         "padding": args.keep_vocab_padding,
+        "original": args.original_dir and formats.stamp(args.original_dir),
     }
     with Target(args.save_dir, identity) as target:
-        write(source, saver, target, size, int(args.max_shard_size * 1e9), allow_non_finite=args.allow_non_finite)
+        options = {"allow_non_finite": args.allow_non_finite, "original": args.original_dir}
+        write(source, saver, target, size, int(args.max_shard_size * 1e9), **options)
     say(f"{args.save_dir}: complete, format {saver}")
     if saver == "native":
         say(how_to_load(args.save_dir, source))
@@ -203,7 +213,14 @@ def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:
 
 
 def write(
-    source: Interchange, saver: str, target: Target, size: int, max_bytes: int, *, allow_non_finite: bool
+    source: Interchange,
+    saver: str,
+    target: Target,
+    size: int,
+    max_bytes: int,
+    *,
+    allow_non_finite: bool,
+    original: str | None = None,
 ) -> None:
     """Write ``source`` in the format ``saver`` to ``target`` and publish it under its final name, with progress on
     stderr. ``size``: bytes to write; ``max_bytes``: of one file.
@@ -229,7 +246,7 @@ def write(
         elif saver == "safetensors":
             save_safetensors(watched, target, max_file_bytes=max_bytes)
         elif saver == "hf":
-            save_hf(watched, target, max_shard_bytes=max_bytes)
+            save_hf(watched, target, max_shard_bytes=max_bytes, original=original)
         else:
             save_megatron_torch_dist(watched, target.folder)
         finite.read_others(source.tensors)

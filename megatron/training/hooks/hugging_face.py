@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.export.hf import save_hf
+from megatron.export.hf.registry import read_config
 from megatron.export.hf.side_files import CONFIG
 from megatron.export.native import load_native
 from megatron.training.hooks.base import Hook
@@ -24,13 +25,15 @@ class HuggingFaceHook(Hook):
     """Converts each complete checkpoint whose iteration is a multiple of ``interval`` to ``<save>/hf/iter_…``. One rank
     does so in a background thread: other ranks would wait in a collective until its time-out. If a conversion fails,
     training continues and the run ends with a non-zero exit code. ``source``: folder of --load-hf, whose model_type is
-    used if several types fit the model."""
+    used if several types fit the model; of a model of images and text, the folder that is copied."""
 
     kinds = (SAVE,)
 
     def __init__(self, save: str, interval: int, source: str | None = None) -> None:
         self.save, self.interval = save, interval
-        self.model_type = None if source is None else read_json(Path(source) / CONFIG).get("model_type")
+        self.model_type = None if source is None else read_config(Path(source) / CONFIG).get("model_type")
+        contained = source is not None and read_json(Path(source) / CONFIG).get("model_type") != self.model_type
+        self.original = source if contained else None
         self._thread: threading.Thread | None = None
 
     def on_record(self, kind: RecordKind, record: Record) -> None:
@@ -51,7 +54,7 @@ class HuggingFaceHook(Hook):
     def _convert(self, name: str) -> None:
         """Background thread. Logs any error and appends it to ``self.failure``; never raises."""
         try:
-            convert_to_hf(Path(self.save) / name, Path(self.save) / "hf" / name, self.model_type)
+            convert_to_hf(Path(self.save) / name, Path(self.save) / "hf" / name, self.model_type, self.original)
         except Exception as error:  # an exception that ends a thread would go unnoticed
             is_expected = isinstance(error, UserError | OSError)
             reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
@@ -60,15 +63,17 @@ class HuggingFaceHook(Hook):
             self.failure = f"{self.failure}; {message}" if self.failure else message
 
 
-def convert_to_hf(checkpoint: str | os.PathLike, folder: str | os.PathLike, model_type: str | None = None) -> None:
+def convert_to_hf(
+    checkpoint: str | os.PathLike, folder: str | os.PathLike, model_type: str | None = None, original: str | None = None
+) -> None:
     """Write the weights of a native checkpoint, without optimizer state, as a Hugging Face folder, which appears only
     when complete; an existing one is renamed before to ``<folder>-set-aside-<number>``. ``model_type`` selects among
-    types that fit the model."""
+    types that fit the model. ``original``: see :func:`megatron.export.hf.save_hf`."""
     interchange = load_native(checkpoint)
     weights = {name: tensor for name, tensor in interchange.tensors.items() if name.startswith("model.")}
     interchange.tensors, interchange.objects = weights, {}
     if os.path.isdir(folder):  # from a history that was abandoned
         numbers = (f"{folder}-set-aside-{number:03d}" for number in itertools.count(1))
         os.rename(folder, next(name for name in numbers if not os.path.lexists(name)))
-    save_hf(interchange, folder, preferred=model_type)
+    save_hf(interchange, folder, preferred=model_type, original=original)
     logger.info("  wrote %s in Hugging Face's format", folder)

@@ -10,8 +10,8 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.export.hf.attention_settings import FULL, Rope, groups
 from megatron.export.hf.families import llama
 from megatron.export.hf.families.mixtures import EXPERT_LAYERS, shared_expert
-from megatron.export.hf.family import Family
-from megatron.export.hf.layouts import BlockParts, Weights
+from megatron.export.hf.family import Container, Family
+from megatron.export.hf.layouts import BlockParts, Stacked, Weights
 from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
 
 LINEAR = "linear_attention"
@@ -89,6 +89,12 @@ EXPERTS: Weights = {
     **shared_expert("model.layers.*.mlp.shared_expert"),
     "decoder.layers.*.mlp.shared_experts.gate_weight": "model.layers.*.mlp.shared_expert_gate.weight",
 }
+STACKED = {
+    "decoder.layers.*.mlp.experts.linear_fc1.weight": Stacked("model.layers.*.mlp.experts.gate_up_proj"),
+    "decoder.layers.*.mlp.experts.linear_fc2.weight": Stacked("model.layers.*.mlp.experts.down_proj"),
+}
+"""Files on the hub have all experts of a layer in one tensor."""
+BASE, TOWER = "model.language_model.", "model.visual."
 UNUSED = Ignored(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"))
 """Keys of tensors that are left out."""
 SEPARATE = _mixer(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), [(0, 1, 2), (3,), (4,), (5,)])
@@ -110,8 +116,9 @@ QWEN3_NEXT = Family(
 """Projections interleaved per key head; mixtures of experts with a gated shared expert."""
 
 QWEN3_5_MOE = Family(
-    "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", models="Qwen3.5 and 3.6 with experts, text",
-    limits=("multi-token prediction is left out", "images"),
+    "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", models="Qwen3.5 and 3.6 with experts",
+    container=Container("qwen3_5_moe", BASE, TOWER), alternatives=STACKED,
+    limits=("multi-token prediction and the vision tower are left out",),
     config=(
         *COMMON, groups(2), TextRope(share=0.25), *MIXTURE[1:], UNUSED,
         Fixed({"moe_layer_freq": 1, "moe_router_pre_softmax": False}),
@@ -125,8 +132,9 @@ QWEN3_5_MOE = Family(
 """Separate projections; mixtures of experts with a gated shared expert in all layers."""
 
 QWEN3_5 = Family(
-    "qwen3_5_text", "Qwen3_5ForCausalLM", models="Qwen3.5, 3.6 and 3.8, text",
-    limits=("multi-token prediction is left out", "images"),
+    "qwen3_5_text", "Qwen3_5ForCausalLM", models="Qwen3.5, 3.6 and 3.8",
+    container=Container("qwen3_5", BASE, TOWER),
+    limits=("multi-token prediction and the vision tower are left out",),
     config=(*COMMON, llama.FFN, groups(4), TextRope(share=0.25), UNUSED),
     weights={**llama.WEIGHTS, **SEPARATE},
     unused=(r"mtp\..*",),
