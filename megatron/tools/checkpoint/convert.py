@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--allow-non-finite", action="store_true", help="also convert NaN and infinite values")
     arguments.add_argument("--check-logits", action="store_true", help="compare logits for models of any size")
     arguments.add_argument(
-        "--original-dir", metavar="DIR", help="saver hf: folder of which the result is a copy with new weights"
+        "--original-dir", metavar="DIR", help="saver hf: folder to copy with the weights of the model replaced"
     )
     arguments.add_argument("--true-vocab-size", type=int, metavar="N", help="alias of --vocab-size")
     for name in LAYOUT:
