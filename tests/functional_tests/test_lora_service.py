@@ -1,7 +1,8 @@
-"""Checkpoints of adapters in use: killed runs continue with the same bits; serve and evaluate compute with the merged
+"""Checkpoints of adapters in use: killed runs continue with the same bits, as those of preferences; serve and evaluate compute with the merged
 model."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.reader import CheckpointReader
 from tests.functional_tests.test_conversion import run
 from tests.functional_tests.test_eval_tasks import NAMES, tasks  # noqa: F401
 from tests.functional_tests.test_lora_layouts import LLAMA, VOCABULARY
+from tests.functional_tests.test_preference_training import DROPOUT, data, model  # noqa: F401
 from tests.test_utils.gpt_runs import MODEL_FLAGS, train
 from tests.test_utils.hf_folders import tiny_llama
 
@@ -24,31 +26,34 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
 RUN = f"{SIZES} {LLAMA} --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --eval-iters 0 --num-workers 0".split()
 ADAPTERS = ["--lora-rank", "4", "--lora-dropout", "0.1", "--lora-use-dora"]
-STEPS, INTERVAL = 60, 3
+STEPS, INTERVAL = 24, 3
 
 
 @pytest.mark.slow
-def test_killed_runs_continue_with_the_same_bits(gloo_pool, tmp_path):
+@pytest.mark.parametrize("kind", ["adapters", "preferences"])
+def test_killed_runs_continue_with_the_same_bits(gloo_pool, warm_python, request, tmp_path, kind):
     """SIGKILL as soon as the first checkpoint exists, and again when files of the third appear."""
-    base, complete, killed = (tmp_path / name for name in ("base", "complete", "killed"))
-    data = [*RUN, "--mock-data", *VOCABULARY]
-    assert gloo_pool.run(train, 1, [*data, "--train-iters", "4", "--save", str(base)]) == [0]
-    argv = [*data, *ADAPTERS, "--pretrained-checkpoint", str(base), "--train-iters", str(STEPS)]
-    argv += ["--save-interval", str(INTERVAL)]
+    complete, killed = (tmp_path / name for name in ("complete", "killed"))
+    if kind == "adapters":
+        base, argv = tmp_path / "base", [*RUN, "--mock-data", *VOCABULARY]
+        assert gloo_pool.run(train, 1, [*argv, "--train-iters", "4", "--save", str(base)]) == [0]
+        argv += [*ADAPTERS, "--pretrained-checkpoint", str(base)]
+    else:
+        argv = [*request.getfixturevalue("data"), *DROPOUT, "--global-batch-size", "4"]
+    argv += ["--train-iters", str(STEPS), "--save-interval", str(INTERVAL)]
     assert gloo_pool.run(train, 1, [*argv, "--save", str(complete)]) == [0]
-    command = [sys.executable, ROOT / "pretrain_gpt.py", *MODEL_FLAGS, *argv, "--save", killed, "--load", killed]
+    command = [warm_python, ROOT / "pretrain_gpt.py", *MODEL_FLAGS, *argv, "--save", killed, "--load", killed]
     with open(tmp_path / "log", "w", encoding="utf-8") as log:
         for pattern in (f"iter_{INTERVAL:07}", f"*{3 * INTERVAL:07}*"):
             program = subprocess.Popen(command, stdout=log, stderr=log)
             while program.poll() is None and not list(killed.glob(pattern)):
                 time.sleep(0.002)
-            program.send_signal(signal.SIGKILL)
+            os.kill(json.loads((killed / ".lock").read_text())["pid"], signal.SIGKILL)
             assert program.wait(60) == -signal.SIGKILL, (tmp_path / "log").read_text()
         assert subprocess.run(command, stdout=log, stderr=log, check=False).returncode == 0
     expected, resumed = (CheckpointReader(folder / f"iter_{STEPS:07}") for folder in (complete, killed))
-    assert expected.names == resumed.names and all(
-        "adapter.lora_" in name for name in expected.names if name.startswith("model.")
-    )
+    assert expected.names == resumed.names
+    assert kind != "adapters" or all("adapter.lora_" in name for name in expected.names if name.startswith("model."))
     for name in expected.names:
         assert torch.equal(*(reader.read(name).view(torch.uint8) for reader in (expected, resumed))), name
 
