@@ -74,7 +74,9 @@ EXPERT_ROWS = {
 ROWS.update({f"experts, {name}": row for name, row in EXPERT_ROWS.items()})
 CASES = [(name, "experts" if name.startswith("experts,") else "") for name in ROWS]
 ROWS["recomputed MLP, PP 2"] = (
-    "llama", f"{PP2} --recompute-granularity selective --recompute-modules mlp --micro-batch-size 2", 2,
+    "llama",
+    f"{PP2} --recompute-granularity selective --recompute-modules mlp --micro-batch-size 2",
+    2,
 )
 DROPOUT_ROWS = (
     "TP 2 + SP", "TP 2 + SP, shared key head", "MLA, TP 2 + SP", "CP 2", "EP 2", "DP 2, ZeRO-1", "FSDP2",
@@ -214,6 +216,28 @@ def test_checkpoints_hold_adapters_name_their_base_and_load_in_other_layouts(glo
         for name in weights:
             assert resumed.shape(name) == expected.shape(name)
             torch.testing.assert_close(resumed.read(name), expected.read(name), rtol=1e-9, atol=1e-12)
+
+
+def test_resharding_changes_no_bit(gloo_pool, bases, tmp_path):
+    """TP 2 -> one rank -> PP 2 -> FSDP2, none of which updates the weights, then training with ZeRO-1."""
+    layouts = {f"{TP2} {SP}": 2, "": 1, PP2: 2, "--use-torch-fsdp2": 2, ZERO: 2}
+    readers, folder = [], None
+    for step, (layout, ranks) in enumerate(layouts.items(), 2):
+        flags = ["--train-iters", 6, "--exit-interval", step, "--save-interval", 1, "--eval-iters", 0]
+        flags += ["--iterations-to-skip", 3, 4, 5]
+        source = () if folder is None else ("--load", folder)
+        folder = tmp_path / str(step)
+        argv = [*RUN, *MODELS["llama"].split(), *layout.split(), "--pretrained-checkpoint", bases("llama"), *TO_RUN]
+        argv += ["--save", folder, *source, *flags]
+        assert gloo_pool.run(train, ranks, list(map(str, argv)), True) == [0] * ranks
+        readers.append(CheckpointReader(folder / f"iter_{step:07}"))
+    first, *resharded, trained = readers
+    assert all(reader.names == first.names for reader in readers) and len(first.names) > 40 * 3
+    state = [name for name in first.names if not name.startswith("rng.")]
+    for reader in resharded:
+        for name in state:
+            assert torch.equal(*(of.read(name).view(torch.uint8) for of in (first, reader))), name
+    assert all(not torch.equal(first.read(name), trained.read(name)) for name in first.names if "lora_b" in name)
 
 
 def rejected(gloo_pool, *flags):
