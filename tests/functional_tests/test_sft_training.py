@@ -129,14 +129,17 @@ def rows(data, length=96):
     return len(best_fit_decreasing(np.sort(lengths)[::-1].tolist(), length))
 
 
-def test_two_epochs_read_all_rows_twice(data):
+def test_two_epochs_read_all_rows_twice(data, caplog):
+    """The run, not the arguments, logs the data set."""
     from megatron.training.arguments import parse_args, validate_args
 
     pairs = [*MODEL_FLAGS, *data]
     for flag in ("--train-iters", "--lr-warmup-iters"):
         while flag in pairs:
             del pairs[pairs.index(flag) : pairs.index(flag) + 2]
-    cfg = validate_args(parse_args([*pairs, "--num-epochs", "2"]), 1, announce=False)
+    with caplog.at_level("INFO"):
+        cfg = validate_args(parse_args([*pairs, "--num-epochs", "2"]), 1, announce=False)
+    assert "sequences in" not in caplog.text
     assert cfg.training.train_samples == cfg.schedule.lr_decay_samples == 2 * rows(data)
     assert cfg.training.train_iters == 2 * rows(data) // 8
 

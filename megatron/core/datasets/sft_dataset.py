@@ -103,11 +103,21 @@ class SFTDataset(MegatronDataset):
         """Positions that each selected sequence takes of a row, int64."""
         return self.dataset.cut_lengths(self.sequences, self.config.sequence_length + 1) - 1
 
+    @cached_property
+    def rows_per_epoch(self) -> int:
+        """Rows of one pass over the sequences."""
+        if not self.config.packing:
+            return len(self.positions)
+        return len(best_fit_decreasing(np.sort(self.positions)[::-1].tolist(), self.config.sequence_length))
+
+    @classmethod
+    def samples_of_epochs(cls, num_epochs: int, *source: object) -> int:
+        """Build no plan and log nothing."""
+        return num_epochs * cls.unbuilt(*source).rows_per_epoch
+
     def _pack(self) -> None:
         """Plan all rows, or read the plan that is stored next to the file."""
         positions, length, config = self.positions, self.config.sequence_length, self.config
-        descending = np.sort(positions)[::-1].tolist()
-        self.rows_per_epoch = len(best_fit_decreasing(descending, length)) if config.packing else len(positions)
         count = self.rows_per_epoch if self.num_samples is None else max(1, self.num_samples)
         self.num_epochs = -(-count // self.rows_per_epoch)
         items, rows = len(positions) * self.num_epochs, self.rows_per_epoch * self.num_epochs
