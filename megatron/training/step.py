@@ -83,7 +83,7 @@ class TrainStep:
     def _inputs(self, size: int, batches: Iterator[dict], counts: Tensor) -> dict[str, object]:
         """Weigh the losses by ``counts`` and return the arguments of ``forward_backward``."""
         parts, cfg, task = self.parts, self.cfg, self.parts.task
-        task.loss_weights.set(parts.optimizer.scale_loss(1.0 / counts.clamp(min=1.0)))
+        task.loss_weights.set(parts.optimizer.scale_loss(1.0 / counts[: len(task.losses)].clamp(min=1.0)))
         return {
             "forward_step_func": task.forward_step,
             "model": parts.stages,
@@ -114,8 +114,9 @@ class TrainStep:
             measured |= edit.logged
         assert parts.reader is not None, "only --skip-train has none"
         marks = StepMarks(forward, start, self.mark(), parts.reader.take_waited(), device_wait)
+        num_tokens = parts.task.batches.num_tokens(counts)
         metrics = StepMetrics(
-            losses=sums.means(), num_tokens=counts[0], learning_rate=0.0, global_batch_size=size, **result._asdict()
+            losses=sums.means(), num_tokens=num_tokens, learning_rate=0.0, global_batch_size=size, **result._asdict()
         )
         metrics.statistics, metrics.plan, metrics.step_marks = measured, parts.task.batches.figures, marks
         metrics.loss_scale = optimizer.get_loss_scale()

@@ -63,8 +63,12 @@ class Batches:
 
     def counts(self, batch: dict[str, Tensor]) -> Sequence[Tensor | int]:
         """Return how many tokens or samples of ``batch`` each of the task's losses sums over. ``batch`` is as the
-        loader yields it: full sequences, on the host. Default: the sum of ``loss_mask``."""
+        loader yields it: full sequences, on the host. Default: the sum of ``loss_mask``. Further counts may follow."""
         return [batch["loss_mask"].sum()]
+
+    def num_tokens(self, counts: Tensor) -> Tensor:
+        """Return the number of tokens with a loss from ``counts``, the sums of :meth:`counts` of the global batch."""
+        return counts[0]
 
     def read(self, reader: BatchReader, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
         """Return an iterator over the next ``number`` batches of training, and the sums of their :meth:`counts`, fp64

@@ -26,7 +26,11 @@ class PreferenceRows(PackedRows):
     """Rows of :class:`PreferenceDataset`: both completions of a pair are in one row. Losses count pairs."""
 
     def counts(self, batch: dict[str, Tensor]) -> Sequence[Tensor | int]:
-        return [num_pairs(batch).sum()]
+        """Return the numbers of pairs, which the loss counts, and of tokens."""
+        return [num_pairs(batch).sum(), batch["loss_mask"].sum()]
+
+    def num_tokens(self, counts: Tensor) -> Tensor:
+        return counts[1]
 
     def local(self, batch: Batch) -> Batch:
         """Return the tensors of the base class with ``valid_tokens``, the weight of a row, as its number of pairs, and

@@ -140,7 +140,7 @@ TRAIN = RecordKind(
         "learning_rate": "learning rate",
         "weight_decay": "weight decay, if it is scheduled",
         "global_batch_size": "samples",
-        "num_tokens": "valid tokens of the global batch; with --dpo its pairs",
+        "num_tokens": "valid tokens of the global batch",
         "plan": "plan of samples of different lengths: imbalance, tokens, micro-batches by context-parallel size",
         "loss_scale": "loss scale",
         "grad_norm": "L2 norm of all gradients before clipping",
