@@ -95,10 +95,10 @@ def test_served_adapters_answer_as_the_merged_model_in_transformers(folders):
     pytest.importorskip("uvicorn")
     _, adapted, merged = folders
     tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
-    model = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
+    merged_model = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
     ids = tokenizer("def", return_tensors="pt", add_special_tokens=False).input_ids
     with torch.no_grad():
-        output = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        output = merged_model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     expected = tokenizer.decode(output[0, ids.shape[1] :])
     command = [sys.executable, ROOT / "tools" / "serve.py", "--load", adapted, "--model-name", "adapted", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
