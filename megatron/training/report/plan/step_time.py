@@ -132,10 +132,11 @@ def predict_step(
     stages = run_stages(cfg, vocab_size or None, model)
     factor = calibration_factor(cfg, cluster.gpu, calibration() if factors is None else factors)
     costs = [stage_times(cfg, model, stage, cluster, factor) for stage in stages]
-    for companion, frozen in zip(cfg.companions.values(), model.companions):
+    companions = list(cfg.companions.values()) or [cfg] * len(model.companions)  # else the base of adapters
+    for companion, frozen in zip(companions, model.companions):
         for cost, stage in zip(costs, run_stages(companion, vocab_size or None, frozen)):
-            times = stage_times(companion, frozen, stage, cluster, factor)
-            cost["F", "frozen models"] += sum(seconds for (phase, _), seconds in times.items() if phase == "F")
+            times = stage_times(companion, frozen, stage, cluster, factor, phases="F")
+            cost["F", "frozen models"] += sum(times.values())
     duration, bubble = _pipeline(cfg, costs, cluster, rough)
     number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
     parts: Seconds[str] = Seconds()
@@ -317,24 +318,30 @@ def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) 
 
 
 def stage_times(
-    cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster, factor: float = 1.0
+    cfg: PretrainConfig,
+    model: ModelDescription,
+    stage: StageContents,
+    cluster: Cluster,
+    factor: float = 1.0,
+    phases: str = "FIW",
 ) -> Times:
-    """Return the times of one micro-batch on a stage, with device times multiplied by ``factor``. A stage is at least
-    as slow as the host starts its kernels."""
+    """Return the times of ``phases`` of one micro-batch on a stage, with device times multiplied by ``factor``. A stage
+    is at least as slow as the host starts its kernels: a third of them in F, the others in I."""
     pieces = stage_pieces(model, stage)
     times = summed_times(cfg, model, pieces, cluster)
     if cfg.distributed.use_torch_fsdp2:
         _add_fsdp(cfg, model, stage, cluster, times)
-    times = Seconds({key: seconds * factor for key, seconds in times.items()})
+    times = Seconds({key: seconds * factor for key, seconds in times.items() if key[0] in phases})
     if _reads_row_counts(cfg):
         experts = sum(map(_has_experts, pieces))
-        times["F", "host"] += experts * ROW_COUNTS / 2
-        times["I", "host"] += experts * ROW_COUNTS / 2
+        for phase in set("FI").intersection(phases):
+            times[phase, "host"] += experts * ROW_COUNTS / 2
     graphs = cfg.training.cuda_graph_impl not in (None, "none")
-    missing = _launch_seconds(cfg, pieces) - sum(times.values())
+    shares = {phase: share for phase, share in (("F", 1 / 3), ("I", 2 / 3)) if phase in phases}
+    missing = _launch_seconds(cfg, pieces) - sum(times.values()) / sum(shares.values())
     if not graphs and missing > 0:
-        times["F", "host"] += missing / 3
-        times["I", "host"] += missing * 2 / 3
+        for phase, share in shares.items():
+            times[phase, "host"] += missing * share
     return times
 
 

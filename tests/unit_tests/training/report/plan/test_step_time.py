@@ -9,7 +9,7 @@ import pytest
 from megatron.console import run_tool
 from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.training.report.advice import peak_memory
-from megatron.training.report.memory import stored_parameters
+from megatron.training.report.memory import estimate_memory, stored_parameters
 from megatron.training.report.pipeline import run_schedule, run_stages, stage_pieces
 from megatron.training.report.plan.cluster import build_cluster
 from megatron.training.report.plan.search import apply
@@ -207,6 +207,61 @@ def test_frozen_weights_have_no_weight_gradients_reductions_or_updates():
     base = 16 * (width * (2 * width + 2 * keys) + 3 * width * ffn + 2 * width) + width + 2 * VOCAB_ROWS * width
     assert (low.parts["optimizer"] - 1e-3) / (complete.parts["optimizer"] - 1e-3) == pytest.approx(adapters / base)
     assert 0 < low.parts["data communication"] < 0.05 * complete.parts["data communication"]
+
+
+HF_MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+"""Sizes of ``MODEL``."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+        "--context-parallel-size 2 --use-distributed-optimizer",
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
+    ],
+)
+def test_reference_model_of_preferences_takes_a_forward_pass_and_its_weights(tmp_path, layout):
+    """Per micro-batch the forward pass of the definition. The base of adapters has no further weights; stored values
+    take nothing."""
+    (tmp_path / "config.json").write_text(json.dumps(HF_MODEL))
+    flags = f"{MODEL} --bf16 {layout} --load-hf {tmp_path}"
+    dpo = f"--dpo --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path} --dpo-reference"
+    runs = {"none": "", "stored": f"{dpo} stored", "model": f"{dpo} model"}
+    runs |= {"adapters": "--lora-rank 16", "base": f"--lora-rank 16 {dpo} base"}
+    runs = {name: apply(settings(f"{flags} {more}"), {}, 8) for name, more in runs.items()}
+    assert not [text for text in runs.values() if isinstance(text, str)]
+    times = {name: predict_step(cfg, build_cluster("H200", 1, 8), VOCAB) for name, cfg in runs.items()}
+    memory = {name: peak_memory(cfg, VOCAB) for name, cfg in runs.items()}
+    cfg = runs["none"]
+    description = cfg.describe(VOCAB)
+    factor = calibration_factor(cfg, build_cluster("H200", 1, 8).gpu, calibration())
+    stages = run_stages(cfg, VOCAB, description)
+    plan = planner.Plan(cfg, planner.Hardware("H200", 1, 8), description, stages, factor)
+    forward = 0.0
+    for stage in stages:
+        pieces = stage_pieces(description, stage)
+        params = [(item.elements, item.param.is_expert) for item in stored_parameters(cfg, pieces)]
+        device = [seconds for key, seconds in plan.stage(pieces, params).items() if key[0] == "F" and key[1] != "host"]
+        kernels = 53 / 2 * sum(piece.is_branch for piece in pieces) / 3  # a third is started in a forward pass
+        forward += max(sum(device), 40e-6 * kernels)
+    expected = forward * plan.num_microbatches / plan.pp
+    assert times["stored"].parts == times["none"].parts and "frozen models" not in times["adapters"].parts
+    for name, other in (("model", "none"), ("base", "adapters")):
+        assert times[name].parts["frozen models"] == pytest.approx(expected, rel=1e-9)
+        assert times[name].seconds - times[other].seconds >= 0.9 * expected  # of ranks that wait for others
+    width, keys, ffn = 1024, 4 * 64, 3072
+    matrices = (width * (2 * width + 2 * keys) + 3 * width * ffn) / plan.tp
+    weights = 16 * (matrices + 2 * width) + 2 * VOCAB_ROWS * width / plan.tp + width
+    frozen = [rank.frozen for rank in estimate_memory(runs["model"], VOCAB)]
+    assert sum(frozen) == 2 * weights / (8 if "fsdp2" in layout else 1)
+    assert 0 < memory["model"] - memory["none"] - min(frozen) < 2**29  # activations of a piece, gathered weights
+    assert memory["stored"] == memory["none"] and memory["base"] == memory["adapters"]
 
 
 @pytest.mark.parametrize("kind", ["shard", "all_reduce", "all_to_all"])
