@@ -1,5 +1,5 @@
-"""Checkpoints of adapters in use: killed runs continue with the same bits, as those of preferences; serve and evaluate compute with the merged
-model."""
+"""Checkpoints of adapters and of preferences in use: killed runs continue with the same bits; serve and evaluate
+compute with the merged model."""
 
 import json
 import os
