@@ -71,7 +71,7 @@ def test_evaluations_of_the_same_weights_agree_exactly(gloo_pool, dataset, tmp_p
     flags = data_flags(dataset, tmp_path / "run")
     gloo_pool.run(train, 2, flags)
     evaluation = ["--load", str(tmp_path / "run"), "--skip-train", "--lr-decay-iters", "99"]
-    gloo_pool.run(train, 2, [*flags, *evaluation])  # what only training asks is of no interest
+    gloo_pool.run(train, 2, [*flags, *evaluation])  # questions of training are not asked
     records = [record for record in read_records(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "valid"]
     assert len(records) == 2 and records[0]["lm loss"] == records[1]["lm loss"]
 

@@ -219,7 +219,7 @@ def test_checkpoints_hold_adapters_name_their_base_and_load_in_other_layouts(glo
 
 
 def test_resharding_changes_no_bit(gloo_pool, bases, tmp_path):
-    """TP 2 -> one rank -> PP 2 -> FSDP2, none of which updates the weights, then training with ZeRO-1."""
+    """TP 2 -> one rank -> PP 2 -> FSDP2 without updates of the weights, then training with ZeRO-1."""
     layouts = {f"{TP2} {SP}": 2, "": 1, PP2: 2, "--use-torch-fsdp2": 2, ZERO: 2}
     readers, folder = [], None
     for step, (layout, ranks) in enumerate(layouts.items(), 2):

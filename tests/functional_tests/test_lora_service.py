@@ -1,4 +1,4 @@
-"""Checkpoints of adapters and of preferences in use: killed runs continue with the same bits; serve and evaluate
+"""Checkpoints of fine-tuning in use: killed runs continue with the same bits; serve and evaluate adapters, which
 compute with the merged model."""
 
 import json
@@ -60,7 +60,7 @@ def test_killed_runs_continue_with_the_same_bits(gloo_pool, warm_python, request
 
 @pytest.fixture
 def folders(gloo_pool, tasks):  # noqa: F811
-    """Folders of a checkpoint with trained adapters and of the merged model, with a tokenizer."""
+    """Folders with a tokenizer: the base, a checkpoint with trained adapters, the merged model."""
     base, adapted, merged = (tasks / name for name in ("base", "run", "merged"))
     base.mkdir()
     tiny_llama(base, vocab_size=400)

@@ -26,7 +26,7 @@ class PreferenceRows(PackedRows):
     """Rows of :class:`PreferenceDataset`: both completions of a pair are in one row. Losses count pairs."""
 
     def counts(self, batch: dict[str, Tensor]) -> Sequence[Tensor | int]:
-        """Return the numbers of pairs, which the loss counts, and of tokens."""
+        """Return the number of pairs, which the loss counts, and the number of tokens."""
         return [num_pairs(batch).sum(), batch["loss_mask"].sum()]
 
     def num_tokens(self, counts: Tensor) -> Tensor:

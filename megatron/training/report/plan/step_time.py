@@ -326,7 +326,7 @@ def stage_times(
     phases: str = "FIW",
 ) -> Times:
     """Return the times of ``phases`` of one micro-batch on a stage, with device times multiplied by ``factor``. A stage
-    is at least as slow as the host starts its kernels: a third of them in F, the others in I."""
+    is at least as slow as the host starts its kernels: a third in F, the others in I."""
     pieces = stage_pieces(model, stage)
     times = summed_times(cfg, model, pieces, cluster)
     if cfg.distributed.use_torch_fsdp2:
