@@ -1,4 +1,4 @@
-"""Gated delta nets and hybrid models: layouts equal one rank, planted errors are found, runs resume."""
+"""Gated delta nets, Kimi delta attention, hybrid models: layouts equal one rank, planted errors are found; resuming."""
 
 import dataclasses
 
@@ -26,6 +26,17 @@ MIXED_EXPERTS = (
     f"{LLAMA} --hybrid-layer-pattern MEM* {MAMBA} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2"
     " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
 )
+KIMI_HEADS = "--linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 4"
+LATENT = "--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 6"
+KIMI = (  # as in Kimi Linear: latent attention without positions, the first layer dense
+    f"{LLAMA.replace('--position-embedding-type rope', '--position-embedding-type none')} --num-layers 4"
+    f" --experimental-attention-variant kda --linear-attention-freq 4 {KIMI_HEADS} {LATENT} --qk-layernorm"
+    " --reset-position-ids --reset-attention-mask"
+)
+KIMI_EXPERTS = (
+    f"{KIMI} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+    " --moe-router-load-balancing-type none --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 24"
+)
 RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn delta_rule gdn_norm_out layernorm"
 LAYOUTS = {
     "tp2": Layout(DELTA, TP2, 2),
@@ -50,6 +61,14 @@ LAYOUTS = {
         "--micro-batch-size 4 --recompute-granularity selective --recompute-modules ssm mamba_norm_out delta_rule",
         1,
     ),
+    "kimi-tp2-sp": Layout(KIMI, f"{TP2} {SP}", 2),
+    "kimi-cp4": Layout(KIMI, CP4, 4),
+    "kimi-cp2-heads-tp2": Layout(KIMI, f"{CP2} {TP2} --cp-comm-type a2a", 4),
+    "kimi-pp2": Layout(KIMI, PP2, 2),
+    "kimi-ep2": Layout(KIMI_EXPERTS, "--micro-batch-size 2 --expert-model-parallel-size 2", 2),
+    "kimi-fsdp2": Layout(KIMI, f"--micro-batch-size 2 {FSDP}", 2),
+    "kimi-muon-tp2-zero": Layout(f"{KIMI} --optimizer muon", f"{TP2} --use-distributed-optimizer", 4),
+    "kimi-recompute": Layout(KIMI, f"--micro-batch-size 4 {RECOMPUTED}", 1),
     "muon-tp2-zero": Layout(f"{DELTA} --optimizer muon", f"{TP2} --use-distributed-optimizer", 4),
     "recompute": Layout(PACKED, f"--micro-batch-size 4 {RECOMPUTED}", 1),
 }
@@ -67,6 +86,8 @@ def test_layout_equals_one_rank(matrix, name):
         ("tp4-sp-packed", "norm_gradients_not_summed"),
         ("cp4-packed", "documents_unknown_to_linear_attention"),
         ("cp2", "states_begin_at_zero_on_every_rank"),
+        ("kimi-cp4", "documents_unknown_to_kimi_delta_attention"),
+        ("kimi-cp4", "gradients_of_states_lost_on_all_but_the_last_rank"),
         ("cp2", "gradients_of_states_lost_on_all_but_the_last_rank"),
     ],
 )

@@ -267,9 +267,13 @@ def states_begin_at_zero_on_every_rank(rank):
     ))  # fmt: skip
 
 
-def documents_unknown_to_linear_attention(rank):
+def documents_unknown_to_kimi_delta_attention(rank):
+    return documents_unknown_to_linear_attention(rank, "kimi_delta_attention")
+
+
+def documents_unknown_to_linear_attention(rank, kind="gated_delta_net"):
     """Linear attention does not know where documents begin, except on the first rank."""
-    where = module("megatron.core.transformer.ssm.gated_delta_net")
+    where = module(f"megatron.core.transformer.ssm.{kind}")
     correct = where.follows
     return mock.patch.object(where, "follows", lambda *arguments: None if rank else correct(*arguments))
 

@@ -11,6 +11,7 @@ from megatron.core.config.ranges import Dim
 SYMBOLS = {
     "M": "mamba",
     "G": "gated_delta_net",
+    "K": "kimi_delta_attention",
     "*": "attention",
     "+": "latent_attention",
     "-": "mlp",
@@ -37,8 +38,9 @@ class HybridConfig(OptionalGroup):
     hybrid_layer_pattern: str | None = flag(
         "--hybrid-layer-pattern", "--hybrid-override-pattern", check=check_hybrid_pattern, metavar="PATTERN"
     )
-    """Kind of each layer, a branch with its own norm: M Mamba-2, G gated delta net, * attention, + latent attention,
-    - feed-forward network, E experts; | ends a pipeline stage. Sets --num-layers: M-M*-E has 6."""
+    """Kind of each layer, a branch with its own norm: M Mamba-2, G gated delta net, K Kimi delta attention,
+    * attention, + latent attention, - feed-forward network, E experts; | ends a pipeline stage. Sets
+    --num-layers: M-M*-E has 6."""
 
     mamba_state_dim: Dim = 128
     """Channels of the state per channel of a Mamba-2 head."""

@@ -31,10 +31,15 @@ BRANCHES = {
     "attention": _ATTENTION,
     "latent_attention": _ATTENTION,
     "gated_delta_net": _ATTENTION,
+    "kimi_delta_attention": _ATTENTION,
     "mamba": BranchNames("mixer", "norm", "mixer", "Mamba-2"),
     "mlp": _FEED_FORWARD,
     "experts": _FEED_FORWARD,
 }
+
+
+VARIANTS = {"gdn": "gated_delta_net", "gated_delta_net": "gated_delta_net", "kda": "kimi_delta_attention"}
+"""Kind of linear attention of each --experimental-attention-variant."""
 
 
 def layer_kinds(config: Any, layer_number: int) -> tuple[str, ...]:
@@ -43,10 +48,11 @@ def layer_kinds(config: Any, layer_number: int) -> tuple[str, ...]:
         return (pattern[layer_number - 1],)
     mixer = "latent_attention" if config.multi_latent_attention else "attention"
     if has_linear_attention(config, layer_number):
-        mixer = "gated_delta_net"
+        mixer = VARIANTS[config.experimental_attention_variant]
     return mixer, "experts" if has_experts(config, layer_number) else "mlp"
 
 
-def has_delta_nets(config: Any) -> bool:
-    """Return whether a layer may be a gated delta net."""
-    return config.experimental_attention_variant is not None or "gated_delta_net" in pattern_kinds(config)
+def delta_kinds(config: Any) -> set[str]:
+    """Return the kinds of linear attention that layers may have."""
+    variant = config.experimental_attention_variant
+    return {VARIANTS[variant]} if variant else {*pattern_kinds(config)} & {*VARIANTS.values()}

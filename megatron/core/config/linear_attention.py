@@ -15,9 +15,9 @@ from megatron.core.config.ranges import Dim
 class LinearAttentionConfig(OptionalGroup):
     """Linear and gated attention"""
 
-    experimental_attention_variant: Literal["gated_delta_net", "gdn"] | None = None
+    experimental_attention_variant: Literal["gated_delta_net", "gdn", "kda"] | None = None
     """Linear attention in place of softmax attention, in the layers that --linear-attention-freq selects: the gated
-    delta net (Qwen3-Next, Qwen3.5)."""
+    delta net (Qwen3-Next, Qwen3.5), or Kimi delta attention, kda (Kimi Linear)."""
 
     linear_attention_freq: int | list[int] | None = flag(
         "--linear-attention-freq", parse=parse_layer_pattern, check=check_layer_pattern, metavar="N|LIST"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from megatron.core.config.cli import FlagSpec, Problem, flags_of
 from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK, experts_in_fp8
-from megatron.core.config.layer_kinds import has_delta_nets
+from megatron.core.config.layer_kinds import delta_kinds
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.moe import MoEConfig, expert_tensor_ranks
@@ -68,10 +68,11 @@ def fp8_sizes(cfg: ModelSettings) -> Problems:
     widths = {"hidden_size": cfg.hidden_size, "ffn_hidden_size": cfg.ffn_hidden_size}
     if not cfg.multi_latent_attention and cfg.kv_channels is not None:
         widths["kv_channels"] = cfg.kv_channels * cfg.num_attention_heads
-    if has_delta_nets(cfg):
+    if kinds := delta_kinds(cfg):
         heads, values, channels = cfg.linear_num_key_heads, cfg.linear_num_value_heads, cfg.linear_value_head_dim
         widths["linear_value_head_dim"] = values * channels
-        widths["linear_key_head_dim"] = 2 * (heads * cfg.linear_key_head_dim + values * (channels + 1))
+        parts = 2 if "gated_delta_net" in kinds else 1
+        widths["linear_key_head_dim"] = 2 * heads * cfg.linear_key_head_dim + parts * values * (channels + 1)
     for field, width in widths.items():
         per_rank = width if field == "hidden_size" or width is None else width // tp
         if per_rank and per_rank % unit:
@@ -230,8 +231,12 @@ def batch_invariant_mode(cfg: ModelSettings) -> Problems:
 def linear_attention(cfg: ModelSettings) -> Problems:
     """Sizes of linear attention: value heads per key head, heads per rank, layers of the pattern."""
     pattern, heads, values = cfg.linear_attention_freq, cfg.linear_num_key_heads, cfg.linear_num_value_heads
-    if not has_delta_nets(cfg):
+    kinds = delta_kinds(cfg)
+    if not kinds:
         return
+    if "kimi_delta_attention" in kinds and values != heads:
+        reason = f"differs from --linear-num-key-heads {heads}; Kimi delta attention has as many"
+        yield problem(cfg, "linear_num_value_heads", reason, f"--linear-num-value-heads {heads}")
     if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
         yield problem(cfg, "linear_attention_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
     if values % heads:

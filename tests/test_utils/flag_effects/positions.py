@@ -171,6 +171,8 @@ ROWS = [
     row("--qk-l2-norm", gives(modules("L2Norm"), 4), keeps("initial"), changes("losses")),
     row("--experimental-attention-variant gdn", gives(delta("in_proj.weight"), (2, 36, 32)),
         gives(latent("linear_qkv"), None), base=DELTA.partition("gdn ")[2]),
+    row("--experimental-attention-variant kda", gives(delta("f_b_proj.weight"), (2, 6, 5)),
+        gives(delta("in_proj.weight"), (2, 18, 32)), base=DELTA.replace("value-heads 4", "value-heads 2")),
     row("--linear-attention-freq 2", gives(delta("in_proj.weight", 1), None),
         gives(delta("conv1d.weight"), (2, 22, 1, 4)), base=DELTA),
     row("--linear-conv-kernel-dim 3", gives(delta("conv1d.weight"), (2, 22, 1, 3)), base=DELTA),

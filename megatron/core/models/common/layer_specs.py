@@ -14,8 +14,10 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
-from megatron.core.transformer.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.transformer.ssm.mamba import MambaMixer, MambaSubmodules
+from megatron.core.transformer.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.ssm.kimi_delta_attention import KimiDeltaAttention, KimiDeltaAttentionSubmodules
+from megatron.core.transformer.ssm.mamba import MambaMixer
+from megatron.core.transformer.ssm.mixer import MixerSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
@@ -55,12 +57,18 @@ def _self_attention(backend: Backend, qk_norm: Callable[..., object] | None, mas
 
 
 def _gated_delta_net(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
-    slots = GatedDeltaNetSubmodules(in_proj=backend.column_parallel_linear, out_proj=backend.row_parallel_linear)
+    slots = MixerSubmodules(in_proj=backend.column_parallel_linear, out_proj=backend.row_parallel_linear)
     return ModuleSpec(GatedDeltaNet, submodules=slots)
 
 
+def _kimi_delta_attention(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
+    column, row = backend.column_parallel_linear, backend.row_parallel_linear
+    slots = KimiDeltaAttentionSubmodules(in_proj=column, out_proj=row, down=ReplicatedLinear, up=column)
+    return ModuleSpec(KimiDeltaAttention, submodules=slots)
+
+
 def _mamba(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
-    slots = MambaSubmodules(in_proj=backend.column_parallel_linear, out_proj=backend.row_parallel_linear)
+    slots = MixerSubmodules(in_proj=backend.column_parallel_linear, out_proj=backend.row_parallel_linear)
     return ModuleSpec(MambaMixer, submodules=slots)
 
 
@@ -80,6 +88,7 @@ MIXERS: dict[str, Callable[[Backend, Callable[..., object] | None, AttnMaskType]
     "attention": _self_attention,
     "latent_attention": _latent_attention,
     "gated_delta_net": _gated_delta_net,
+    "kimi_delta_attention": _kimi_delta_attention,
     "mamba": _mamba,
     "mlp": _mlp,
     "experts": _experts,

@@ -15,7 +15,11 @@ from megatron.core.models.common import description as common
 from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.transformer.mlp_description import describe_mlp
 from megatron.core.transformer.moe.moe_description import describe_moe
-from megatron.core.transformer.ssm.description import describe_gated_delta_net, describe_mamba
+from megatron.core.transformer.ssm.description import (
+    describe_gated_delta_net,
+    describe_kimi_delta_attention,
+    describe_mamba,
+)
 
 
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
@@ -71,6 +75,7 @@ DESCRIBE = {
     "attention": describe_attention,
     "latent_attention": describe_latent_attention,
     "gated_delta_net": describe_gated_delta_net,
+    "kimi_delta_attention": describe_kimi_delta_attention,
     "mamba": describe_mamba,
     "mlp": describe_mlp,
     "experts": describe_moe,

@@ -42,7 +42,42 @@ def describe_gated_delta_net(config: Config, place: LayerPlace) -> Piece:
         gemm(into[0], config, place.seq_length, gradients=width, saved=(Saved("projections", width),)),
         rule, gated, gemm(out[0], config, place.seq_length, saved=normed),
     )  # fmt: skip
-    return Piece("linear attention", (*into, conv, *vectors, norm, *out), ops, settings=SETTINGS)
+    return Piece("linear attention", (*into, conv, *out, *vectors, norm), ops, settings=SETTINGS)
+
+
+def describe_kimi_delta_attention(config: Config, place: LayerPlace) -> Piece:
+    """Return a ``Piece`` with parameters (global shapes) and ops of Kimi delta attention: input projection, convolution
+    and delta rule, products of low rank, gated norm, output projection. FLOPs as of the gated delta net."""
+    heads, tp, item = config.linear_num_key_heads, config.tensor_model_parallel_size, activation_bytes(config)
+    key, value, hidden = config.linear_key_head_dim, config.linear_value_head_dim, config.hidden_size
+    mixed, parts, tokens = 2 * key + value, (key, key, value, 1), place.seq_length
+    into = linear("in_proj", (heads, sum(parts)), hidden, 0, bias=False, row_parts=parts)
+    conv = Param("conv1d.weight", (heads, mixed, 1, config.linear_conv_kernel_dim), {"tp": 0}, ndim=3)
+    out = linear("out_proj", (hidden,), heads * value, 1, bias=False)
+    low, products = [], []
+    latent = value / (tp if config.sequence_parallel else 1) * item
+    for name, rows in (("f", key), ("g", value)):
+        down = Param(f"{name}_a_proj.weight", (value, hidden))
+        (up,) = linear(f"{name}_b_proj", (heads, rows), value, 0, bias=False, row_parts=(rows,))
+        wide = heads * rows // tp * item
+        low += [down, up]
+        saved = Saved("latent", latent), Saved("product", wide)
+        products += [gemm(down, config, tokens), gemm(up, config, tokens, gradients=wide, saved=saved)]
+    vectors = Param("dt_bias", (heads, key), {"tp": 0}, ndim=1), Param("A_log", (heads,), {"tp": 0}, ndim=1)
+    norm = Param("norm.weight", (value,), ndim=1)
+    width, output = heads * sum(parts) // tp * item, heads * value // tp
+    kept = _chunk_bytes(config, mixed * heads, heads, key, value, keys=27.5, matrices=1.5)
+    rule = Op(
+        "other", "delta rule", 6.0 * tokens * heads * key * value, traffic=16.0 * item * heads * mixed // tp,
+        gradients=float(width), saved=(Saved("convolved, decays and chunks", kept, ("delta_rule",)),),
+    )  # fmt: skip
+    normed = Saved("normed", 12.0 * output, ("gdn_norm_out",))
+    ops = (
+        gemm(into[0], config, tokens, gradients=width, saved=(Saved("projections", width),)), *products, rule,
+        Op("norm", "gated norm", traffic=12.0 * item * output, saved=(normed,)),
+        gemm(out[0], config, tokens, saved=(Saved("delta rule", output * item),)),
+    )  # fmt: skip
+    return Piece("linear attention", (*into, conv, *out, *low, *vectors, norm), ops, settings=SETTINGS)
 
 
 MAMBA_SETTINGS = ("hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
@@ -83,7 +118,7 @@ def describe_mamba(config: Config, place: LayerPlace) -> Piece:
         gated,
         gemm(out[0], config, place.seq_length, saved=saved),
     )
-    params = (*into, conv, conv_bias, *vectors, norm, *out)
+    params = (*into, conv, conv_bias, *out, *vectors, norm)
     return Piece("Mamba-2", params, ops, settings=MAMBA_SETTINGS)
 
 

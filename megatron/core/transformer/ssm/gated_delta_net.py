@@ -14,48 +14,26 @@ v of a value, c channels of a key head's query, key and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core.attention.cached_layout import CACHED
-from megatron.core.attention.context_parallel.forms import layer_comm_type
-from megatron.core.attention.sequence_states import CacheSpec
-from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.placement import Drawn, Ones, Shard, declare_row_parts, parameter
-from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.sharding.placement import Ones
 from megatron.core.transformer.context import ForwardContext
-from megatron.core.transformer.initial_values import output_weight_init, weight_init
-from megatron.core.transformer.sites import Sited
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.ssm.convolution import ShortConvolution
 from megatron.core.transformer.ssm.delta_rule import delta_rule
 from megatron.core.transformer.ssm.description import describe_gated_delta_net
 from megatron.core.transformer.ssm.gated_norm import GatedNorm
+from megatron.core.transformer.ssm.mixer import DECAY_RATE, LAYOUTS, MixerSizes, MixerSubmodules, RecurrentMixer
 from megatron.core.transformer.ssm.scans import follows, scan_heads
 
-Slot = ModuleSpec | Callable[..., object]
 
-
-@dataclass
-class GatedDeltaNetSubmodules:
-    """Slots of :class:`GatedDeltaNet`."""
-
-    in_proj: Slot
-    out_proj: Slot
-
-
-class GatedDeltaNet(Sited, nn.Module):
+class GatedDeltaNet(RecurrentMixer):
     """Linear attention by the gated delta rule, [s, b, hidden] -> [s, b, hidden] (s / tp positions under sequence
     parallelism)."""
 
-    mixes_tokens, layouts = True, ANY_ORDER | CACHED
-    cache_spec = CacheSpec(per_sequence=("conv", "state"))
+    mixes_tokens, layouts = True, LAYOUTS
     calls = ("delta_rule", "gdn_norm_out")
 
     describe = staticmethod(describe_gated_delta_net)
@@ -63,43 +41,21 @@ class GatedDeltaNet(Sited, nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: GatedDeltaNetSubmodules,
+        submodules: MixerSubmodules,
         layer_number: int = 1,
         *,
         groups: ProcessGroups,
     ) -> None:
         """Build ``in_proj``, ``conv1d``, ``dt_bias``, ``A_log``, ``norm`` and ``out_proj``. Raises UserError if the
         tensor-parallel size does not divide the key heads."""
-        super().__init__()
-        self.open_sites()
-        self.layer_number = layer_number
         heads, values = config.linear_num_key_heads, config.linear_num_value_heads
-        self.key, self.value, self.per_key = config.linear_key_head_dim, config.linear_value_head_dim, values // heads
-        shared, channels = self.per_key * self.value, 2 * self.key + self.per_key * self.value
-        self.rows = (channels, shared, self.per_key, self.per_key)
-        options = {"config": config, "bias": False, "groups": groups}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            StackedSize((heads, sum(self.rows)), 0),
-            init_method=weight_init(config),
-            **options,
-        )
-        parts = (self.key, self.key, shared, shared, self.per_key, self.per_key)
-        declare_row_parts(self.in_proj, parts, parts)
-        self.conv1d = ShortConvolution((heads, channels), config.linear_conv_kernel_dim, config, groups)
-        common = {"mesh": {"tp": Shard(0)}, "groups": groups, "dtype": config.params_dtype}
-        self.dt_bias = parameter((values,), init=Ones(), **common)
-        self.A_log = parameter((values,), init=Drawn(1.0, 16.0, torch.log), **common)
+        key, value, per_key = config.linear_key_head_dim, config.linear_value_head_dim, values // heads
+        parts = (key, key, per_key * value, per_key * value, per_key, per_key)
+        sizes = MixerSizes(heads, parts, slice(3), config.linear_conv_kernel_dim, values * value)
+        super().__init__(config, submodules, layer_number, groups, sizes)
+        self.key, self.value, self.per_key, self.rows = key, value, per_key, (sum(parts[:3]), *parts[3:])
+        self.dt_bias, self.A_log = self.vector(values, init=Ones()), self.vector(values, init=DECAY_RATE)
         self.norm = GatedNorm(self.value, config, groups)
-        self.out_proj = build_module(
-            submodules.out_proj,
-            values * self.value,
-            config.hidden_size,
-            init_method=output_weight_init(config),
-            **options,
-        )
-        self.by_heads = layer_comm_type(config.cp_comm_type, layer_number) == "a2a"
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the output [s, b, hidden]; reads the layout of ``ctx``."""
@@ -120,7 +76,7 @@ class GatedDeltaNet(Sited, nn.Module):
         )
         value = value.reshape(length, batch, -1, self.value)
         wide = torch.promote_types(value.dtype, torch.float32)
-        query, key = (_unit(x.to(wide)) for x in (query, key))
+        query, key = (unit_length(x.to(wide)) for x in (query, key))
         log_decay = -self.A_log.to(wide).exp() * F.softplus(decay.to(wide) + self.dt_bias.to(wide))
         output = scan_heads(
             ctx.layout,
@@ -137,6 +93,6 @@ class GatedDeltaNet(Sited, nn.Module):
         return output.to(mixed.dtype)
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit_length(x: Tensor) -> Tensor:
     """Return ``x`` divided by its length, with the constant of the published models."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,9 +1,11 @@
-"""RMSNorm of an output and multiplication by SiLU of a gate, in either order.
+"""RMSNorm of an output and multiplication by SiLU or another function of a gate, in either order.
 
 Legend: s sequence, b batch, h heads, v channels of a head, c channels (local).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +17,19 @@ from megatron.core.sharding.placement import Ones, Shard, parameter
 
 
 class GatedNorm(nn.Module):
-    """``RMSNorm(x) * weight * silu(gate)`` per head, in at least fp32. All heads have one weight [v], whose gradient is
-    a partial sum over tensor-parallel ranks."""
+    """``RMSNorm(x) * weight * activation(gate)`` per head, in at least fp32. All heads have one weight [v], whose
+    gradient is a partial sum over tensor-parallel ranks."""
 
-    def __init__(self, width: int, config: TransformerConfig, groups: ProcessGroups) -> None:
+    def __init__(
+        self,
+        width: int,
+        config: TransformerConfig,
+        groups: ProcessGroups,
+        *,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+    ) -> None:
         super().__init__()
+        self.activation = activation
         partial = ("tp",) if groups.tp.size > 1 else ()
         self.eps = config.norm_epsilon
         self.weight = parameter((width,), init=Ones(), partial=partial, groups=groups, dtype=config.params_dtype)
@@ -28,7 +38,7 @@ class GatedNorm(nn.Module):
         """Return [s, b, h, v] of ``x`` and ``gate`` [s, b, h, v], in the dtype of ``x``."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(wide.dtype)
-        return (normed * F.silu(gate.to(wide.dtype))).to(x.dtype)
+        return (normed * self.activation(gate.to(wide.dtype))).to(x.dtype)
 
 
 class GroupNorm(nn.Module):

@@ -13,49 +13,35 @@ channels x, B, C of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core.attention.cached_layout import CACHED
-from megatron.core.attention.context_parallel.forms import layer_comm_type
-from megatron.core.attention.sequence_states import CacheSpec
-from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.placement import Drawn, Ones, Shard, declare_row_parts, parameter
-from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.sharding.placement import Ones
 from megatron.core.transformer.context import ForwardContext
-from megatron.core.transformer.initial_values import output_weight_init, weight_init
-from megatron.core.transformer.sites import Sited
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.ssm.convolution import ShortConvolution
 from megatron.core.transformer.ssm.description import describe_mamba
 from megatron.core.transformer.ssm.gated_norm import GroupNorm
+from megatron.core.transformer.ssm.mixer import (
+    DECAY_RATE,
+    LAYOUTS,
+    TIME_BIAS,
+    MixerSizes,
+    MixerSubmodules,
+    RecurrentMixer,
+)
 from megatron.core.transformer.ssm.scans import follows, scan_heads
 from megatron.core.transformer.ssm.state_space import state_space
 
-Slot = ModuleSpec | Callable[..., object]
 TAPS = 4
 """Tokens that the convolution sees."""
 
 
-@dataclass
-class MambaSubmodules:
-    """Slots of :class:`MambaMixer`."""
-
-    in_proj: Slot
-    out_proj: Slot
-
-
-class MambaMixer(Sited, nn.Module):
+class MambaMixer(RecurrentMixer):
     """Mamba-2 mixer, [s, b, hidden] -> [s, b, hidden] (s / tp positions under sequence parallelism)."""
 
-    mixes_tokens, layouts = True, ANY_ORDER | CACHED
-    cache_spec = CacheSpec(per_sequence=("conv", "state"))
+    mixes_tokens, layouts = True, LAYOUTS
     calls = ("ssm", "mamba_norm_out")
 
     describe = staticmethod(describe_mamba)
@@ -63,45 +49,24 @@ class MambaMixer(Sited, nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MambaSubmodules,
+        submodules: MixerSubmodules,
         layer_number: int = 1,
         *,
         groups: ProcessGroups,
     ) -> None:
         """Build ``in_proj``, ``conv1d``, ``dt_bias``, ``A_log``, ``D``, ``norm`` and ``out_proj``. Raises UserError if
         the tensor-parallel size does not divide the groups of heads."""
-        super().__init__()
-        self.open_sites()
-        self.layer_number = layer_number
         heads, count = config.mamba_num_heads, config.mamba_num_groups
         assert heads is not None, "follows from the hidden size in hybrid models"
-        self.state, self.channels, self.per_group = config.mamba_state_dim, config.mamba_head_dim, heads // count
-        inner = self.per_group * self.channels
-        self.rows = (inner, inner + 2 * self.state, self.per_group)
-        options = {"config": config, "bias": False, "groups": groups}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            StackedSize((count, sum(self.rows)), 0),
-            init_method=weight_init(config),
-            **options,
-        )
-        parts = (inner, inner, self.state, self.state, self.per_group)
-        declare_row_parts(self.in_proj, parts, parts)
-        self.conv1d = ShortConvolution((count, self.rows[1]), TAPS, config, groups, bias=True)
-        common = {"mesh": {"tp": Shard(0)}, "groups": groups, "dtype": config.params_dtype}
-        self.dt_bias = parameter((heads,), init=Drawn(0.0, 1.0, initial_time_bias), **common)
-        self.A_log = parameter((heads,), init=Drawn(1.0, 16.0, torch.log), **common)
-        self.D = parameter((heads,), init=Ones(), **common)
+        per_group, state = heads // count, config.mamba_state_dim
+        inner = per_group * config.mamba_head_dim
+        sizes = MixerSizes(count, (inner, inner, state, state, per_group), slice(1, 4), TAPS, count * inner, True)
+        super().__init__(config, submodules, layer_number, groups, sizes)
+        self.rows = (inner, inner + 2 * state, per_group)
+        self.state, self.channels, self.per_group = state, config.mamba_head_dim, per_group
+        self.dt_bias, self.A_log = (self.vector(heads, init=init) for init in (TIME_BIAS, DECAY_RATE))
+        self.D = self.vector(heads, init=Ones())
         self.norm = GroupNorm(heads * self.channels, inner, config, groups)
-        self.out_proj = build_module(
-            submodules.out_proj,
-            heads * self.channels,
-            config.hidden_size,
-            init_method=output_weight_init(config),
-            **options,
-        )
-        self.by_heads = layer_comm_type(config.cp_comm_type, layer_number) == "a2a"
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the output [s, b, hidden]; reads the layout of ``ctx``."""
@@ -129,10 +94,3 @@ class MambaMixer(Sited, nn.Module):
             by_heads=self.by_heads,
         )  # fmt: skip
         return (output + self.D.to(wide).unsqueeze(-1) * inputs).to(mixed.dtype)
-
-
-def initial_time_bias(uniform: Tensor) -> Tensor:
-    """Return the inverse softplus of times that are log-uniform in [0.001, 0.1]."""
-    low, high = torch.tensor([0.001, 0.1], dtype=torch.float64).log().tolist()
-    step = (low + (high - low) * uniform).exp()
-    return step + torch.log(-torch.expm1(-step))

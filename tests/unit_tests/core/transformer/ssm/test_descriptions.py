@@ -27,13 +27,14 @@ def built(kind, key, value, heads, groups):
         "mamba_state_dim": key, "mamba_head_dim": value, "mamba_num_heads": heads, "mamba_num_groups": groups,
         "hybrid_layer_pattern": "M",
     }  # fmt: skip
-    sizes = {"gated_delta_net": delta, "mamba": mamba}[kind]
+    kimi = {**delta, "hybrid_layer_pattern": "K", "linear_num_key_heads": heads}
+    sizes = {"gated_delta_net": delta, "kimi_delta_attention": kimi, "mamba": mamba}[kind]
     config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=8, bf16=True, **sizes)
     spec = MIXERS[kind](get_backend("local"), None, AttnMaskType.causal)
     return build_module(spec, config, layer_number=1, groups=SINGLE_PROCESS), config
 
 
-@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba"])
+@pytest.mark.parametrize("kind", ["gated_delta_net", "kimi_delta_attention", "mamba"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_described_bytes_are_saved(kind, sizes):
     mixer, config = built(kind, *sizes)
@@ -55,7 +56,7 @@ def test_described_bytes_are_saved(kind, sizes):
     assert bytes_per_token == pytest.approx(without_input, rel=0.1)
 
 
-@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba"])
+@pytest.mark.parametrize("kind", ["gated_delta_net", "kimi_delta_attention", "mamba"])
 def test_described_parameters_are_those_of_the_mixer(kind):
     mixer, config = built(kind, 32, 128, 8, 2)
     piece = mixer.describe(config, LayerPlace(1, LENGTH))

@@ -1,5 +1,6 @@
-"""Gated delta nets and Mamba-2 generate, from the tail of their convolution and a state per sequence, what a full
-forward pass gives: in chunks, after preemption, from snapshots of equal beginnings, on several ranks."""
+"""Gated delta nets, Kimi delta attention and Mamba-2 generate, from the tail of their convolution and a state per
+sequence, what a full forward pass gives: in chunks, after preemption, from snapshots of equal beginnings, on tensor-
+and pipeline-parallel ranks."""
 
 import pytest
 import torch
@@ -22,13 +23,13 @@ DELTA = {
     "num_layers": 4, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2,
     "attention_output_gate": True,
 }  # fmt: skip
-HYBRID = {"num_layers": 5, "hybrid_layer_pattern": "M*-GM"}
+HYBRID = {"num_layers": 6, "hybrid_layer_pattern": "M*-KGM", "linear_num_value_heads": 2}
 MODELS = pytest.mark.parametrize("layers", [DELTA, HYBRID], ids=["delta", "hybrid"])
 
 
 def build(layers, **sizes):
     torch.manual_seed(0)
-    config = TransformerConfig(**SIZES, **layers, **sizes)
+    config = TransformerConfig(**{**SIZES, **layers, **sizes})
     pp = parallel_state.get_process_groups().pp if sizes else SINGLE_PROCESS.pp
     stage = {"pre_process": pp.is_first, "post_process": pp.is_last}
     return GPTModel(

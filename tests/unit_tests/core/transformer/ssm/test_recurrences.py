@@ -5,6 +5,7 @@ import torch
 
 from megatron.core.transformer.ssm.convolution import causal_convolution
 from megatron.core.transformer.ssm.delta_rule import delta_rule
+from megatron.core.transformer.ssm.mixer import initial_time_bias
 from megatron.core.transformer.ssm.state_space import state_space
 from tests.unit_tests.core.transformer.ssm.recurrences import (
     convolution_by_token,
@@ -83,8 +84,6 @@ def test_chunks_of_the_state_space_equal_its_recurrence(length, size, strength, 
 
 
 def test_initial_times_are_log_uniform():
-    from megatron.core.transformer.ssm.mamba import initial_time_bias
-
     bias = initial_time_bias(torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64))
     right = torch.tensor([0.001, 0.01, 0.1], dtype=torch.float64)
     torch.testing.assert_close(torch.nn.functional.softplus(bias), right)
