@@ -1,8 +1,9 @@
 # Sourced by the recipes of examples/*/: starts a program with one process per GPU, by torchrun or under Slurm.
 #
 #   launch PROGRAM FLAGS...     --dry-run among the flags: only the report for NNODES x GPUS_PER_NODE, without a GPU
+#   fine_tune FLAGS...          the model in the folder HF_MODEL, by pretrain_gpt.py
 #
-# A recipe sets TOKENIZER_TYPE and VOCAB_SIZE; examples/README.md lists the variables that users set.
+# A recipe sets VOCAB_SIZE, and for launch TOKENIZER_TYPE; examples/README.md lists the variables that users set.
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-python}
@@ -55,6 +56,17 @@ launch() {
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     exec "$PYTHON" -m torch.distributed.run --nproc_per_node="$gpus" --nnodes="$nodes" --node_rank="${NODE_RANK:-0}" \
         --master_addr="${MASTER_ADDR:-localhost}" --master_port="${MASTER_PORT:-29500}" "$@"
+}
+
+fine_tune() {
+    : "${HF_MODEL:?set it to the folder of the model in the format of Hugging Face}"
+    TOKENIZER_TYPE=HuggingFaceTokenizer TOKENIZER_MODEL=${TOKENIZER_MODEL:-$HF_MODEL} SPLIT=${SPLIT:-1}
+    local length=(--num-epochs "${EPOCHS:-1}")
+    if [ -z "${DATA_PATH:-}" ]; then length=(--train-iters 100); fi  # random tokens
+    launch pretrain_gpt.py --load-hf "$HF_MODEL" --bf16 "${length[@]}" \
+        --micro-batch-size "${MBS:-1}" --global-batch-size "${GBS:-64}" \
+        --lr-decay-style cosine --lr-warmup-fraction 0.03 --weight-decay 0 --clip-grad 1.0 \
+        --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "$@"
 }
 
 launch_srun() {  # NODES GPUS PROGRAM FLAGS...: one task per rank, no torchrun, so that signals reach the ranks at once

@@ -8,17 +8,6 @@ root=$(dirname "$0")/../..
 [ -f "$root/examples/launch.sh" ] || root=$SLURM_SUBMIT_DIR  # sbatch runs a copy: submit from the top of the repository
 . "$root/examples/launch.sh"
 
-: "${HF_MODEL:?set it to the folder of LLaMA-3 70B in the format of Hugging Face}"
-NNODES=${NNODES:-1} TP=${TP:-8} PP=${PP:-1} SPLIT=${SPLIT:-1}
-TOKENIZER_TYPE=HuggingFaceTokenizer TOKENIZER_MODEL=${TOKENIZER_MODEL:-$HF_MODEL} VOCAB_SIZE=128256
-
-MODEL=(--load-hf "$HF_MODEL" --seq-length 8192 --bf16 --dpo --lora-rank 16 --lora-alpha 32)
-LENGTH=(--num-epochs "${EPOCHS:-1}")
-if [ -z "${DATA_PATH:-}" ]; then LENGTH=(--train-iters 100); fi  # random tokens
-TRAINING=(
-    --micro-batch-size "${MBS:-1}" --global-batch-size "${GBS:-64}" "${LENGTH[@]}"
-    --lr 5e-6 --min-lr 5e-7 --lr-decay-style cosine --lr-warmup-fraction 0.03 --weight-decay 0 --clip-grad 1.0
-    --attention-dropout 0 --hidden-dropout 0 --eval-iters 0
-    --recompute-granularity selective --recompute-modules layernorm mlp_act
-)
-launch pretrain_gpt.py "${MODEL[@]}" "${TRAINING[@]}" "$@"
+NNODES=${NNODES:-1} TP=${TP:-8} PP=${PP:-1} VOCAB_SIZE=128256
+fine_tune --dpo --lora-rank 16 --lora-alpha 32 --seq-length 8192 --lr 5e-6 --min-lr 5e-7 \
+    --recompute-granularity selective --recompute-modules layernorm mlp_act "$@"

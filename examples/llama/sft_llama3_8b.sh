@@ -8,16 +8,5 @@ root=$(dirname "$0")/../..
 [ -f "$root/examples/launch.sh" ] || root=$SLURM_SUBMIT_DIR  # sbatch runs a copy: submit from the top of the repository
 . "$root/examples/launch.sh"
 
-: "${HF_MODEL:?set it to the folder of LLaMA-3 8B in the format of Hugging Face}"
-NNODES=${NNODES:-1} TP=${TP:-2} PP=${PP:-1} SPLIT=${SPLIT:-1}
-TOKENIZER_TYPE=HuggingFaceTokenizer TOKENIZER_MODEL=${TOKENIZER_MODEL:-$HF_MODEL} VOCAB_SIZE=128256
-
-MODEL=(--load-hf "$HF_MODEL" --seq-length 8192 --bf16 --sft)
-LENGTH=(--num-epochs "${EPOCHS:-1}")
-if [ -z "${DATA_PATH:-}" ]; then LENGTH=(--train-iters 100); fi  # random tokens
-TRAINING=(
-    --micro-batch-size "${MBS:-1}" --global-batch-size "${GBS:-64}" "${LENGTH[@]}"
-    --lr 1e-5 --min-lr 1e-6 --lr-decay-style cosine --lr-warmup-fraction 0.03 --weight-decay 0 --clip-grad 1.0
-    --attention-dropout 0 --hidden-dropout 0 --eval-iters 0
-)
-launch pretrain_gpt.py "${MODEL[@]}" "${TRAINING[@]}" "$@"
+NNODES=${NNODES:-1} TP=${TP:-2} PP=${PP:-1} VOCAB_SIZE=128256
+fine_tune --sft --seq-length 8192 --lr 1e-5 --min-lr 1e-6 "$@"
