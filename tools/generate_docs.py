@@ -26,7 +26,7 @@ from megatron.core.config.cli import FlagSpec, show  # noqa: E402
 from megatron.core.inference.server.request_fields import PATHS, FieldRule  # noqa: E402
 from megatron.export.hf.family import PASSIVE, Family  # noqa: E402
 from megatron.export.hf.registry import known_families  # noqa: E402
-from megatron.training.arguments import flag_specs  # noqa: E402
+from megatron.training.arguments import all_flag_specs  # noqa: E402
 
 DOCS = ROOT / "docs"
 
@@ -108,7 +108,7 @@ def flags_page() -> str:
     """Every flag."""
     lines = [INTRODUCTION]
     group = None
-    for spec in flag_specs():
+    for spec in all_flag_specs():
         if spec.group is not group:
             group = spec.group
             title = (group.__doc__ or "").strip().splitlines()[0].rstrip(".")

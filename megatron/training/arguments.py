@@ -25,7 +25,7 @@ from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
 from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
 from megatron.core.config.problems import problem
-from megatron.core.models.registry import default_family
+from megatron.core.models.registry import default_family, families
 from megatron.core.safe_files import read_text
 from megatron.training.config.flat import FlatConfig, flags_by_field
 from megatron.training.config.help import select
@@ -56,6 +56,15 @@ ExtraArgsProvider = Callable[[argparse.ArgumentParser], object]
 def flag_specs(model_family: str | None = None) -> tuple[FlagSpec, ...]:
     """Return every flag of a model family's programs (None: the default family's), in the order of ``--help``."""
     return tuple(flags_by_field(model_family or default_family()).values())
+
+
+def all_flag_specs() -> tuple[FlagSpec, ...]:
+    """Return the flags of all families, the default family's first."""
+    specs: dict[str, FlagSpec] = {}
+    for family in families():
+        for spec in flag_specs(family):
+            specs.setdefault(spec.field, spec)
+    return tuple(specs.values())
 
 
 def parse_args(

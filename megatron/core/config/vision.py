@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 
 from megatron.core.config.cli import flag
 from megatron.core.config.optional import OptionalGroup
-from megatron.core.config.ranges import Dim, Layers, NonNegativeInt
+from megatron.core.config.ranges import Dim, Layers, NonNegativeInt, PositiveFloat, Probability
 
 
 @dataclass(kw_only=True)
 class VisionConfig(OptionalGroup):
-    """Images"""
+    """Images (only in pretrain_vlm.py)"""
 
     TRANSFORM: ClassVar[str] = "megatron.core.models.vlm.freezing:freezing"
 
@@ -46,7 +46,7 @@ class VisionConfig(OptionalGroup):
     image_token_id: NonNegativeInt | None = None
     """Id of an image token in the text: an image takes as many as it has squares of patches."""
 
-    mrope_section: list[int] | None = flag("--mrope-section", nargs="+")
+    mrope_section: list[Dim] | None = flag("--mrope-section", nargs="+")
     """Pairs of rotary channels that turn by the time, the row and the column of a token; interleaved (Qwen3-VL,
     Qwen3.5). Default: all turn by the position in the text."""
 
@@ -56,10 +56,10 @@ class VisionConfig(OptionalGroup):
     image_max_pixels: Dim = 16777216
     """Images with more pixels are reduced."""
 
-    image_mean: list[float] = flag("--image-mean", nargs=3, default_factory=lambda: [0.5, 0.5, 0.5])
+    image_mean: list[Probability] = flag("--image-mean", nargs=3, default_factory=lambda: [0.5, 0.5, 0.5])
     """Mean of red, green and blue (0 to 1), which is subtracted."""
 
-    image_std: list[float] = flag("--image-std", nargs=3, default_factory=lambda: [0.5, 0.5, 0.5])
+    image_std: list[PositiveFloat] = flag("--image-std", nargs=3, default_factory=lambda: [0.5, 0.5, 0.5])
     """Standard deviation of red, green and blue, by which pixels are divided."""
 
     image_errors: Literal["fail", "skip"] = "fail"

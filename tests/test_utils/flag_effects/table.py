@@ -13,11 +13,12 @@ from tests.test_utils.flag_effects import (
     sft,
     tokenizers,
     training,
+    vision,
 )
 
 TABLE = [
     *network.ROWS, *positions.ROWS, *optimizer.ROWS, *training.ROWS, *data.ROWS, *checkpoints.ROWS, *layouts.ROWS,
-    *tokenizers.ROWS, *experts.ROWS, *masked.ROWS, *fp8.ROWS, *sft.ROWS,
+    *tokenizers.ROWS, *experts.ROWS, *masked.ROWS, *fp8.ROWS, *sft.ROWS, *vision.ROWS,
 ]  # fmt: skip
 
 EXEMPT: dict[str, str] = {}
