@@ -19,8 +19,7 @@ EXPERTS = (
 )
 MAMBA = "--mamba-num-heads 8 --mamba-head-dim 6 --mamba-num-groups 4 --mamba-state-dim 5"
 HYBRID = (
-    f"{LLAMA} --num-layers 6 --hybrid-layer-pattern MG-M*- {HEADS} {MAMBA}"
-    " --reset-position-ids --reset-attention-mask"
+    f"{LLAMA} --num-layers 6 --hybrid-layer-pattern MG-M*- {HEADS} {MAMBA} --reset-position-ids --reset-attention-mask"
 )
 MIXED_EXPERTS = (
     f"{LLAMA} --hybrid-layer-pattern MEM* {MAMBA} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2"
@@ -37,6 +36,7 @@ KIMI_EXPERTS = (
     f"{KIMI} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
     " --moe-router-load-balancing-type none --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 24"
 )
+DEPTHS = MIXED_EXPERTS.replace("MEM*", "MG*-/ME/ME") + f" {HEADS}"
 RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn delta_rule gdn_norm_out layernorm"
 LAYOUTS = {
     "tp2": Layout(DELTA, TP2, 2),
@@ -55,6 +55,8 @@ LAYOUTS = {
     "hybrid-cp4": Layout(HYBRID, CP4, 4),
     "hybrid-cp2-heads-tp2": Layout(HYBRID, f"{CP2} {TP2} --cp-comm-type a2a", 4),
     "hybrid-pp2-by-pattern": Layout(HYBRID.replace("MG-M*-", "MG-|M*-"), PP2, 2),
+    "hybrid-depths-pp2-tp2": Layout(DEPTHS.replace("MG*-", "MG|*-"), f"{PP2} {TP2} {SP}", 4),
+    "hybrid-depths-repeated-cp2": Layout(f"{DEPTHS} --mtp-use-repeated-layer", CP2, 2),
     "hybrid-ep2": Layout(MIXED_EXPERTS, "--micro-batch-size 2 --expert-model-parallel-size 2", 2),
     "hybrid-recompute": Layout(
         HYBRID,

@@ -18,17 +18,21 @@ SYMBOLS = {
     "E": "experts",
 }
 """Kind of branch (``layer_kinds.py``) of each symbol of a pattern."""
-STAGE = "|"
+STAGE, DEPTH = "|", "/"
+"""Separators of pipeline stages, and of prediction depths after the layers of the decoder."""
 
 
 def check_hybrid_pattern(pattern: str) -> None:
-    """Raise ValueError for a symbol that is unknown or not supported, and for a pattern without layers."""
-    if "/" in pattern:
-        raise ValueError("has / (multi-token prediction), which is not supported; remove it and what follows")
-    if unknown := sorted({*pattern} - {*SYMBOLS, STAGE}):
-        raise ValueError(f"has {', '.join(map(repr, unknown))}; symbols are {' '.join(SYMBOLS)}, and | between stages")
-    if not pattern.replace(STAGE, ""):
+    """Raise ValueError for a symbol that is unknown or not supported, a pattern without layers, and prediction depths
+    that differ."""
+    if unknown := sorted({*pattern} - {*SYMBOLS, STAGE, DEPTH}):
+        symbols = f"{' '.join(SYMBOLS)}, | between stages and / before prediction depths"
+        raise ValueError(f"has {', '.join(map(repr, unknown))}; symbols are {symbols}")
+    layers, *depths = pattern.split(DEPTH)
+    if not layers.replace(STAGE, ""):
         raise ValueError("has no layers")
+    if len({*depths}) > 1 or "" in depths or STAGE in "".join(depths):
+        raise ValueError("has prediction depths that differ, are empty or have |; repeat one, as in M-M*-/M*/M*")
 
 
 @dataclass(kw_only=True)
@@ -39,8 +43,8 @@ class HybridConfig(OptionalGroup):
         "--hybrid-layer-pattern", "--hybrid-override-pattern", check=check_hybrid_pattern, metavar="PATTERN"
     )
     """Kind of each layer, a branch with its own norm: M Mamba-2, G gated delta net, K Kimi delta attention,
-    * attention, + latent attention, - feed-forward network, E experts; | ends a pipeline stage. Sets
-    --num-layers: M-M*-E has 6."""
+    * attention, + latent attention, - feed-forward network, E experts; | ends a pipeline stage, / begins a prediction
+    depth. Sets --num-layers: M-M*-E has 6; and --mtp-num-layers: M*-/M*/M* has 2 depths of the layers M*."""
 
     mamba_state_dim: Dim = 128
     """Channels of the state per channel of a Mamba-2 head."""
@@ -56,5 +60,11 @@ class HybridConfig(OptionalGroup):
 
 
 def pattern_kinds(config: HybridConfig) -> list[str]:
-    """Return the kind of each layer's branch; empty without a pattern."""
-    return [SYMBOLS[symbol] for symbol in (config.hybrid_layer_pattern or "").replace(STAGE, "")]
+    """Return the kind of each decoder layer's branch; empty without a pattern."""
+    return [SYMBOLS[symbol] for symbol in (config.hybrid_layer_pattern or "").split(DEPTH)[0].replace(STAGE, "")]
+
+
+def depth_kinds(config: HybridConfig) -> list[str]:
+    """Return the kind of each layer's branch in a prediction depth; empty if the pattern has none."""
+    depths = (config.hybrid_layer_pattern or "").split(DEPTH)[1:]
+    return [SYMBOLS[symbol] for symbol in depths[0]] if depths else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from megatron.core.config.hybrid import pattern_kinds
+from megatron.core.config.hybrid import depth_kinds, pattern_kinds
 from megatron.core.config.linear_attention import has_linear_attention
 from megatron.core.config.moe import has_experts
 
@@ -55,4 +55,5 @@ def layer_kinds(config: Any, layer_number: int) -> tuple[str, ...]:
 def delta_kinds(config: Any) -> set[str]:
     """Return the kinds of linear attention that layers may have."""
     variant = config.experimental_attention_variant
-    return {VARIANTS[variant]} if variant else {*pattern_kinds(config)} & {*VARIANTS.values()}
+    kinds = pattern_kinds(config) + depth_kinds(config)
+    return {VARIANTS[variant]} if variant else {*kinds} & {*VARIANTS.values()}

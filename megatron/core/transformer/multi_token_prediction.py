@@ -148,6 +148,26 @@ class MultiTokenPredictionBlockSubmodules:
     layer_specs: Sequence[ModuleSpec]
 
 
+class PredictionLayers(nn.Module):
+    """Layers of one depth of a hybrid model."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: Sequence[ModuleSpec], layer_number: int, *, groups: ProcessGroups
+    ) -> None:
+        """Build ``layers`` from their specs. ``layer_number`` is that of a depth with one layer; numbers continue."""
+        super().__init__()
+        first = config.num_layers + (layer_number - config.num_layers - 1) * len(submodules) + 1
+        self.layers = nn.ModuleList(
+            build_module(spec, config, layer_number=number, groups=groups)
+            for number, spec in enumerate(submodules, first)
+        )
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, ctx)
+        return x
+
+
 class MultiTokenPredictionLayer(Sited, nn.Module):
     """One depth: embeddings and hidden states [s, b, h] -> [s, b, h]. ``eh_proj`` is replicated over tensor-parallel
     ranks; under sequence parallelism each projects its own positions.

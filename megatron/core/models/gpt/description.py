@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron.core.attention.description import describe_attention
 from megatron.core.attention.latent_description import describe_latent_attention
+from megatron.core.config.hybrid import depth_kinds
 from megatron.core.config.layer_kinds import layer_kinds
 from megatron.core.config.problems import Settings
 from megatron.core.description.model import Config, LayerPlace, ModelDescription, Param, Piece, Saved
@@ -64,7 +65,8 @@ def describe_gpt(
     describe = common.layer_descriptions(spec, config.num_layers, _decoder_layer)[-1]
     for depth in range(config.mtp_num_layers or 0):
         same = bool(depth) and config.mtp_use_repeated_layer
-        branches = describe(config, LayerPlace(config.num_layers + (0 if same else depth) + 1, seq_length, rotary))
+        place = LayerPlace(config.num_layers + (0 if same else depth) + 1, seq_length, rotary)
+        branches = _depth_layers(config, place) or describe(config, place)
         pieces = _prediction(config, branches, output, seq_length, embedding)
         predictions += [replace(piece, params=()) if same else piece.under(f"mtp.layers.{depth}.") for piece in pieces]
     head = common.describe_head(config, output, seq_length)
@@ -88,6 +90,12 @@ def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
     return common.residual_branches(
         config, {kind: DESCRIBE[kind](config, place) for kind in layer_kinds(config, number)}
     )
+
+
+def _depth_layers(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
+    """Return the branches of the layers that a hybrid pattern gives a prediction depth; empty without."""
+    layers = [common.residual_branches(config, {kind: DESCRIBE[kind](config, place)}) for kind in depth_kinds(config)]
+    return tuple(branch.under(f"layers.{index}.") for index, layer in enumerate(layers) for branch in layer)
 
 
 def _prediction(

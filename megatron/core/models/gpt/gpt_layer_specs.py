@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from megatron import serve_other_names
+from megatron.core.config.hybrid import depth_kinds
 from megatron.core.config.layer_kinds import layer_kinds
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.backends import get_backend
@@ -93,15 +94,18 @@ def get_gpt_mtp_block_spec(
     use_transformer_engine: bool = False,
     **accepted: object,
 ) -> prediction.MultiTokenPredictionBlockSubmodules | None:
-    """Return the spec of the multi-token prediction depths, each with a layer like the last one of ``spec``; None
-    without ``mtp_num_layers``. Pass the same result on all pipeline stages: the model builds the depths on the last
-    stage only.
+    """Return the spec of the multi-token prediction depths, each with the layers of a depth of the hybrid pattern, else
+    with a layer like the last one of ``spec``; None without ``mtp_num_layers``. Pass the same result on all pipeline
+    stages: the model builds the depths on the last stage only.
     """
     _accept({*accepted} - {"vp_stage"})
     if config.mtp_num_layers is None:
         return None
-    norm = get_backend("transformer_engine" if use_transformer_engine else "local").norm
+    backend = get_backend("transformer_engine" if use_transformer_engine else "local")
+    norm = backend.norm
     last = spec if isinstance(spec, ModuleSpec) else spec.layer_specs[-1]
+    if kinds := depth_kinds(config):
+        last = ModuleSpec(prediction.PredictionLayers, submodules=[layer_spec(backend, (kind,)) for kind in kinds])
     slots = prediction.MultiTokenPredictionLayerSubmodules(last, norm, norm, norm)
     depth = ModuleSpec(prediction.MultiTokenPredictionLayer, submodules=slots)
     return prediction.MultiTokenPredictionBlockSubmodules([depth] * config.mtp_num_layers)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from megatron.core.config.hybrid import STAGE, pattern_kinds
+from megatron.core.config.hybrid import DEPTH, STAGE, depth_kinds, pattern_kinds
 from megatron.core.config.layer_kinds import BRANCHES
 from megatron.core.config.problems import Problems, Settings, problem
 from megatron.core.pipeline_parallel.stages import BranchNames
 
 
 def derived(flat: Settings) -> dict[str, object]:
-    """Return the settings that follow from --hybrid-layer-pattern: number of layers, pipeline stages."""
+    """Return the settings that follow from --hybrid-layer-pattern: number of layers, prediction depths, pipeline
+    stages."""
     pattern, kinds = flat.hybrid_layer_pattern, pattern_kinds(flat)
     if not kinds:
         return {}
     values: dict[str, object] = {}
     if flat.num_layers is None:
         values |= {"num_layers": len(kinds), "encoder_num_layers": len(kinds)}
+    layers, *depths = pattern.split(DEPTH)
+    if depths and flat.mtp_num_layers is None:
+        values["mtp_num_layers"] = len(depths)
     is_pipelined = flat.pipeline_model_parallel_size > 1
-    if STAGE in pattern and is_pipelined and flat.pipeline_model_parallel_layout is None:
-        stages = [f"t*{len(stage)}" if stage else "" for stage in pattern.split(STAGE)]
-        values["pipeline_model_parallel_layout"] = "E" + STAGE.join(stages) + "L"
+    if STAGE in layers and is_pipelined and flat.pipeline_model_parallel_layout is None:
+        stages = [f"t*{len(stage)}" if stage else "" for stage in layers.split(STAGE)]
+        values["pipeline_model_parallel_layout"] = "E" + STAGE.join(stages) + "m" * len(depths) + "L"
     return values
 
 
@@ -36,6 +40,10 @@ def hybrid_pattern(cfg: Settings) -> Problems:
     if len(kinds) != model.num_layers:
         reason = f"contradicts --hybrid-layer-pattern, which has {len(kinds)} layers"
         yield problem(cfg, "num_layers", reason, "remove it")
+    if (model.mtp_num_layers or 0) != (depths := model.hybrid_layer_pattern.count(DEPTH)):
+        reason = f"contradicts --hybrid-layer-pattern, which has {depths} prediction depths (/)"
+        yield problem(cfg, "mtp_num_layers", reason, "remove it")
+    kinds = kinds + depth_kinds(model)
     if "moe_layer_freq" in cfg.explicit:
         yield problem(cfg, "moe_layer_freq", "contradicts --hybrid-layer-pattern, which has E for experts", "remove it")
     if ("experts" in kinds) != (model.num_moe_experts is not None):
@@ -49,7 +57,7 @@ def hybrid_pattern(cfg: Settings) -> Problems:
 def mamba_sizes(cfg: Settings) -> Problems:
     """Heads of Mamba-2 form equal groups, groups split over ranks."""
     model = cfg.model
-    if "mamba" not in pattern_kinds(model) or not model.hidden_size:
+    if "mamba" not in pattern_kinds(model) + depth_kinds(model) or not model.hidden_size:
         return
     heads, groups, tp = model.mamba_num_heads, model.mamba_num_groups, model.tensor_model_parallel_size
     if "mamba_num_heads" not in cfg.explicit and 2 * model.hidden_size % model.mamba_head_dim:
