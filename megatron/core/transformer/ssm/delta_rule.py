@@ -1,4 +1,5 @@
-"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464) in chunks, in plain torch. Per head, a state S [k, v]:
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464) in chunks, in plain torch or by kernels. Per head, a state
+S [k, v]:
 
     S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) S_(t-1)^T k_t))^T,   o_t = S_t^T q_t
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.fusions.linear_attention import kernels_fit, linear_attention
 from megatron.core.transformer.ssm.chunks import channel_decays, decays, from_chunks, in_chunks
 from megatron.core.transformer.ssm.description import CHUNK
 
@@ -29,7 +31,8 @@ def delta_rule(
     state: Tensor,
     size: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Return (outputs [s, b, h, v], state [b, h, k, v] after the last token), in the dtype of ``state``.
+    """Return (outputs [s, b, h, v], state [b, h, k, v] after the last token), in the dtype of ``state``; outputs of the
+    kernels are bf16.
 
     Args:
         query: [s, b, a, k], scaled. h / a consecutive value heads have the same query and key head.
@@ -41,6 +44,8 @@ def delta_rule(
         state: before the first token, [b, h, k, v]; the computation has its dtype, fp32 or fp64.
         size: tokens of a chunk, with decays per channel rounded to a power of two; results differ by rounding only.
     """
+    if log_decay.ndim == 3 and kernels_fit(key, value):
+        return linear_attention(query, key, value, log_decay, beta, follows, state)
     length, shared = len(value), value.shape[2] // key.shape[2]
     per_channel = log_decay.ndim == 4
     if per_channel:

@@ -80,7 +80,8 @@ def _scan_by_states(
     outputs = []
     for (output, _), state in zip(results, layout.local(torch.stack(states), 0)):
         inside, remains = output.split((width, channels), dim=-1)
-        outputs.append(inside + (remains.unsqueeze(-2) @ state).squeeze(-2))
+        # one product per head: broadcasting would copy the state for every token
+        outputs.append(inside + torch.einsum("sbhk,bhkv->sbhv", remains.to(state.dtype), state))
     return torch.cat(outputs)
 
 
@@ -90,7 +91,7 @@ def _scan_by_heads(
     flat = [x if x.ndim == 4 else x.unsqueeze(-1) for x in inputs]
     same = torch.promote_types(zeros.dtype, flat[0].dtype)
     parts = layout.heads(*(x.to(same) for x in flat))
-    mine = [part.squeeze(-1) if x.ndim == 3 else part for part, x in zip(parts, inputs)]
+    mine = [(part.squeeze(-1) if x.ndim == 3 else part).to(x.dtype) for part, x in zip(parts, inputs)]
     share = zeros.shape[1] // layout.group.size
     links = None if mask is None else layout.full(mask.to(torch.uint8), 0).bool()
     return layout.tokens(rule(*mine, links, zeros[:, :share])[0].contiguous())

@@ -1,5 +1,5 @@
-"""The state-space recurrence of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) in chunks, in plain torch. Per head, a
-state S [k, v]:
+"""The state-space recurrence of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) in chunks, in plain torch or by kernels.
+Per head, a state S [k, v]:
 
     S_t = exp(g_t) S_(t-1) + k_t v_t^T,   o_t = S_t^T q_t
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.fusions.linear_attention import kernels_fit, linear_attention
 from megatron.core.transformer.ssm.chunks import decays, from_chunks, in_chunks
 from megatron.core.transformer.ssm.description import CHUNK
 
@@ -24,7 +25,8 @@ def state_space(
     state: Tensor,
     size: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Return (outputs [s, b, h, v], state [b, h, k, v] after the last token), in the dtype of ``state``.
+    """Return (outputs [s, b, h, v], state [b, h, k, v] after the last token), in the dtype of ``state``; outputs of the
+    kernels are bf16.
 
     Args:
         query: [s, b, a, k]. h / a consecutive heads have the same query and key.
@@ -35,6 +37,8 @@ def state_space(
         state: before the first token, [b, h, k, v]; the computation has its dtype, fp32 or fp64.
         size: tokens of a chunk; results differ by rounding only.
     """
+    if kernels_fit(key, value):
+        return linear_attention(query, key, value, log_decay, None, follows, state)
     length, shared = len(value), value.shape[2] // key.shape[2]
     query, key = (in_chunks(x.to(state.dtype), size) for x in (query, key))
     scores = (query @ key.mT).repeat_interleave(shared, 2)

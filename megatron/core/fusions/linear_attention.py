@@ -1,0 +1,503 @@
+"""Triton kernels of linear recurrences in chunks of 64 tokens: the gated delta rule (arXiv 2412.06464) and, without its
+correction, the state-space recurrence of Mamba-2 (arXiv 2405.21060). Per head, a state S [k, v] in fp32:
+
+    S_t = exp(g_t) S_(t-1) + k_t u_t^T,   o_t = S_t^T q_t,   u_t = beta_t (v_t - exp(g_t) S_(t-1)^T k_t)   or   v_t
+
+With S the state before a chunk, G the sums of g from its begin, D_ij = exp(G_i - G_j) for j <= i, start_i = exp(G_i),
+end_i = exp(G_last - G_i), the chunk computes
+
+    (1 + A) u = r = beta (v - start k S),   A_ij = beta_i k_i.k_j D_ij for j < i,   T = (1 + A)^-1
+    o = start q S + P u,   P = q k^T D;     S <- exp(G_last) S + k^T (end u)
+
+and, from gradients do and dS of the state after the chunk,
+
+    du = P^T do + end k dS,   y = T^T du   (the gradient of r; A has the gradient -y u^T)
+    dS <- exp(G_last) dS + q^T (start do) - k^T (beta start y)
+
+One kernel computes T and P of all chunks. A scan forward and one backward follow, in parallel over heads and blocks of
+v. Two more kernels compute the remaining gradients of all chunks. The backward pass computes T, P and the states again.
+There are no atomics: same bits every run. G, start, end and all sums are fp32; operands of products have the dtype of
+the inputs.
+
+No product reads the transpose of another product's result: Triton 3.4 to 3.7.0 compile that wrongly for Hopper GPUs.
+A further product computes the transpose, or transposed operands are loaded from memory.
+
+Legend: s tokens, b batch, h heads of v, a heads of q and k (h / a consecutive heads share one), k, v channels, n
+chunks, c tokens of a chunk, p tokens padded to full chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.fusions.dispatch import kernels_serve
+from megatron.core.fusions.installed_triton import tl, triton
+
+CHUNK = 64
+Tiling = tuple[int, int, int]
+"""Channels of v per tile (or program), warps, pipeline stages."""
+TILINGS: Mapping[str, Tiling] = {
+    "pairs": (0, 4, 1), "forward": (32, 4, 2), "backward": (32, 4, 2), "pair_gradients": (64, 8, 2),
+    "gradients": (64, 8, 2),
+}  # fmt: skip
+"""Tilings of the kernels."""
+CANDIDATES: Mapping[str, tuple[Tiling, ...]] = {
+    "pairs": ((0, 4, 1), (0, 8, 1)),
+    "forward": ((32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2)),
+    "backward": ((32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2)),
+    "pair_gradients": ((64, 8, 1), (64, 8, 2)),
+    "gradients": ((32, 8, 2), (64, 8, 2), (64, 16, 2), (32, 16, 2)),
+}
+"""Tilings that benchmarks time and GPU tests check."""
+
+
+if triton is not None:
+
+    @triton.jit
+    def _rows(base, token, length, stride, WIDTH: tl.constexpr):
+        """Rows ``token`` of [s, WIDTH]; zeros from ``length`` on."""
+        at = base + token[:, None].to(tl.int64) * stride + tl.arange(0, WIDTH)[None, :]
+        return tl.load(at, mask=(token < length)[:, None], other=0.0)
+
+    @triton.jit
+    def _square(base, i, j, C: tl.constexpr):
+        return base + i[:, None] * C + j[None, :]
+
+    @triton.jit
+    def _decays(sums_i, sums_j, begun_i, begun_j, visible):
+        """exp(-|sums_i - sums_j|) for ``visible`` pairs of one document, else 0: the exponent is at most 0."""
+        near = tl.exp(-tl.abs(sums_i[:, None] - sums_j[None, :]))
+        return tl.where(visible & (begun_i[:, None] == begun_j[None, :]), near, 0.0)
+
+    @triton.jit
+    def _decay_kernel(
+        log_decay, beta, follows, vectors, begun, length, batch, heads,
+        DELTA: tl.constexpr, DOCUMENTS: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr,
+    ):  # fmt: skip
+        """Write G, start, end and beta to ``vectors`` [4, b, h, p], and the number of documents that have begun in the
+        chunk up to each token to ``begun`` [b, p]; start and end are 0 across the beginning of a document."""
+        token, row = tl.program_id(0) * C + tl.arange(0, C), tl.program_id(1)
+        head, padded = tl.program_id(2) * HEADS + tl.arange(0, HEADS), tl.num_programs(0) * C
+        at, inside = (token[:, None] * batch + row) * heads + head[None, :], (head < heads)[None, :]
+        present = inside & (token < length)[:, None]
+        decay = tl.load(log_decay + at, mask=present, other=0.0)
+        sums, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
+        start, end = tl.exp(tl.minimum(sums, 0.0)), tl.exp(tl.minimum(last[None, :] - sums, 0.0))
+        number = tl.zeros((C,), tl.int32)
+        if DOCUMENTS:
+            begins = (tl.load(follows + token * batch + row, mask=token < length, other=1) == 0).to(tl.int32)
+            number = tl.cumsum(begins, 0)
+            start = tl.where((number == 0)[:, None], start, 0.0)
+            end = tl.where((number == tl.sum(begins, 0))[:, None], end, 0.0)
+        tl.store(begun + row * padded + token, number)
+        out, size = vectors + (row * heads + head[None, :]) * padded + token[:, None], batch * heads * padded
+        tl.store(out, sums, mask=inside)
+        tl.store(out + size, start, mask=inside)
+        tl.store(out + 2 * size, end, mask=inside)
+        if DELTA:
+            tl.store(out + 3 * size, tl.load(beta + at, mask=present, other=0.0), mask=inside)
+
+    @triton.jit
+    def _quarters(x, C: tl.constexpr):
+        """Return the upper left, lower left and lower right quarters of ``x`` [C, C]."""
+        left, right = tl.split(tl.permute(tl.reshape(x, (2, C // 2, 2, C // 2)), (0, 1, 3, 2)))
+        upper_left, lower_left = tl.split(tl.permute(left, (1, 2, 0)))
+        _, lower_right = tl.split(tl.permute(right, (1, 2, 0)))
+        return upper_left, lower_left, lower_right
+
+    @triton.jit
+    def _pairs_kernel(
+        query, key, vectors, begun, scores, inverse, length, batch, heads, per_key, q_s, q_b, q_a, k_s, k_b, k_a,
+        K: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+    ):  # fmt: skip
+        """Write P to ``scores`` and T to ``inverse`` [b, h, n, c, c]. The diagonal quarters of T follow from A row by
+        row (forward substitution) in fp32, the lower left one is -T_11 A_10 T_00."""
+        chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+        line, chunks, half = tl.program_id(1).to(tl.int64), tl.num_programs(0), tl.arange(0, C // 2)
+        kind = scores.dtype.element_ty
+        place, padded = tl.arange(0, C), chunks * C
+        token, i, j = chunk * C + place, place[:, None], place[None, :]
+        q = _rows(query + row.to(tl.int64) * q_b + (head // per_key) * q_a, token, length, q_s, K)
+        k = _rows(key + row.to(tl.int64) * k_b + (head // per_key) * k_a, token, length, k_s, K)
+        sums, number = tl.load(vectors + line * padded + token), tl.load(begun + row * padded + token)
+        near = _decays(sums, sums, number, number, i >= j)
+        square = (line * chunks + chunk) * C * C
+        tl.store(_square(scores + square, place, place, C), (tl.dot(q, tl.trans(k)) * near).to(kind))
+        if DELTA:
+            beta = tl.load(vectors + (3 * batch * heads + line) * padded + token)[:, None]
+            t00, t10, t11 = _quarters(tl.where(i > j, -beta * near * tl.dot(k, tl.trans(k)), 0.0), C)
+            for step in range(2, C // 2):  # this row of T - 1: the row of -A, times T, whose rows above are known
+                current = (half == step)[:, None]
+                row0, row1 = tl.sum(tl.where(current, t00, 0.0), 0), tl.sum(tl.where(current, t11, 0.0), 0)
+                t00 = tl.where(current, (row0 + tl.sum(row0[:, None] * t00, 0))[None, :], t00)
+                t11 = tl.where(current, (row1 + tl.sum(row1[:, None] * t11, 0))[None, :], t11)
+            one = tl.where(half[:, None] == half[None, :], 1.0, 0.0)
+            t00, t11 = t00 + one, t11 + one
+            t10 = tl.dot(t11, tl.dot(t10, t00, input_precision="ieee"), input_precision="ieee")
+            at = inverse + square
+            tl.store(_square(at, half, half, C), t00.to(kind))
+            tl.store(_square(at, half, C // 2 + half, C), tl.zeros((C // 2, C // 2), kind))
+            tl.store(_square(at, C // 2 + half, half, C), t10.to(kind))
+            tl.store(_square(at, C // 2 + half, C // 2 + half, C), t11.to(kind))
+
+    @triton.jit
+    def _forward_kernel(
+        query, key, value, scores, inverse, vectors, state, out, corrections, states, last, length, batch, heads,
+        per_key, chunks, q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h, V,
+        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, OUT: tl.constexpr,
+    ):  # fmt: skip
+        """Scan the chunks of a head from ``state`` [b, h, k, v] to ``last``. OUT: write ``out`` [s, b, h, v]. Otherwise
+        write the states before the chunks [b, h, n, k, v] and, with DELTA, u to ``corrections`` [b, h, p, v]."""
+        row, head, line = tl.program_id(1) // heads, tl.program_id(1) % heads, tl.program_id(1).to(tl.int64)
+        place, column = tl.arange(0, C), tl.program_id(0) * BV
+        padded, size = chunks * C, batch * heads * chunks * C
+        q_at = query + row.to(tl.int64) * q_b + (head // per_key) * q_a
+        k_at = key + row.to(tl.int64) * k_b + (head // per_key) * k_a
+        v_at = value + row.to(tl.int64) * v_b + head * v_h + column
+        within = tl.arange(0, K)[:, None] * V + column + tl.arange(0, BV)[None, :]
+        s = tl.load(state + line * K * V + within)
+        for chunk in range(0, chunks):
+            token = chunk * C + place
+            k, v = _rows(k_at, token, length, k_s, K), _rows(v_at, token, length, v_s, BV)
+            at = vectors + line * padded + token
+            start, end = tl.load(at + size)[:, None], tl.load(at + 2 * size)[:, None]
+            total = tl.load(vectors + size + line * padded + chunk * C + C - 1)
+            low = s.to(k.dtype)
+            square = (line * chunks + chunk) * C * C
+            if not OUT:
+                tl.store(states + (line * chunks + chunk) * K * V + within, low)
+            u = v.to(tl.float32)
+            if DELTA:
+                beta, t = tl.load(at + 3 * size)[:, None], tl.load(_square(inverse + square, place, place, C))
+                u = tl.dot(t, (beta * (u - start * tl.dot(k, low))).to(k.dtype))
+                if not OUT:
+                    u_at = corrections + (line * padded + token[:, None]) * V + column + tl.arange(0, BV)[None, :]
+                    tl.store(u_at, u.to(k.dtype))
+            if OUT:
+                q, p = _rows(q_at, token, length, q_s, K), tl.load(_square(scores + square, place, place, C))
+                o = tl.dot(p, u.to(k.dtype), start * tl.dot(q, low))
+                o_at = out + ((token[:, None].to(tl.int64) * batch + row) * heads + head) * V + column
+                inside = (token < length)[:, None]
+                tl.store(o_at + tl.arange(0, BV)[None, :], o.to(out.dtype.element_ty), mask=inside)
+            s = tl.dot(tl.trans(k), (end * u).to(k.dtype), total * s)
+        tl.store(last + line * K * V + within, s)
+
+    @triton.jit
+    def _backward_kernel(
+        query, key, grad, scores, inverse, vectors, grad_last, grad_states, solved, grad_state, length, batch, heads,
+        per_key, chunks, q_s, q_b, q_a, k_s, k_b, k_a, V,
+        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+    ):  # fmt: skip
+        """Scan the chunks of a head backward from ``grad_last`` to ``grad_state`` [b, h, k, v], with the gradient
+        ``grad`` [s, b, h, v] of the outputs. Write dS after each chunk [b, h, n, k, v], and y (du without DELTA) to
+        ``solved`` [b, h, p, v]."""
+        row, head, line = tl.program_id(1) // heads, tl.program_id(1) % heads, tl.program_id(1).to(tl.int64)
+        place, column = tl.arange(0, C), tl.program_id(0) * BV
+        padded, size = chunks * C, batch * heads * chunks * C
+        q_at = query + row.to(tl.int64) * q_b + (head // per_key) * q_a
+        k_at = key + row.to(tl.int64) * k_b + (head // per_key) * k_a
+        g_at = grad + (row.to(tl.int64) * heads + head) * V + column
+        within = tl.arange(0, K)[:, None] * V + column + tl.arange(0, BV)[None, :]
+        ds = tl.load(grad_last + line * K * V + within)
+        for step in range(0, chunks):
+            chunk = chunks - 1 - step
+            token = chunk * C + place
+            k, q = _rows(k_at, token, length, k_s, K), _rows(q_at, token, length, q_s, K)
+            g = _rows(g_at, token, length, batch * heads * V, BV)
+            at = vectors + line * padded + token
+            start, end = tl.load(at + size)[:, None], tl.load(at + 2 * size)[:, None]
+            total = tl.load(vectors + size + line * padded + chunk * C + C - 1)
+            low = ds.to(k.dtype)
+            tl.store(grad_states + (line * chunks + chunk) * K * V + within, low)
+            square = (line * chunks + chunk) * C * C + place[:, None] + place[None, :] * C  # transposed
+            du = tl.dot(tl.load(scores + square), g, end * tl.dot(k, low))
+            ds = tl.dot(tl.trans(q), (start * g).to(k.dtype), total * ds)
+            if DELTA:
+                beta = tl.load(at + 3 * size)[:, None]
+                du = tl.dot(tl.load(inverse + square), du.to(k.dtype))
+                ds = tl.dot(tl.trans(k), (-beta * start * du).to(k.dtype), ds)
+            y_at = solved + (line * padded + token[:, None]) * V + column + tl.arange(0, BV)[None, :]
+            tl.store(y_at, du.to(k.dtype))
+        tl.store(grad_state + line * K * V + within, ds)
+
+    @triton.jit
+    def _pair_gradients_kernel(
+        query, key, value, grad, corrections, solved, vectors, begun, of_scores, of_system, partial, grad_value,
+        length, batch, heads, per_key, q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h, V,
+        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+    ):  # fmt: skip
+        """Write to ``of_scores`` [b, h, n, c, c] the gradients of q_i.k_j through P (j <= i), to ``of_system`` the
+        gradients of k_i.k_j through A (j < i), and above the diagonals the transposes. Write to ``partial``
+        [2, b, h, p] what P and A contribute to the gradients of G and beta. With DELTA write the gradient of value."""
+        chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+        line, chunks = tl.program_id(1).to(tl.int64), tl.num_programs(0)
+        place, padded, size = tl.arange(0, C), chunks * C, batch * heads * chunks * C
+        token, i, j = chunk * C + place, place[:, None], place[None, :]
+        v_at = value + row.to(tl.int64) * v_b + head * v_h
+        grad, column = grad + (row.to(tl.int64) * heads + head) * V, tl.arange(0, BV)[None, :]
+        at = vectors + line * padded + token
+        sums, number = tl.load(at), tl.load(begun + row * padded + token)
+        of_p, of_a = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+        beta, of_beta = sums * 0.0, sums * 0.0
+        if DELTA:
+            beta = tl.load(at + 3 * size)
+        for block in range(0, V, BV):
+            g = _rows(grad + block, token, length, batch * heads * V, BV)
+            if DELTA:
+                u = _rows(corrections + line * padded * V + block, token, padded, V, BV)
+                y = _rows(solved + line * padded * V + block, token, padded, V, BV)
+                of_a -= tl.where(i >= j, tl.dot(y, tl.trans(u)), tl.dot(u, tl.trans(y)))
+                of_beta += tl.sum(y.to(tl.float32) * _rows(v_at + block, token, length, v_s, BV).to(tl.float32), 1)
+                dv = (beta[:, None] * y.to(tl.float32)).to(grad_value.dtype.element_ty)
+                dv_at = grad_value + ((token[:, None].to(tl.int64) * batch + row) * heads + head) * V + block + column
+                tl.store(dv_at, dv, mask=(token < length)[:, None])
+            else:
+                u = _rows(v_at + block, token, length, v_s, BV)
+            of_p += tl.where(i >= j, tl.dot(g, tl.trans(u)), tl.dot(u, tl.trans(g)))
+        near = _decays(sums, sums, number, number, (i >= j) | (i < j))
+        k = _rows(key + row.to(tl.int64) * k_b + (head // per_key) * k_a, token, length, k_s, K)
+        q = _rows(query + row.to(tl.int64) * q_b + (head // per_key) * q_a, token, length, q_s, K)
+        of_p *= near
+        pairs = tl.where(i >= j, of_p * tl.dot(q, tl.trans(k)), 0.0)
+        square = (line * chunks + chunk) * C * C
+        tl.store(_square(of_scores + square, place, place, C), of_p.to(of_scores.dtype.element_ty))
+        if DELTA:
+            of_a = tl.where(i == j, 0.0, of_a * near)
+            below = tl.where(i > j, of_a * tl.dot(k, tl.trans(k)), 0.0)
+            pairs += beta[:, None] * below
+            of_a *= tl.where(i > j, beta[:, None], beta[None, :])
+            tl.store(_square(of_system + square, place, place, C), of_a.to(of_system.dtype.element_ty))
+            tl.store(partial + size + line * padded + token, of_beta + tl.sum(below, 1))
+        tl.store(partial + line * padded + token, tl.sum(pairs, 1) - tl.sum(pairs, 0))
+
+    @triton.jit
+    def _gradients_kernel(
+        query, key, value, grad, corrections, states, grad_states, solved, vectors, of_scores, of_system, partial,
+        grad_query, grad_key, grad_decay, grad_beta, length, batch, heads, per_key,
+        q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h, V,
+        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+    ):  # fmt: skip
+        """Write the gradients of query, key, log-decays and beta of one chunk, row and head of keys. Every exponent is
+        a difference of sums G: ``rise`` collects the gradients of G_i, and ``ends`` the gradients of G_last - G_i."""
+        chunk, groups, chunks = tl.program_id(0), heads // per_key, tl.num_programs(0)
+        row, group = tl.program_id(1) // groups, tl.program_id(1) % groups
+        place, padded, size = tl.arange(0, C), chunks * C, batch * heads * chunks * C
+        token, i, j = chunk * C + place, place[:, None], place[None, :]
+        q = _rows(query + row.to(tl.int64) * q_b + group * q_a, token, length, q_s, K)
+        k = _rows(key + row.to(tl.int64) * k_b + group * k_a, token, length, k_s, K)
+        dq, dk = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
+        for head in range(group * per_key, (group + 1) * per_key):
+            line = (row * heads + head).to(tl.int64)
+            at = vectors + line * padded + token
+            start, end = tl.load(at + size), tl.load(at + 2 * size)
+            rise, ends, of_total = tl.load(partial + line * padded + token), start * 0.0, 0.0
+            beta, of_beta = start, start * 0.0
+            if DELTA:
+                beta, of_beta = tl.load(at + 3 * size), tl.load(partial + size + line * padded + token)
+            total = tl.load(vectors + size + line * padded + chunk * C + C - 1)
+            for block in range(0, V, BV):
+                g = _rows(grad + (row.to(tl.int64) * heads + head) * V + block, token, length, batch * heads * V, BV)
+                matrix = (
+                    ((line * chunks + chunk) * K + tl.arange(0, K)[:, None]) * V + block + tl.arange(0, BV)[None, :]
+                )
+                s, ds = tl.load(states + matrix), tl.load(grad_states + matrix)
+                of_total += tl.sum(s.to(tl.float32) * ds.to(tl.float32))
+                if DELTA:
+                    u = _rows(corrections + line * padded * V + block, token, padded, V, BV)
+                    y = _rows(solved + line * padded * V + block, token, padded, V, BV)
+                    part = start[:, None] * tl.dot(y, tl.trans(s))
+                    of_key = tl.sum(k.to(tl.float32) * part, 1)
+                    dk -= beta[:, None] * part
+                    rise -= beta * of_key
+                    of_beta -= of_key
+                else:
+                    u = _rows(value + row.to(tl.int64) * v_b + head * v_h + block, token, length, v_s, BV)
+                part = start[:, None] * tl.dot(g, tl.trans(s))
+                rise += tl.sum(q.to(tl.float32) * part, 1)
+                dq += part
+                part = end[:, None] * tl.dot(u, tl.trans(ds))
+                ends += tl.sum(k.to(tl.float32) * part, 1)
+                dk += part
+            square = (line * chunks + chunk) * C * C
+            pairs = tl.load(_square(of_scores + square, place, place, C))
+            dq = tl.dot(tl.where(i >= j, pairs, 0.0).to(k.dtype), k, dq)
+            dk = tl.dot(tl.where(i <= j, pairs, 0.0).to(k.dtype), q, dk)
+            small = (token * batch + row) * heads + head
+            if DELTA:
+                dk = tl.dot(tl.load(_square(of_system + square, place, place, C)), k, dk)
+                tl.store(grad_beta + small, of_beta, mask=token < length)
+            # g_j is part of G_i for i >= j
+            decay = tl.sum(tl.where(i >= j, (rise - ends)[:, None], 0.0), 0) + tl.sum(ends, 0) + total * of_total
+            tl.store(grad_decay + small, decay, mask=token < length)
+        out = ((token[:, None].to(tl.int64) * batch + row) * groups + group) * K + tl.arange(0, K)[None, :]
+        tl.store(grad_query + out, dq.to(grad_query.dtype.element_ty), mask=(token < length)[:, None])
+        tl.store(grad_key + out, dk.to(grad_key.dtype.element_ty), mask=(token < length)[:, None])
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Arguments of the kernels."""
+
+    delta: bool
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    vectors: Tensor
+    """G, start, end, beta: fp32 [4, b, h, p]."""
+    begun: Tensor
+    """int32 [b, p] (``_decay_kernel``)."""
+    state: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.query, self.key, self.value, self.vectors, self.begun, self.state
+
+    @property
+    def count(self) -> int:
+        return self.begun.shape[1] // CHUNK
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(s, b, h, h / a)."""
+        return (*self.value.shape[:3], self.value.shape[2] // self.key.shape[2])
+
+    def strides(self, *tensors: Tensor) -> list[int]:
+        return [stride for x in tensors for stride in x.stride()[:3]]
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.value.new_empty((*self.state.shape[:2], *shape), dtype=dtype)
+
+
+def _options(name: str, tilings: Mapping[str, Tiling], chunks: _Chunks) -> dict[str, Any]:
+    width, num_warps, num_stages = tilings[name]
+    options = {"K": chunks.key.shape[-1], "C": CHUNK, "DELTA": chunks.delta, "num_warps": num_warps}
+    # the largest power of two that divides both
+    return options | {"num_stages": num_stages} | ({"BV": math.gcd(width, chunks.value.shape[-1])} if width else {})
+
+
+def _prepare(inputs: Sequence[Tensor], beta: Tensor | None, follows: Tensor | None, state: Tensor) -> _Chunks:
+    query, key, value, log_decay = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
+    length, batch, heads = log_decay.shape
+    count, block = triton.cdiv(length, CHUNK), min(triton.next_power_of_2(heads), 32)
+    vectors = log_decay.new_empty((4, batch, heads, count * CHUNK), dtype=torch.float32)
+    begun = log_decay.new_empty((batch, count * CHUNK), dtype=torch.int32)
+    small = [None if x is None else x.contiguous() for x in (log_decay, beta, follows)]
+    _decay_kernel[(count, batch, triton.cdiv(heads, block))](
+        *(vectors if x is None else x for x in small), vectors, begun, length, batch, heads, DELTA=beta is not None,
+        DOCUMENTS=follows is not None, C=CHUNK, HEADS=block,
+    )  # fmt: skip
+    return _Chunks(beta is not None, query, key, value, vectors, begun, state.contiguous())
+
+
+def _pairs(chunks: _Chunks, tilings: Mapping[str, Tiling]) -> tuple[Tensor, Tensor]:
+    """Return P and T [b, h, n, c, c]; without corrections T is P."""
+    query, key = chunks.query, chunks.key
+    scores = chunks.new(chunks.count, CHUNK, CHUNK, dtype=query.dtype)
+    inverse = torch.empty_like(scores) if chunks.delta else scores
+    _, batch, heads, _ = chunks.sizes
+    _pairs_kernel[(chunks.count, batch * heads)](
+        query, key, chunks.vectors, chunks.begun, scores, inverse, *chunks.sizes, *chunks.strides(query, key),
+        **_options("pairs", tilings, chunks),
+    )  # fmt: skip
+    return scores, inverse
+
+
+def _scan(
+    chunks: _Chunks, pairs: tuple[Tensor, Tensor], tilings: Mapping[str, Tiling], *, states: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (outputs [s, b, h, v], u, last state), or with ``states`` (states before the chunks [b, h, n, k, v], u
+    [b, h, p, v], last state); u only with both ``states`` and corrections."""
+    _, batch, heads, _ = chunks.sizes
+    options, (width, channels) = _options("forward", tilings, chunks), chunks.state.shape[-2:]
+    last = torch.empty_like(chunks.state)
+    out = corrections = chunks.value
+    if states:
+        out = chunks.new(chunks.count, width, channels, dtype=chunks.key.dtype)
+        corrections = chunks.new(chunks.count * CHUNK, channels, dtype=chunks.key.dtype) if chunks.delta else out
+    else:
+        out = torch.empty(chunks.value.shape, dtype=chunks.value.dtype, device=last.device)
+    _forward_kernel[(channels // options["BV"], batch * heads)](
+        chunks.query, chunks.key, chunks.value, *pairs, chunks.vectors, chunks.state, out, corrections, out, last,
+        *chunks.sizes, chunks.count, *chunks.strides(chunks.query, chunks.key, chunks.value), channels,
+        OUT=not states, **options,
+    )  # fmt: skip
+    return out, corrections, last
+
+
+def _gradients(chunks: _Chunks, grad: Tensor, grad_last: Tensor, tilings: Mapping[str, Tiling]) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key, value, log-decays, beta and state."""
+    query, key, value = chunks.query, chunks.key, chunks.value
+    length, batch, heads, per_key = chunks.sizes
+    pairs = _pairs(chunks, tilings)
+    states, corrections, _ = _scan(chunks, pairs, tilings, states=True)
+    grad_states, grad_state = torch.empty_like(states), torch.empty_like(chunks.state)
+    channels = states.shape[-1]
+    solved = chunks.new(chunks.count * CHUNK, channels, dtype=key.dtype)
+    options, strides = _options("backward", tilings, chunks), chunks.strides(query, key)
+    _backward_kernel[(channels // options["BV"], batch * heads)](
+        query, key, grad, *pairs, chunks.vectors, grad_last, grad_states, solved, grad_state, *chunks.sizes,
+        chunks.count, *strides, channels, **options,
+    )  # fmt: skip
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
+    grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device) if chunks.delta else value
+    # P and T are not read again
+    partial, strides = torch.empty_like(chunks.vectors[:2]), [*strides, *chunks.strides(value)]
+    _pair_gradients_kernel[(chunks.count, batch * heads)](
+        query, key, value, grad, corrections, solved, chunks.vectors, chunks.begun, *pairs, partial, grad_value,
+        *chunks.sizes, *strides, channels, **_options("pair_gradients", tilings, chunks),
+    )  # fmt: skip
+    small = [torch.empty((length, batch, heads), dtype=torch.float32, device=key.device) for _ in range(2)]
+    _gradients_kernel[(chunks.count, batch * key.shape[2])](
+        query, key, value, grad, corrections, states, grad_states, solved, chunks.vectors, *pairs, partial, *grads,
+        *small, *chunks.sizes, *strides, channels, **_options("gradients", tilings, chunks),
+    )  # fmt: skip
+    if not chunks.delta:
+        grad_value = solved[:, :, :length].permute(2, 0, 1, 3)
+    return *grads, grad_value, *small, grad_state
+
+
+class _LinearAttention(torch.autograd.Function):
+    """Saves the inputs and four numbers per token and head."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *inputs, beta, follows, state, ctx.tilings = arguments
+        chunks = _prepare(inputs, beta, follows, state)
+        out, _, last = _scan(chunks, _pairs(chunks, ctx.tilings), ctx.tilings, states=False)
+        ctx.delta = chunks.delta
+        ctx.save_for_backward(*chunks.tensors)
+        return out, last
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+        chunks = _Chunks(ctx.delta, *ctx.saved_tensors)
+        *grads, of_beta, of_state = _gradients(chunks, grad.contiguous(), grad_last.contiguous(), ctx.tilings)
+        return *grads, of_beta if ctx.delta else None, None, of_state, None
+
+
+def kernels_fit(key: Tensor, value: Tensor) -> bool:
+    """Whether :func:`linear_attention` computes ``key`` [s, b, a, k] and ``value`` [s, b, h, v]: one of them is bf16,
+    on a Hopper GPU (other GPUs are not tested); k is 16, 32, 64 or 128, v a multiple of 16."""
+    if not key.is_cuda or torch.bfloat16 not in (key.dtype, value.dtype) or not kernels_serve(torch.bfloat16):
+        return False
+    fits = key.shape[-1] in (16, 32, 64, 128) and value.shape[-1] % 16 == 0
+    return fits and torch.cuda.get_device_capability(key.device) == (9, 0)
+
+
+def linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None, follows: Tensor | None,
+    state: Tensor, tilings: Mapping[str, Tiling] = TILINGS,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return outputs [s, b, h, v] and the state [b, h, k, v] after the last token in fp32, by kernels.
+    ``ssm/delta_rule.py`` describes the arguments; ``beta`` None: ``ssm/state_space.py``. Query, key and value are
+    rounded to bf16 if one of key and value is bf16; outputs have their dtype."""
+    dtype = torch.bfloat16 if torch.bfloat16 in (key.dtype, value.dtype) else value.dtype
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    beta = None if beta is None else beta.float()
+    return _LinearAttention.apply(query, key, value, log_decay.float(), beta, follows, state.float(), tilings)

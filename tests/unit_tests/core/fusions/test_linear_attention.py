@@ -1,0 +1,172 @@
+"""Kernels of linear recurrences equal the recurrences in fp64, with all gradients: documents, states, shared heads,
+extreme decays."""
+
+import importlib.util
+import inspect
+import math
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron.core.fusions import linear_attention as module
+from megatron.core.fusions.linear_attention import CANDIDATES, TILINGS, linear_attention
+from megatron.core.transformer.ssm.delta_rule import delta_rule
+from megatron.core.transformer.ssm.state_space import state_space
+from tests.test_utils.kernels import DEVICE
+from tests.unit_tests.core.transformer.ssm.recurrences import delta_rule_by_token, state_space_by_token
+
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+NAMES = "outputs", "state", "query", "key", "value", "log_decay", "beta", "initial state"
+BY_TOKEN = {True: delta_rule_by_token, False: state_space_by_token}
+BY_CHUNK = {True: delta_rule, False: state_space}
+
+
+def tolerance(name, strength):
+    """Relative error in the norm. Chunks add decays of 500 per token to sums of 16,000, whose last bit in fp32 is 1e-3.
+    Operands rounded to bf16 give errors of 2e-3 to 4e-3."""
+    if DEVICE == "cpu":
+        return 5e-3 if strength > 100 else 1e-5
+    return 2e-2 if name in ("log_decay", "beta") else 1e-2
+
+
+def random_inputs(shape, delta, strength, documents):
+    """``shape``: s, b, a, h, k, v. Keys of length 1, beta in [0, 2), values that DTYPE holds exactly."""
+    length, batch, keys, heads, width, channels = shape
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator)
+
+    query, value = normal(length, batch, keys, width) / math.sqrt(width), normal(length, batch, heads, channels)
+    key = torch.nn.functional.normalize(normal(length, batch, keys, width), dim=-1)
+    decay, beta = -strength * torch.rand(length, batch, heads, generator=generator), normal(length, batch, heads)
+    inputs = [x.to(DTYPE).to(DEVICE) for x in (query, key, value)] + [decay.to(DEVICE)]
+    if delta:
+        inputs.append((2 * beta.sigmoid()).to(DEVICE))
+    follows = (torch.rand(length, batch, generator=generator) < 1 - 3 / length).to(DEVICE) if documents else None
+    return inputs, follows, normal(batch, heads, width, channels).to(DEVICE)
+
+
+def results(rule, inputs, follows, state, dtype=None):
+    """Outputs, last state, and the gradients of a random weighted sum of both. ``dtype``: of all inputs."""
+    leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in (*inputs, state)]
+    outputs = rule(*leaves[:-1], follows, leaves[-1])
+    generator = torch.Generator().manual_seed(9)
+    upstream = [torch.randn(x.shape, generator=generator).to(DTYPE).to(x) for x in outputs]
+    return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, leaves, upstream))]
+
+
+def by_kernels(delta, tilings=TILINGS, function=linear_attention):
+    def rule(*arguments):
+        *inputs, follows, state = arguments
+        beta = inputs.pop() if delta else None
+        return function(*inputs, beta, follows, state, tilings)
+
+    return rule
+
+
+def errors(actual, expected, delta):
+    """Relative errors by name."""
+    names = [name for name in NAMES if delta or name != "beta"]
+    assert all(x.isfinite().all() for x in actual)
+    ratios = [((x.double() - y).norm() / (y.norm() + 1e-12)).item() for x, y in zip(actual, expected, strict=True)]
+    return dict(zip(names, ratios, strict=True))
+
+
+def check(shape, delta, strength, documents, tilings=TILINGS, reference=BY_TOKEN):
+    case = random_inputs(shape, delta, strength, documents)
+    expected = results(reference[delta], *case, torch.float64)
+    actual = results(by_kernels(delta, tilings), *case)
+    assert actual[0].dtype == DTYPE and actual[1].dtype == torch.float32
+    for name, error in errors(actual, expected, delta).items():
+        assert error < tolerance(name, strength), f"{name}: {error:.1e}"
+    return case, actual
+
+
+@pytest.mark.parametrize("delta, shape, strength, documents", [
+    (True, (70, 2, 1, 2, 16, 48), 0.1, True),
+    (True, (130, 1, 1, 1, 32, 16), 3.0, False),
+    (True, (100, 1, 2, 2, 16, 16), 500.0, True),
+    (True, (1, 1, 1, 1, 16, 16), 1.0, False),
+    (False, (130, 1, 1, 2, 16, 32), 0.1, True),
+    (False, (100, 2, 1, 1, 16, 16), 500.0, False),
+])  # fmt: skip
+def test_the_kernels_equal_the_recurrence(delta, shape, strength, documents):
+    check(shape, delta, strength, documents)
+
+
+def test_inputs_may_be_views():
+    """Query, key and value that one projection wrote, and any strides of decays, beta and state."""
+    inputs, _, state = random_inputs((66, 2, 2, 2, 16, 16), True, 1.0, False)
+    right = by_kernels(True)(*inputs, None, state)
+    joined = torch.cat(inputs[:3], -1).split(16, -1)
+    strided = [torch.stack((x, -x), -1)[..., 0] for x in (*inputs[3:], state)]
+    result = by_kernels(True)(*joined, *strided[:2], None, strided[2])
+    assert all(torch.equal(*pair) for pair in zip(result, right, strict=True))
+
+
+MUTANTS = {
+    "documents are ignored by pairs": ("(begun_i[:, None] == begun_j[None, :])", "True"),
+    "documents are ignored by the state": ("start = tl.where((number == 0)[:, None], start, 0.0)", "start = start"),
+    "decay after the correction": ("beta * (u - start * tl.dot(k, low))", "beta * (u - tl.dot(k, low))"),
+    "the last block of T": ("t10 = tl.dot(t11, tl.dot(t10, t00", "t10 = tl.dot(t11, tl.dot(t10, t11"),
+    "beta is not in the gradient of the state": ("(-beta * start * du)", "(-start * du)"),
+    "the state's total decay has no gradient": (" + total * of_total", ""),
+    "decays at the end have no gradient": ("ends += tl.sum(k", "ends -= 0 * tl.sum(k"),
+    "the transposed half of A has no beta": ("tl.where(i > j, beta[:, None], beta[None, :])", "beta[:, None]"),
+}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about the test, not about the device")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_errors_are_detected(name, tmp_path, monkeypatch):
+    source, (right, wrong) = inspect.getsource(module), MUTANTS[name]
+    assert source.count(right) == 1
+    (tmp_path / "mutant.py").write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location("mutant", tmp_path / "mutant.py")
+    mutant = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "mutant", mutant)
+    spec.loader.exec_module(mutant)
+    case = random_inputs((66, 1, 1, 1, 16, 16), True, 0.1, True)
+    expected = results(delta_rule, *case, torch.float64)
+    wrong = errors(results(by_kernels(True, function=mutant.linear_attention), *case), expected, True)
+    assert max(wrong.values()) > 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("delta, shape", [
+    (True, (8192, 1, 16, 32, 128, 128)),
+    (True, (3001, 2, 4, 4, 128, 256)),  # the width of states under context parallelism
+    (True, (2048, 2, 2, 8, 64, 64)),
+    (True, (1000, 1, 1, 2, 32, 48)),
+    (False, (8192, 1, 8, 64, 128, 64)),
+    (False, (3001, 2, 2, 4, 128, 192)),
+    (False, (1000, 1, 1, 2, 64, 128)),
+])  # fmt: skip
+@pytest.mark.parametrize("strength, documents", [(0.05, True), (1.0, False), (500.0, True)])
+def test_the_kernels_equal_chunks_in_fp64_at_real_sizes(delta, shape, strength, documents):
+    """A second run gives the same bits: there are no atomics."""
+    case, actual = check(shape, delta, strength, documents, reference=BY_CHUNK)
+    assert all(torch.equal(*pair) for pair in zip(actual, results(by_kernels(delta), *case), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, tiling", [(name, tiling) for name in CANDIDATES for tiling in CANDIDATES[name]])
+@pytest.mark.parametrize("delta, width, channels", [
+    (True, 128, 128), (True, 64, 64), (True, 128, 256), (False, 128, 64), (False, 64, 128),
+])  # fmt: skip
+def test_every_tiling_equals_the_recurrence(name, tiling, delta, width, channels):
+    check((450, 2, 2, 4, width, channels), delta, 0.2, True, {**TILINGS, name: tiling})
+
+
+@pytest.mark.gpu
+def test_layers_choose_the_kernels():
+    inputs, follows, state = random_inputs((200, 1, 2, 4, 64, 64), True, 1.0, True)
+    for rule, arguments in ((delta_rule, inputs), (state_space, inputs[:-1])):
+        outputs, last = rule(*arguments, follows, state)
+        assert outputs.dtype == torch.bfloat16 and last.dtype == torch.float32
+        exact, _ = rule(*(x.double() for x in arguments), follows, state.double())
+        assert exact.dtype == torch.float64 and (outputs - exact).norm() < 1e-2 * exact.norm()
