@@ -30,7 +30,7 @@ LATENT = "--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 6 --qk-pos-emb
 KIMI = (  # as in Kimi Linear: latent attention without positions, the first layer dense
     f"{LLAMA.replace('--position-embedding-type rope', '--position-embedding-type none')} --num-layers 4"
     f" --experimental-attention-variant kda --linear-attention-freq 4 {KIMI_HEADS} {LATENT} --qk-layernorm"
-    " --reset-position-ids --reset-attention-mask"
+    " --rope-type none --reset-position-ids --reset-attention-mask"
 )
 KIMI_EXPERTS = (
     f"{KIMI} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"

@@ -21,6 +21,7 @@ from megatron.export.hf.families import (
     gated_delta,
     glm,
     gpt,
+    kimi_linear,
     llama,
     mixtures,
     nemotron_h,
@@ -31,7 +32,7 @@ from megatron.export.hf.families import (
 )
 from megatron.export.hf.family import Family as Table
 from megatron.export.hf.family import complete
-from megatron.export.hf.layouts import Weights
+from megatron.export.hf.layouts import BlockParts, Weights
 
 VOCAB, LENGTH = 53, 24
 LAYERS, HIDDEN, HEADS = 2, 32, 4
@@ -62,6 +63,12 @@ NEMOTRON: Weights = {
     "decoder.final_layernorm": "model.norm_f",
     f"{MLP}.experts.linear_fc1.weight": f"{LAYER}.mixer.experts.up_proj",
     f"{MLP}.experts.linear_fc2.weight": f"{LAYER}.mixer.experts.down_proj",
+}  # fmt: skip
+KIMI: Weights = {  # as in memory
+    **mixtures.DEEPSEEK_V3.weights, **EXPERTS_IN_MEMORY,
+    **kimi_linear.delta_weights(f"{LAYER}.self_attn", f"{LAYER}.self_attn.forget_gate"),
+    f"{ATTENTION}.conv1d": BlockParts(
+        [f"{LAYER}.self_attn.conv1d"], [(0, 1, 2)], lambda config: kimi_linear.rows(config)[:3]),
 }  # fmt: skip
 NEOX: Weights = {**gpt.GPT_NEOX.weights, "output_layer": "lm_head"}  # as in memory
 GPT2, FUSED, GPT_OSS = (each.weights for each in (gpt.GPT2, llama.PHI3, mixtures.GPT_OSS))
@@ -379,6 +386,19 @@ MODELS = {
         "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate",
     ),
     "qwen3.5": Family("Qwen3_5", gated_delta.QWEN3_5.weights, {**GATED, **DELTA}, f"{SWIGLU} {UNTIED} {DELTA_FLAGS}"),
+    "kimi-linear": Family(
+        "KimiLinear", KIMI,
+        {**GATED, "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
+         "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_token": 2, "kv_lora_rank": 12,
+         "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "linear_head_dim": 6, "linear_num_heads": 3},
+        f"{SWIGLU} {UNTIED} --position-embedding-type none --experimental-attention-variant kda "
+        "--linear-attention-freq 2 --linear-num-key-heads 3 --linear-num-value-heads 3 --linear-key-head-dim 6 "
+        "--linear-value-head-dim 6 --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
+        "--v-head-dim 6 --qk-layernorm --rope-type none --latent-norm-epsilon 1e-6 --num-experts 4 "
+        "--moe-layer-freq [0,1] --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16 --moe-router-topk 2 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.446 "
+        "--moe-router-load-balancing-type none",
+    ),
     "nemotron-h": Family(
         "NemotronH", NEMOTRON,
         {"layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp", "moe"],

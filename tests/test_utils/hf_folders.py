@@ -1,5 +1,7 @@
 """Folders in Hugging Face's format, made without ``transformers``."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -32,8 +34,22 @@ def random_model(argv: list[str], vocab_size: int, dtype: torch.dtype = torch.fl
     return Interchange(settings | {"vocab_size": vocab_size, "model_family": model_family}, tensors)
 
 
-def as_on_the_hub(folder: Path) -> Path:
-    """Add the files that Hub repositories hold in addition to weights and config.json; return ``folder``."""
+def as_on_the_hub(folder: Path, names: Mapping[str, str] = {}) -> Path:
+    """Add the files that Hub repositories hold in addition to weights and config.json, and replace parts of names of
+    tensors by ``names``; return ``folder``."""
+    if names:
+        from safetensors.torch import load_file, save_file
+
+        def published(name: str) -> str:
+            return next((name.replace(old, new) for old, new in names.items() if f".{old}" in name), name)
+
+        for path in folder.glob("*.safetensors"):
+            tensors = {published(name): tensor for name, tensor in load_file(path).items()}
+            save_file(tensors, path, metadata={"format": "pt"})
+        index = folder / "model.safetensors.index.json"
+        table = json.loads(index.read_text(encoding="utf-8"))
+        table["weight_map"] = {published(name): file for name, file in table["weight_map"].items()}
+        index.write_text(json.dumps(table), encoding="utf-8")
     files = {
         "generation_config.json": '{"do_sample": true, "temperature": 0.6, "transformers_version": "4.43.0"}',
         "README.md": "---\nlicense: other\n---", ".gitattributes": "*.safetensors filter=lfs", "LICENSE": "text",

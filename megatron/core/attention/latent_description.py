@@ -13,7 +13,7 @@ SETTINGS = (
     "multi_latent_attention", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
     "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "mla_down_proj_fusion", "add_bias_linear", "qk_layernorm",
     "rotary_base", "rotary_percent", "rotary_scaling_factor", "mscale", "mscale_all_dim", "window_size",
-    "window_attn_skip_freq", "apply_query_key_layer_scaling", "softmax_type",
+    "window_attn_skip_freq", "latent_norm_epsilon", "apply_query_key_layer_scaling", "softmax_type",
 )  # fmt: skip
 """Configuration fields that determine the layer's weights and the meaning of their values."""
 

@@ -221,10 +221,12 @@ LATENT_CONTEXT = 4096
 """Default original context length of multi-latent attention: DeepSeek's, and Megatron-LM's default."""
 
 
-def latent_rotary(config: TransformerConfig, base: float, percent: float) -> RotaryEmbedding:
+def latent_rotary(config: TransformerConfig, base: float, percent: float) -> RotaryEmbedding | None:
     """Build the rotary embedding of multi-latent attention for ``qk_pos_emb_head_dim`` channels: plain with rope_type
     "rope", else with YaRN scaling, whose original context is 4096 tokens unless configured. As in Megatron-LM, YaRN
-    ignores ``percent``."""
+    ignores ``percent``. None with rope_type "none"."""
+    if config.rope_type == "none":
+        return None
     channels, dtype = config.qk_pos_emb_head_dim, config.params_dtype
     if config.rope_type == "rope":
         return RotaryEmbedding(channels, percent, rotary_base=base, dtype=dtype)

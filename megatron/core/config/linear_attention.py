@@ -8,7 +8,7 @@ from typing import Literal
 from megatron.core.config.attention import check_layer_pattern, parse_layer_pattern
 from megatron.core.config.cli import flag
 from megatron.core.config.optional import OptionalGroup
-from megatron.core.config.ranges import Dim
+from megatron.core.config.ranges import Dim, NonNegativeFloat
 
 
 @dataclass(kw_only=True)
@@ -39,6 +39,9 @@ class LinearAttentionConfig(OptionalGroup):
 
     linear_num_value_heads: Dim = 32
     """Value heads of linear attention, a multiple of --linear-num-key-heads."""
+
+    linear_norm_epsilon: NonNegativeFloat | None = None
+    """Epsilon of the gated norm of linear attention; default: --norm-epsilon."""
 
     attention_output_gate: bool = False
     """Multiply the output of softmax attention by the sigmoid of a gate, which the query projection computes too

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.optional import OptionalGroup
-from megatron.core.config.ranges import Dim
+from megatron.core.config.ranges import Dim, NonNegativeFloat
 
 
 @dataclass(kw_only=True)
@@ -31,9 +31,12 @@ class LatentAttentionConfig(OptionalGroup):
     v_head_dim: Dim = 128
     """Channels of a value head."""
 
-    rope_type: Literal["rope", "yarn"] | None = None
-    """Rotary embedding of multi-latent attention: rope, or yarn, which --rotary-scaling-factor extends; default: yarn,
-    equal to rope at factor 1."""
+    latent_norm_epsilon: NonNegativeFloat | None = None
+    """Epsilon of the norms of latents; default: --norm-epsilon."""
+
+    rope_type: Literal["rope", "yarn", "none"] | None = None
+    """Rotary embedding of multi-latent attention: rope; yarn, which --rotary-scaling-factor extends; or none (Kimi
+    Linear); default: yarn, equal to rope at factor 1."""
 
     mla_down_proj_fusion: bool = False
     """Use one weight and one GEMM for both down-projections."""

@@ -153,7 +153,7 @@ class MLATransformerConfig(TransformerConfig):
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     q_lora_rank: int | None = 512
     kv_lora_rank: int = 512
-    rope_type: Literal["rope", "yarn"] | None = "yarn"
+    rope_type: Literal["rope", "yarn", "none"] | None = "yarn"
     rotary_scaling_factor: float = 40.0
     yarn_original_max_position_embeddings: int | None = 4096
 

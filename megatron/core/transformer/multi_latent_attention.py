@@ -141,7 +141,9 @@ class MLASelfAttention(Segmented):
         def latent_norm(slot: Slot, size: int) -> nn.Module:
             if qk_norm(config, is_filled=slot is not None) is None:
                 return IdentityOp()
-            return build_module(slot or slots.norm, config, size, config.norm_epsilon, groups=groups)
+            epsilon = config.latent_norm_epsilon
+            epsilon = config.norm_epsilon if epsilon is None else epsilon
+            return build_module(slot or slots.norm, config, size, epsilon, groups=groups)
 
         self._down = self._stream_queries
         if config.mla_down_proj_fusion:

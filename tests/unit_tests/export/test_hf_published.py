@@ -76,6 +76,7 @@ def settings_of(config):
         (published.MINITRON_4B, 4_190_509_056), (published.ERNIE_4_5_03B, 360_748_032),
         (published.SEED_OSS_36B, 36_151_104_512), (published.DEEPSEEK_V2_LITE, 15_706_484_224),
         (published.KIMI_K2, 1_026_408_209_408 + 60 * 384), (published.DISTILBERT, 66_985_530),
+        (published.KIMI_LINEAR_48B, 49_122_675_072 + 26 * 256),  # with the biases of its experts
         (published.MT5_SMALL, 172_119_424 + 250_112 * 512),  # with the separate output layer
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
@@ -145,6 +146,9 @@ def test_settings_of_further_published_models():
     assert glm["add_qkv_bias"] and not glm["qk_layernorm"] and glm["rotary_percent"] == 0.5
     assert glm["moe_layer_freq"] == [0] + [1] * 45 and glm["moe_shared_expert_intermediate_size"] == 1408
     assert (kimi["yarn_beta_fast"], kimi["mscale_all_dim"], kimi["num_moe_experts"]) == (1.0, 1.0, 384)
+    linear = settings_of(published.KIMI_LINEAR_48B)
+    assert linear["linear_attention_freq"] == [1, 1, 1, 0] * 6 + [1, 1, 0] and linear["moe_layer_freq"][:2] == [0, 1]
+    assert (linear["linear_num_value_heads"], linear["linear_value_head_dim"]) == (32, 128)
     lite = settings_of(published.DEEPSEEK_V2_LITE)
     assert lite["q_lora_rank"] is None and lite["moe_router_pre_softmax"] and lite["moe_router_num_groups"] is None
     limited = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
@@ -191,6 +195,16 @@ def test_settings_of_further_published_models():
         (published.DEEPSEEK_V2_LITE | {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
         (published.DEEPSEEK_V2_LITE | {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
         (published.KIMI_K2 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (published.KIMI_LINEAR_48B | {"hidden_act": "situ"}, "hidden_act is 'situ'"),
+        (published.KIMI_LINEAR_48B | {"mla_use_nope": False}, "mla_use_nope is False"),
+        (
+            published.KIMI_LINEAR_48B | {"linear_attn_config": {"head_dim": 128, "gate_lower_bound": -5.0}},
+            "gate_lower_bound",
+        ),
+        (
+            published.KIMI_LINEAR_48B | {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2]}},
+            "must name the kind of each of 27 layers",
+        ),
         (published.DISTILBERT | {"activation": "relu"}, "activation is 'relu'"),
         (published.DISTILBERT | {"sinusoidal_pos_embds": True}, "sinusoidal_pos_embds is True"),
         (published.MT5_SMALL | {"feed_forward_proj": "gated-relu"}, "feed_forward_proj is 'gated-relu'"),

@@ -31,7 +31,7 @@ class GatedNorm(nn.Module):
         super().__init__()
         self.activation = activation
         partial = ("tp",) if groups.tp.size > 1 else ()
-        self.eps = config.norm_epsilon
+        self.eps = config.norm_epsilon if config.linear_norm_epsilon is None else config.linear_norm_epsilon
         self.weight = parameter((width,), init=Ones(), partial=partial, groups=groups, dtype=config.params_dtype)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
