@@ -60,7 +60,7 @@ def following_sizes(settings: ModelSettings) -> dict[str, object]:
         "embedding_init_method_std": settings.init_method_std,
     }
     if settings.hybrid_layer_pattern is not None and hidden:
-        values["mamba_num_heads"] = 2 * hidden // settings.mamba_head_dim
+        values["mamba_num_heads"] = max(2 * hidden // settings.mamba_head_dim, 1)
     if settings.num_moe_experts is not None:
         values["moe_ffn_hidden_size"] = settings.ffn_hidden_size or values["ffn_hidden_size"]
     channels = settings.kv_channels or values["kv_channels"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.interchange import Settings
-from megatron.export.megatron_lm.names import detect_family, find_place, is_gated, layer_indices
+from megatron.export.megatron_lm.names import detect_family, find_place, layer_indices
 from megatron.export.megatron_lm.splits import join_ranks, rank_part
 
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "main_param", "param": "main_param"}
@@ -95,7 +95,6 @@ def unflatten_distributed(
         CheckpointError: several buffers, experts, an encoder, or an unknown parameter order.
     """
     tp, pp = args.get("tensor_model_parallel_size", 1), args.get("pipeline_model_parallel_size", 1)
-    gated = is_gated(args)
     buckets: dict[int, dict[str, dict[int, LazyTensor]]] = {}
     for name, tensor in flat.items():
         match = _FLAT.fullmatch(name)
@@ -103,14 +102,15 @@ def unflatten_distributed(
             raise CheckpointError(f"{where}: flat optimizer state of several buffers ({name:.100}): {_ADVICE}")
         buckets.setdefault(int(match[1]), {}).setdefault(match[4], {})[int(match[3])] = tensor
     supported = detect_family(weights) == "gpt" and not any(".experts." in name for name in weights)
+    supported = supported and not args.get("hybrid_layer_pattern")
     if not supported or sorted(buckets) != list(range(tp * pp)):
-        what = f"of experts, of an encoder, or of {len(buckets)} ranks"
+        what = f"of experts, of an encoder, of a hybrid model, or of {len(buckets)} ranks"
         raise CheckpointError(f"{where}: flat optimizer state {what}: {_ADVICE}")
     result: dict[str, dict[tuple[int, int], dict[str, LazyTensor]]] = {}
     for group, kinds in sorted(buckets.items()):
         stage, rank = divmod(group, tp)
         listed = {kind: [parts[index] for index in range(len(parts))] for kind, parts in kinds.items()}
-        for order in _orders(weights, (stage, pp), (rank, tp), gated):
+        for order in _orders(weights, (stage, pp), (rank, tp), args):
             try:
                 states = cut_buckets([(name, part.shape) for name, part in order.items()], listed, where)
             except CheckpointError:
@@ -121,7 +121,7 @@ def unflatten_distributed(
             raise CheckpointError(f"{where}: the flat state of rank {group} is in no known order: {_ADVICE}")
         for kind, named in states.items():
             result.setdefault(kind, {})[stage, rank] = named
-    return {STATES[kind]: join_ranks(ranks, tp, gated, where) for kind, ranks in result.items()}
+    return {STATES[kind]: join_ranks(ranks, tp, args, where) for kind, ranks in result.items()}
 
 
 _ADVICE = "save it again in Megatron-LM with --dist-ckpt-optim-fully-reshardable, and convert that"
@@ -132,7 +132,7 @@ def _equal(weight: LazyTensor, main: LazyTensor) -> bool:
 
 
 def _orders(
-    weights: Mapping[str, LazyTensor], pipeline: tuple[int, int], tensor: tuple[int, int], gated: bool
+    weights: Mapping[str, LazyTensor], pipeline: tuple[int, int], tensor: tuple[int, int], args: Settings
 ) -> Iterator[dict[str, LazyTensor]]:
     """Yield a rank's shards in each of three creation orders. The last stage gets a copy of a tied embedding."""
     (stage, pp), (rank, tp) = pipeline, tensor
@@ -149,7 +149,7 @@ def _orders(
         last.append("embedding.word_embeddings.weight")
     for order in (kinds, by_creation, fused):
         names = [*first, *(f"decoder.layers.{layer}.{kind}" for layer in mine for kind in order), *last]
-        yield {name: rank_part(name, weights[name], rank, tp, gated) for name in names}
+        yield {name: rank_part(name, weights[name], rank, tp, args) for name in names}
 
 
 def _creation_index(name: str) -> int:

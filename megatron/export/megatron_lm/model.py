@@ -122,6 +122,9 @@ def _shaped(place: table.Counterpart, tensor: LazyTensor, settings: Settings, wh
 
     def read() -> Tensor:
         values = tensor.read()
+        if place.row.fold in table.SECTIONS:
+            sections = values.split(table.section_rows(place.row, settings))
+            return torch.cat([section.unflatten(0, (shape[0], -1)) for section in sections], 1)
         return (values[: shape[0]] if place.name in table.VOCABULARY else values).reshape(shape)
 
     return LazyTensor(shape, tensor.dtype, read)

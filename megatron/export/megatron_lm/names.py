@@ -2,7 +2,8 @@
 
 Both store a layer's weights in the same element order: query, key and value interleaved by query group, gate before
 value. Differences: local shapes are [groups, …, hidden] and [2, width, hidden], the experts of a layer are one tensor,
-norms have separate names, and the vocabulary is not padded.
+norms have separate names, and the vocabulary is not padded. The projections of Mamba-2 and of gated delta nets are
+sections here (all of z, then all of x …), each split by tensor parallelism, and interleaved by groups of heads locally.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from megatron.export.interchange import Settings
 
 T = TypeVar("T")
 MAX_LAYERS = 10_000
-LAYER = re.compile(r"((?:model\.)?(?:(?:en|de)coder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.)(.+)")
+_DEPTH = r"mtp\.layers\.\d+\.mtp_model_layer(?:\.layers\.\d+)?"
+LAYER = re.compile(rf"((?:model\.)?(?:(?:en|de)coder\.layers\.\d+|{_DEPTH})\.)(.+)")
+SECTIONS = {
+    "mamba": ("z", "x", "B", "C", "dt"),
+    "mamba_conv": ("x", "B", "C"),
+    "delta": ("query", "key", "value", "z", "beta", "alpha"),
+    "delta_conv": ("query", "key", "value"),
+}
+"""Fold of a tensor with sections -> suffixes of the sections' names in ``torch_dist``."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class Row:
     dim: int | None = None
     """Dimension of Megatron-LM's shape that tensor parallelism splits; None: replicated."""
     fold: str = ""
-    """Split of Megatron-LM's first dimension (of one expert) in the local shape: ``groups``, ``gate`` or none."""
+    """Split of Megatron-LM's first dimension (of one expert) in the local shape: ``groups``, ``gate``, sections
+    (``SECTIONS``) or none."""
     experts: bool = False
     """Whether the local tensor has a leading expert dimension."""
 
@@ -72,6 +82,17 @@ LAYER_ROWS = [
     *_linear("mlp.shared_experts.linear_fc1", 0, "gate"),
     *_linear("mlp.shared_experts.linear_fc2", 1),
     Row("mlp.shared_experts.gate_weight"),
+    *_norm("norm", "mixer.in_proj.layer_norm_"),
+    *_norm("norm"),
+    *_norm("input_layernorm", f"{_ATTENTION}in_proj.layer_norm_"),
+    *(Row(f"mixer.{name}", dim=0) for name in ("dt_bias", "A_log", "D", "norm.weight")),
+    *(Row(f"mixer.conv1d.{kind}", dim=0, fold="mamba_conv") for kind in ("weight", "bias")),
+    *(Row(f"{_ATTENTION}{name}", dim=0) for name in ("dt_bias", "A_log")),
+    Row(f"{_ATTENTION}conv1d.weight", dim=0, fold="delta_conv"),
+    Row(f"{_ATTENTION}norm.weight", f"{_ATTENTION}out_norm.weight"),
+    Row("mixer.in_proj.weight", dim=0, fold="mamba"),
+    Row(f"{_ATTENTION}in_proj.weight", dim=0, fold="delta"),
+    *(Row(f"{mixer}out_proj.weight", dim=1) for mixer in ("mixer.", _ATTENTION)),
     *_linear("mlp.router", None),
     Row("mlp.router.expert_bias"),
     *_norm("pre_cross_attn_layernorm"),
@@ -121,6 +142,7 @@ _OLD_NAMES = [
     (r"^language_model\.(?:(?:encoder|transformer|decoder)\.)", "decoder."),
     (r"^language_model\.", ""),
     (r"\.final_norm\.", ".final_layernorm."),
+    (r"\.mixer\.conv1d_(weight|bias)$", r".mixer.conv1d.\1"),
     (r"^(..coder\.layers\.\d+)\.attention\.", r"\1.self_attention."),
     (r"\.query_key_value\.", ".linear_qkv."),
     (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
@@ -216,7 +238,7 @@ def their_name(name: str, experts: bool) -> tuple[str, Row]:
     if (match := LAYER.fullmatch(name)) and match[2] in _BY_LOCAL_NAME:
         row = _BY_LOCAL_NAME[match[2]]
         inside = match[2] if experts and match[2].startswith("pre_mlp_layernorm.") else row.megatron or row.local
-        return match[1].replace("mtp_model_layer", "transformer_layer") + inside, row
+        return re.sub(r"mtp_model_layer\.$", "transformer_layer.", match[1]) + inside, row
     if (match := re.fullmatch(r"(mtp\.layers\.\d+\.)(.+)", name)) and match[2] in _PREDICTION:
         return name, _PREDICTION[match[2]]
     raise CheckpointError(f"the tensor {name} has no counterpart in Megatron-LM")
@@ -227,7 +249,11 @@ def our_shape(place: Counterpart, shape: tuple[int, ...], settings: Settings) ->
     CheckpointError if it is not divisible into groups or gate halves."""
     start, dims = shape[:1] if place.row.experts else (), shape[1:] if place.row.experts else shape
     parts = split_parts(place.row, settings)
-    if parts > 1:
+    if place.row.fold in SECTIONS:
+        if dims[0] != (rows := sum(section_rows(place.row, settings))):
+            raise CheckpointError(f"{place.name} has shape {list(shape)}, expected {rows} rows")
+        dims = (parts, dims[0] // parts, *dims[1:])
+    elif parts > 1:
         if dims[0] % parts:
             raise CheckpointError(f"{place.name} has shape {list(shape)}, which {parts} {place.row.fold} do not divide")
         dims = (parts, dims[0] // parts, *dims[1:])
@@ -243,7 +269,24 @@ def split_parts(row: Row, settings: Settings) -> int:
     if row.fold == "groups":
         grouped = settings.get("group_query_attention") and settings.get("num_query_groups")
         return settings["num_query_groups"] if grouped else settings["num_attention_heads"]
+    if row.fold in SECTIONS:
+        return settings.get("mamba_num_groups" if row.fold.startswith("mamba") else "linear_num_key_heads") or 1
     return 2 if row.fold == "gate" and is_gated(settings) else 1
+
+
+def section_rows(row: Row, settings: Settings) -> list[int]:
+    """Return the sizes of the sections of Megatron-LM's first dimension, up to a common factor; tensor parallelism
+    splits each of them. Raises KeyError for a missing setting."""
+    if row.fold.startswith("mamba"):
+        channels = settings["mamba_head_dim"]
+        heads = settings.get("mamba_num_heads") or 2 * settings["hidden_size"] // channels
+        inner, state = heads * channels, settings["mamba_num_groups"] * settings["mamba_state_dim"]
+        return [inner, inner, state, state, heads][1 if row.fold == "mamba_conv" else 0 :][: len(SECTIONS[row.fold])]
+    if row.fold.startswith("delta"):
+        keys, heads = settings["linear_num_key_heads"], settings["linear_num_value_heads"]
+        keys, values = keys * settings["linear_key_head_dim"], heads * settings["linear_value_head_dim"]
+        return [keys, keys, values, values, heads, heads][: len(SECTIONS[row.fold])]
+    return [1, 1] if row.fold == "gate" and is_gated(settings) else [1]
 
 
 def is_gated(settings: Settings) -> bool:
@@ -267,8 +310,7 @@ _NOT_TAKEN = {
 """Arguments that are not converted: they concern the run, but neither the model nor its training."""
 _NO_COUNTERPART = (
     "moe_latent_size", "experimental_attention_variant", "linear_attention_freq",
-    "attention_output_gate", "enable_mhc_connections", "mrope_section", "hybrid_layer_pattern",
-    "hybrid_override_pattern", "mtp_hybrid_override_pattern", "is_hybrid_model", "heterogeneous_layers_config_path",
+    "attention_output_gate", "enable_mhc_connections", "mrope_section", "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size",
     "moe_apply_probs_on_input", "openai_gelu", "retro_add_retriever",
 )  # fmt: skip
@@ -306,6 +348,9 @@ def convert_arguments(args: Settings, tensors: Mapping[str, tuple[int, ...]]) ->
         finite = not isinstance(value, int | float) or (abs(value) < 1e300)
         if plain and finite and name not in _NOT_TAKEN and not name.startswith("_"):
             settings[_RENAMED.get(name, name)] = value
+    if pattern := args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern"):
+        depth, count = args.get("mtp_hybrid_override_pattern"), args.get("mtp_num_layers") or 0
+        settings["hybrid_layer_pattern"] = pattern + f"/{depth}" * (count if depth and "/" not in pattern else 0)
     settings["model_family"] = family  # after the arguments, which may have this name
     rows = next((shape[0] for name, shape in tensors.items() if name.endswith("word_embeddings.weight")), 0)
     padded = args.get("padded_vocab_size") or rows

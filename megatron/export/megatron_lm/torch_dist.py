@@ -29,13 +29,14 @@ from megatron.core.sharding.rectangles import Rectangle, coverage_problem
 from megatron.export.interchange import Interchange, check_names
 from megatron.export.megatron_lm.buckets import STATES, unflatten_distributed
 from megatron.export.megatron_lm.model import build_interchange, find_folder
-from megatron.export.megatron_lm.names import MAX_LAYERS, current_names, detect_family, is_no_weight
+from megatron.export.megatron_lm.names import MAX_LAYERS, SECTIONS, current_names, detect_family, is_no_weight
 from megatron.export.torch_file import read_torch_file
 from megatron.export.unpickler import Record, unpickle
 
 MAX_METADATA_BYTES = 2**30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.distcp")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:\d+\.)?state\.(exp_avg_sq|exp_avg|fp32_param|param)\.(.+)")
+_SECTION = re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.(\w+)")
 _STACKED = re.compile(r"(.*\b(?:decoder|encoder)\.layers)\.([a-z_].*)")
 
 
@@ -160,6 +161,7 @@ def load_megatron_torch_dist(
         optimizer = unflatten_distributed(flat, weights, args, str(checkpoint.folder))
         group = next((name for name in checkpoint.objects if ".dp_group_idx_0.optimizer/" in name), None)
         state["optimizer"] = None if group is None else read_torch_file(*checkpoint.objects[group])
+    weights, optimizer = _joined(weights), {kind: _joined(named) for kind, named in optimizer.items()}
     family, where = detect_family(weights), str(checkpoint.folder)
     weights = current_names(weights, family)
     optimizer = {kind: current_names(named, family) for kind, named in optimizer.items()}
@@ -176,6 +178,29 @@ def _add(named: dict[str, LazyTensor], name: str, stored: _Stored) -> None:
         raise CheckpointDamagedError(f"{name}: has {stored.global_shape[0]} layers, at most {MAX_LAYERS} are expected")
     for layer in range(stored.global_shape[0]):
         named[f"{match[1]}.{layer}.{match[2]}"] = stored.lazy(layer)
+
+
+def _joined(named: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Join the sections of projections and convolutions. Raises CheckpointError if one is missing."""
+    result: dict[str, LazyTensor] = {}
+    parts: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in named.items():
+        if match := _SECTION.fullmatch(name):
+            parts.setdefault(match[1], {})[match[2]] = tensor
+        else:
+            result[name] = tensor
+    for name, sections in parts.items():
+        order = next((order for order in SECTIONS.values() if {*order} == sections.keys()), None)
+        if order is None:
+            raise CheckpointError(f"{name}: has sections {', '.join(sorted(sections))} only")
+        pieces = [sections[section] for section in order]
+        shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+        result[name] = LazyTensor(shape, pieces[0].dtype, partial(_concatenated, pieces))
+    return result
+
+
+def _concatenated(pieces: list[LazyTensor]) -> Tensor:
+    return torch.cat([piece.read() for piece in pieces])
 
 
 def _open(folder: Path) -> _Checkpoint:

@@ -18,7 +18,7 @@ from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.interchange import Interchange, Settings, check_names
 from megatron.export.megatron_lm.buckets import STATES, cut_buckets
 from megatron.export.megatron_lm.model import build_interchange, find_folder
-from megatron.export.megatron_lm.names import current_names, detect_family, find_place, is_gated, is_no_weight
+from megatron.export.megatron_lm.names import current_names, detect_family, find_place, is_no_weight
 from megatron.export.megatron_lm.splits import join_ranks
 from megatron.export.torch_file import read_torch_file
 from megatron.export.unpickler import Record
@@ -73,7 +73,7 @@ def load_megatron_torch(
         for expert in range(ep)
     }
     parts = _numbered(files, (pp, tp, ep), table, directory)
-    where, gated = str(directory), is_gated(table)
+    where = str(directory)
     weights = {rank: dict(ChainMap(*reversed(chunks))) for rank, chunks in parts.items()}
     kinds: dict[str, dict[tuple[int, int, int], Named]] = {}
     if not table.get("no_save_optim"):
@@ -89,8 +89,8 @@ def load_megatron_torch(
                 )
     return build_interchange(
         first,
-        _merged(weights, (pp, tp, ep), gated, where),
-        {kind: _merged(ranks, (pp, tp, ep), gated, where) for kind, ranks in kinds.items()},
+        _merged(weights, (pp, tp, ep), table, where),
+        {kind: _merged(ranks, (pp, tp, ep), table, where) for kind, ranks in kinds.items()},
         where=where,
         padded_vocabulary=padded_vocabulary,
     )
@@ -169,7 +169,7 @@ def _weights(model: dict[str, object], offsets: Counter[str], first_expert: int)
 
 
 def _merged(
-    ranks: Mapping[tuple[int, int, int], Named], sizes: tuple[int, int, int], gated: bool, where: str
+    ranks: Mapping[tuple[int, int, int], Named], sizes: tuple[int, int, int], args: Settings, where: str
 ) -> dict[str, LazyTensor]:
     """Expert rank 0 contributes everything, the others only their experts; copies of dense tensors are not compared."""
     pp, tp, ep = sizes
@@ -181,7 +181,7 @@ def _merged(
                 key: {name: tensor for name, tensor in named.items() if find_place(name).expert is not None}
                 for key, named in shards.items()
             }
-        merged |= join_ranks(shards, tp, gated, where)
+        merged |= join_ranks(shards, tp, args, where)
     return merged
 
 

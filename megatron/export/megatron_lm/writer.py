@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,11 +35,28 @@ from megatron.core.dist_checkpointing.writer import fsync_path, make_durable_fol
 from megatron.core.safe_files import create_file
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.interchange import COUNTER, Interchange, Settings
-from megatron.export.megatron_lm.names import REGISTERED_TWICE, VOCABULARY, padded_size, their_name
+from megatron.export.megatron_lm.names import (
+    LAYER,
+    REGISTERED_TWICE,
+    SECTIONS,
+    VOCABULARY,
+    padded_size,
+    section_rows,
+    their_name,
+)
 
 _FILE = "__0_0.distcp"
 _THEIR_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "main_param": "fp32_param"}
-_WITH_EXTRA_STATE = ("linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2")
+_WITH_EXTRA_STATE = (
+    "linear_qkv",
+    "linear_q",
+    "linear_kv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "in_proj",
+    "out_proj",
+)
 _LAYER_NUMBER = re.compile(r"^((?:.*\.)?(?:en|de)coder\.layers)\.(\d+)\.(.*)$")
 
 
@@ -113,8 +130,9 @@ def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metad
         properties = TensorProperties(dtype=pieces[0].source.dtype)
         tensors[name] = TensorStorageMetadata(properties, torch.Size((*layers, *pieces[0].shape)), chunks)
         for module in _WITH_EXTRA_STATE:
-            if name.endswith(f".{module}.weight") and "optimizer." not in name:
-                _write_extra_states(name.removesuffix(".weight"), len(pieces), file, tensors, storage)
+            weight = name.removesuffix(".z")  # one of the sections
+            if weight.endswith(f".{module}.weight") and "optimizer." not in name:
+                _write_extra_states(weight.removesuffix(".weight"), len(pieces), file, tensors, storage)
         if name.endswith("output_layer.bias") and "optimizer." not in name:  # required by the loader for BERT and T5
             _write_extra_states(name.removesuffix(".bias"), 1, file, tensors, storage)
     return Metadata(tensors, None, storage)
@@ -152,6 +170,8 @@ def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
         if match:
             kinds.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
     uniform = {stack for stack, layers in kinds.items() if all(layer == layers.get(0) for layer in layers.values())}
+    if interchange.settings.get("hybrid_layer_pattern"):
+        uniform = set()
     stacked: dict[str, list[_Piece]] = {}
     for name, piece in named.items():
         match = matches[name]
@@ -167,9 +187,17 @@ def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interc
     """Empty for router counters, two names for weights that Megatron-LM's T5 registers twice."""
     if name.endswith(COUNTER):
         return {}
-    match = _LAYER_NUMBER.fullmatch(name)
-    experts = match is not None and f"model.decoder.layers.{match[2]}.mlp.router.weight" in interchange.tensors
-    their, row = their_name(name, experts)
+    layer = f"model.{match[1]}" if (match := LAYER.fullmatch(name)) else ""
+    their, row = their_name(name, f"{layer}mlp.router.weight" in interchange.tensors)
+    if f"{layer}self_attention.in_proj.weight" in interchange.tensors:
+        their = their.replace(".linear_qkv.layer_norm_", ".in_proj.layer_norm_")
+    if interchange.settings.get("hybrid_layer_pattern"):
+        their = their.replace("decoder.final_layernorm.", "decoder.final_norm.")
+    if row.fold in SECTIONS:
+        sizes = [size // tensor.shape[0] for size in section_rows(row, interchange.settings)]
+        sections = [_section(tensor, sizes, index) for index in range(len(sizes))]
+        names = [f"{prefix}{their}.{suffix}" for suffix in SECTIONS[row.fold]]
+        return {name: _Piece(section, section.shape, None) for name, section in zip(names, sections)}
     start, dims = (tensor.shape[:1], tensor.shape[1:]) if row.experts else ((), tensor.shape)
     if row.fold == "groups" or (row.fold == "gate" and len(dims) == (3 if name.endswith("weight") else 2)):
         dims = (dims[0] * dims[1], *dims[2:])
@@ -178,6 +206,11 @@ def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interc
     twice = REGISTERED_TWICE.get(their) if interchange.settings.get("model_family") == "t5" else None
     names = [their] if twice is None else [twice] if prefix else [their, twice]
     return {prefix + name: _Piece(tensor, (*start, *dims), None) for name in names}
+
+
+def _section(tensor: LazyTensor, sizes: Sequence[int], index: int) -> LazyTensor:
+    shape = (tensor.shape[0] * sizes[index], *tensor.shape[2:])
+    return LazyTensor(shape, tensor.dtype, lambda: tensor.read().split(sizes, 1)[index].flatten(0, 1))
 
 
 def _padded(settings: Settings, rows: int) -> int:

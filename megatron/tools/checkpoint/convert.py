@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_
 from megatron.core.dist_checkpointing.writer import write_file
 from megatron.core.models.registry import default_family, families
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.branches import split_layers
 from megatron.export.files import Target
 from megatron.export.hf import save_hf
 from megatron.export.interchange import COUNTER, Interchange, with_counters
@@ -187,6 +188,10 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     defaults = {"micro_batch_size": 1, "skip_train": True, "eval_iters": 0}
     family = stored_family(source.settings, where)
     cfg = parse_args(flags, args_defaults=defaults, needs_data=False, model_family=family.name)
+    pattern = cfg.model.hybrid_layer_pattern
+    if pattern and not source.settings.get("hybrid_layer_pattern"):
+        split_layers(source, pattern)
+        tensors = source.tensors
     cfg = with_settings(cfg, source.settings, where)
     limit = cfg.embeddings.max_position_embeddings or cfg.data.seq_length
     missing: dict[str, Any] = dict.fromkeys(("seq_length", *family.lengths), cfg.data.seq_length or limit)

@@ -102,7 +102,7 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
         raise CheckpointDamagedError(f"{path}: args is not a table")
     family = known_family(args.get("model_family")) or get_family(default_family())
     kinds, converted, wrong = flags_by_field(family.name), {}, []
-    for name in args.keys() & {*CONVERTED, *family.weight_settings}:
+    for name in args.keys() & kinds.keys() & {*CONVERTED, *family.weight_settings}:
         try:
             converted[name] = from_object(kinds[name], args[name])
         except ValueError as error:

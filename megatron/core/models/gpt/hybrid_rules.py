@@ -60,7 +60,8 @@ def mamba_sizes(cfg: Settings) -> Problems:
     if "mamba" not in pattern_kinds(model) + depth_kinds(model) or not model.hidden_size:
         return
     heads, groups, tp = model.mamba_num_heads, model.mamba_num_groups, model.tensor_model_parallel_size
-    if "mamba_num_heads" not in cfg.explicit and 2 * model.hidden_size % model.mamba_head_dim:
+    default, rest = divmod(2 * model.hidden_size, model.mamba_head_dim)
+    if rest and heads == max(default, 1) and "mamba_num_heads" not in cfg.explicit:
         reason = f"does not divide twice the hidden size, {2 * model.hidden_size}"
         yield problem(cfg, "mamba_head_dim", reason, "give --mamba-num-heads")
     if heads % groups:

@@ -12,6 +12,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.interchange import Interchange
@@ -22,7 +23,10 @@ from megatron.export.megatron_lm import (
 )
 from megatron.export.megatron_lm.model import checkpoint_objects
 from megatron.export.megatron_lm.names import find_place
+from megatron.export.native import load_native
 from megatron.export.unpickler import Record
+from megatron.tools.checkpoint import convert
+from megatron.tools.checkpoint.compare_logits import our_logits
 from tests.test_utils.megatron_torch import (
     ARGS,
     GROUPS,
@@ -350,3 +354,30 @@ def test_a_piece_larger_than_its_file_says_both_sizes(written, tmp_path):
     size = PADDED * HIDDEN * 4
     with pytest.raises(CheckpointError, match=rf"{name}: the part at \[0, 0\] needs {size} bytes, its file has 100;"):
         load_megatron_torch_dist(tmp_path / "copy")
+
+
+def test_gpt_checkpoint_becomes_a_hybrid_model_with_the_same_logits_and_optimizer_state(written, tmp_path):
+    line = ["--load-dir", str(written), "--saver", "native", "--no-checking"]
+    pattern = ["--hybrid-layer-pattern", "*-" * LAYERS]
+    assert convert.main([*line, "--save-dir", str(tmp_path / "gpt")]) == 0
+    assert convert.main([*line, "--save-dir", str(tmp_path / "hybrid"), *pattern]) == 0
+    gpt, hybrid = (load_native(tmp_path / name / "iter_0000007") for name in ("gpt", "hybrid"))
+    assert hybrid.settings["hybrid_layer_pattern"] == pattern[1] and hybrid.settings["num_layers"] == 2 * LAYERS
+    names = ("model.decoder.layers.{}.mlp.linear_fc2.weight",
+             "optimizer.exp_avg_sq.decoder.layers.{}.mlp.linear_fc1.weight",
+             "optimizer.exp_avg.decoder.layers.{}.pre_mlp_layernorm.weight")  # fmt: skip
+    for layer in range(LAYERS):
+        for name in names:
+            one, other = gpt.tensors[name.format(layer)], hybrid.tensors[name.format(2 * layer + 1)]
+            assert torch.equal(one.read(), other.read())
+    tokens = torch.arange(12).reshape(1, -1)
+    logits = [our_logits(model, convert.completed(model, [], "native", "here"), tokens) for model in (gpt, hybrid)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("pattern", ["*-", "*-*-*-M-", "*-*-*-*-M", "**--*-*"])
+def test_pattern_of_other_layers_is_rejected(pattern, written, tmp_path):
+    line = ["--load-dir", str(written), "--saver", "native", "--save-dir", str(tmp_path / "hybrid")]
+    with pytest.raises(UserError, match="needs 4 \\* and 4 - or E for 4 layers"):
+        convert.main([*line, "--hybrid-layer-pattern", pattern])
+    assert not (tmp_path / "hybrid").exists()
