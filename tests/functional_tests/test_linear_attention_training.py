@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.test_utils.gpt_runs import losses, train_with_errors
-from tests.test_utils.layout_table import CP2, CP4, FSDP, GATHER, LLAMA, PP2, SP, TP2, VPP, ZB
+from tests.test_utils.layout_table import CP2, CP4, DROPOUT, FSDP, GATHER, LLAMA, PP2, SP, TP2, VPP, ZB
 from tests.test_utils.layouts import Layout
 
 HEADS = "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 4"
@@ -37,6 +37,15 @@ KIMI_EXPERTS = (
     " --moe-router-load-balancing-type none --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 24"
 )
 DEPTHS = MIXED_EXPERTS.replace("MEM*", "MG*-/ME/ME") + f" {HEADS}"
+FP8 = (  # projections of multiples of 16 on two ranks
+    f"{LLAMA} --num-layers 6 --hybrid-layer-pattern MG-M*- --linear-num-key-heads 16 --linear-num-value-heads 16"
+    " --linear-key-head-dim 4 --linear-value-head-dim 4 --mamba-num-heads 32 --mamba-head-dim 4 --mamba-num-groups 8"
+    " --mamba-state-dim 8 --micro-batch-size 1 --fp8-format hybrid --fp8-recipe"
+)
+OFFLOADED = (
+    "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules delta_rule gdn_norm_out"
+    " ssm mamba_norm_out core_attn"
+)
 RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn delta_rule gdn_norm_out layernorm"
 LAYOUTS = {
     "tp2": Layout(DELTA, TP2, 2),
@@ -63,6 +72,10 @@ LAYOUTS = {
         "--micro-batch-size 4 --recompute-granularity selective --recompute-modules ssm mamba_norm_out delta_rule",
         1,
     ),
+    "hybrid-dropout-tp2-sp": Layout(f"{HYBRID} {DROPOUT}", f"{TP2} {SP}", 2),
+    "hybrid-offload": Layout(HYBRID, f"--micro-batch-size 4 {OFFLOADED}", 1),
+    "hybrid-fp8-tp2-sp": Layout(f"{FP8} tensorwise", f"--tensor-model-parallel-size 2 {SP}", 2),
+    "hybrid-fp8-delayed-pp2": Layout(f"{FP8} delayed --fp8-amax-history-len 3", "--pipeline-model-parallel-size 2", 2),
     "kimi-tp2-sp": Layout(KIMI, f"{TP2} {SP}", 2),
     "kimi-cp4": Layout(KIMI, CP4, 4),
     "kimi-cp2-heads-tp2": Layout(KIMI, f"{CP2} {TP2} --cp-comm-type a2a", 4),

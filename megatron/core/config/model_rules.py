@@ -140,7 +140,7 @@ def activation_offload(cfg: ModelSettings) -> Problems:
         reason = fix = ""
         if name in ("expert_fc1", "moe_act") and cfg.num_moe_experts is None:
             reason, fix = "requires --num-experts", "remove it"
-        elif clash := sorted(recomputed.intersection(_NOT_SAVED.get(name, ()))):
+        elif clash := sorted(recomputed.intersection(_NOT_SAVED.get(name, (name,)))):
             reason, fix = f"saves tensors that --recompute-modules {' '.join(clash)} discards", "choose one"
         elif name == "attn_proj" and not {"core_attn"} & {*modules, *recomputed}:
             reason, fix = "saves the output of attention, which core_attn keeps on the device", "add core_attn"
@@ -156,7 +156,7 @@ def recomputed_modules(cfg: RecomputeConfig) -> set[str]:
 def offloadable_modules(cfg: ModelSettings) -> list[str]:
     """Return --offload-modules without those whose saved tensors recomputation discards or leaves on the device."""
     recomputed = recomputed_modules(cfg)
-    names = [name for name in cfg.offload_modules or () if not recomputed.intersection(_NOT_SAVED.get(name, ()))]
+    names = [name for name in cfg.offload_modules or () if not recomputed.intersection(_NOT_SAVED.get(name, (name,)))]
     has_attention = "core_attn" in {*names, *recomputed} or "core_attn" not in (cfg.offload_modules or ())
     return [name for name in names if name != "attn_proj" or has_attention]
 

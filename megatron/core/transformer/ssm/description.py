@@ -28,14 +28,14 @@ def describe_gated_delta_net(config: Config, place: LayerPlace) -> Piece:
     norm = Param("norm.weight", (value,), ndim=1)
     width, output = heads * sum(parts) // tp * item, values * value // tp
     kept = _chunk_bytes(config, mixed * heads, values, key, value, keys=9, matrices=7)
-    chunks = Saved("convolved, decays and chunks", kept, ("delta_rule",))
+    chunks = _kept("convolved, decays and chunks", kept, "delta_rule")
     rule = Op(
         "other", "delta rule", 6.0 * place.seq_length * values * key * value,
         traffic=16.0 * item * heads * mixed // tp, gradients=float(width),
         saved=(chunks,),
     )  # fmt: skip
     gated = Op(
-        "norm", "gated norm", traffic=12.0 * item * output, saved=(Saved("normed", 12.0 * output, ("gdn_norm_out",)),)
+        "norm", "gated norm", traffic=12.0 * item * output, saved=(_kept("normed", 12.0 * output, "gdn_norm_out"),)
     )
     normed = (Saved("delta rule", output * item),)
     ops = (
@@ -69,9 +69,9 @@ def describe_kimi_delta_attention(config: Config, place: LayerPlace) -> Piece:
     kept = _chunk_bytes(config, mixed * heads, heads, key, value, keys=27.5, matrices=1.5)
     rule = Op(
         "other", "delta rule", 6.0 * tokens * heads * key * value, traffic=16.0 * item * heads * mixed // tp,
-        gradients=float(width), saved=(Saved("convolved, decays and chunks", kept, ("delta_rule",)),),
+        gradients=float(width), saved=(_kept("convolved, decays and chunks", kept, "delta_rule"),),
     )  # fmt: skip
-    normed = Saved("normed", 12.0 * output, ("gdn_norm_out",))
+    normed = _kept("normed", 12.0 * output, "gdn_norm_out")
     ops = (
         gemm(into[0], config, tokens, gradients=width, saved=(Saved("projections", width),)), *products, rule,
         Op("norm", "gated norm", traffic=12.0 * item * output, saved=(normed,)),
@@ -100,7 +100,7 @@ def describe_mamba(config: Config, place: LayerPlace) -> Piece:
     norm = Param("norm.weight", (heads * channels,), {"tp": 0}, ndim=1)
     width, output = groups * sum(parts) // tp * item, heads * channels // tp
     kept = _chunk_bytes(config, mixed * groups, heads, state, channels, keys=3.5, matrices=3.7)
-    chunks = Saved("convolved and chunks", kept, ("ssm",))
+    chunks = _kept("convolved and chunks", kept, "ssm")
     scan = Op(
         "other",
         "state space",
@@ -109,7 +109,7 @@ def describe_mamba(config: Config, place: LayerPlace) -> Piece:
         gradients=float(width),
         saved=(chunks,),
     )
-    normed = Saved("normed", 12.0 * output, ("mamba_norm_out",))
+    normed = _kept("normed", 12.0 * output, "mamba_norm_out")
     gated = Op("norm", "gated norm", traffic=12.0 * item * output, saved=(normed,))
     saved = (Saved("state space", output * item),)
     ops = (
@@ -120,6 +120,11 @@ def describe_mamba(config: Config, place: LayerPlace) -> Piece:
     )
     params = (*into, conv, conv_bias, *out, *vectors, norm)
     return Piece("Mamba-2", params, ops, settings=MAMBA_SETTINGS)
+
+
+def _kept(name: str, size: float, site: str) -> Saved:
+    """Return what a site saves, which it recomputes or offloads if it is named."""
+    return Saved(name, size, (site,), (site,))
 
 
 def _chunk_bytes(
