@@ -26,7 +26,7 @@ from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.config.resolve import resolve  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-EXAMPLES = ("gpt3", "llama", "nemotron4", "mixtral", "qwen3_moe", "deepseek_v3", "bert", "t5")
+EXAMPLES = ("gpt3", "llama", "nemotron4", "mixtral", "qwen3_moe", "qwen35", "nemotron3", "deepseek_v3", "bert", "t5")
 PAGES = (
     RESULTS / "README.md", *(ROOT / "docs" / "guides" / name for name in ("performance.md", "layouts.md")),
     ROOT / "examples" / "README.md",

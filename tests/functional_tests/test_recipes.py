@@ -24,6 +24,9 @@ PARAMETERS = {
     "train_nemotron4_340b": 341_029_195_776,
     "train_mixtral_8x7b_distributed": 46_702_792_704,
     "train_qwen3_30b_a3b": 30_532_122_624,
+    "train_qwen35_9b": 8_953_803_264,
+    "train_qwen35_35b_a3b": 34_660_610_688,
+    "train_nemotron3_nano_30b_a3b": 31_577_937_344,
     "train_bert_340m_distributed": 336_226_108,
     "train_t5_220m_distributed": 221_246_888,
     "train_deepseek_v3_671b": 682_636_472_320,  # 671,026,404,352 and the layer of multi-token prediction
@@ -40,6 +43,8 @@ SMALLER = {
     "--kv-channels": "16", "--num-experts": "16", "--moe-ffn-hidden-size": "32",
     "--moe-shared-expert-intermediate-size": "32", "--moe-layer-freq": "1", "--q-lora-rank": "24",
     "--kv-lora-rank": "16", "--qk-head-dim": "8", "--qk-pos-emb-head-dim": "4", "--v-head-dim": "8",
+    "--linear-num-key-heads": "2", "--linear-num-value-heads": "4", "--linear-attention-freq": "2",
+    "--hybrid-layer-pattern": "ME", "--mamba-num-heads": "8",
 }  # fmt: skip
 """Sizes that only some recipes give."""
 

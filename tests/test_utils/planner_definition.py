@@ -132,6 +132,10 @@ class Plan:
             causal_keys = self.cfg.data.seq_length / 2
             result["F", "attention"] = 3e-6 + flops * (1 + 400 / causal_keys) / (hardware.forward * 1e12)
             result["I", "attention"] = 3e-6 + 2.5 * flops * (1 + 450 / causal_keys) / (hardware.backward * 1e12)
+        elif op.kind == "recurrence":  # a tenth of the rate of GEMMs, or the bytes take longer
+            compute, memory = flops / (0.1 * hardware.gemm * 1e12), op.traffic * self.T / hardware.bandwidth
+            result["F", "recurrence"] = 3e-6 + max(compute, memory * 0.4)
+            result["I", "recurrence"] = 3e-6 + max(2.5 * compute, memory * 0.6)
         else:
             seconds = op.traffic * self.T / hardware.bandwidth
             fixed = 3e-6 if op.traffic else 0.0

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.balance import ATTENTION_RATE, ModelCosts
 Config = Any
 """A TransformerConfig, or any configuration with its field names and sizes resolved."""
 
-Kind = Literal["gemm", "attention", "norm", "rotary", "activation", "cross entropy", "embedding", "other"]
+Kind = Literal["gemm", "attention", "norm", "rotary", "activation", "cross entropy", "embedding", "recurrence", "other"]
 
 
 @dataclass(frozen=True)

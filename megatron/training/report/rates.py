@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
+from megatron.core.config.layer_kinds import recurrent_kinds
 from megatron.training.config.pretrain_config import PretrainConfig
 
 AXES = ("tp", "pp", "cp", "ep")
@@ -26,7 +27,7 @@ class MeasuredRate:
     row: str
     """Name in ``benchmarks/results/training.json``."""
     kind: str
-    """``dense``, ``small``, ``experts``, ``fine experts``, or the name of a model family."""
+    """``dense``, ``small``, ``experts``, ``fine experts``, ``recurrent``, or the name of a model family."""
     axes: Mapping[str, int]
     """Sizes of the axes in :data:`AXES` with more than one rank."""
     tflops: float
@@ -54,6 +55,8 @@ def model_kind(cfg: PretrainConfig) -> str:
 def _kind_in_bf16(cfg: PretrainConfig) -> str:
     if not cfg.family.is_default:
         return cfg.model_family
+    if recurrent_kinds(cfg.model):
+        return "recurrent"
     if cfg.model.num_moe_experts is not None:
         return "experts" if (cfg.model.moe_ffn_hidden_size or 0) >= WIDE_EXPERT else "fine experts"
     return "small" if cfg.model.hidden_size <= SMALL_WIDTH else "dense"
@@ -102,7 +105,7 @@ def cost_rows(cfg: PretrainConfig, flops_per_iteration: float, samples: int) -> 
     rate = nearest_rate(cfg)
     if rate is None or cfg.model.attention_dropout:
         unfused = "not measured with unfused attention (--attention-dropout): only predicted, below"
-        others = "not predicted: speed was measured only with --bf16, for model families of this package"
+        others = "not measured for this kind of model or precision: only predicted, below"
         yield "time", others if rate is None else unfused
         return
     factor = 4 / 3 if cfg.model.recompute_granularity == "full" else 1.0  # includes a second forward pass

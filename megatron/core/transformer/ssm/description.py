@@ -30,7 +30,7 @@ def describe_gated_delta_net(config: Config, place: LayerPlace) -> Piece:
     kept = _chunk_bytes(config, mixed * heads, values, key, value, keys=9, matrices=7)
     chunks = _kept("convolved, decays and chunks", kept, "delta_rule")
     rule = Op(
-        "other", "delta rule", 6.0 * place.seq_length * values * key * value,
+        "recurrence", "delta rule", 6.0 * place.seq_length * values * key * value,
         traffic=16.0 * item * heads * mixed // tp, gradients=float(width),
         saved=(chunks,),
     )  # fmt: skip
@@ -68,7 +68,7 @@ def describe_kimi_delta_attention(config: Config, place: LayerPlace) -> Piece:
     width, output = heads * sum(parts) // tp * item, heads * value // tp
     kept = _chunk_bytes(config, mixed * heads, heads, key, value, keys=27.5, matrices=1.5)
     rule = Op(
-        "other", "delta rule", 6.0 * tokens * heads * key * value, traffic=16.0 * item * heads * mixed // tp,
+        "recurrence", "delta rule", 6.0 * tokens * heads * key * value, traffic=16.0 * item * heads * mixed // tp,
         gradients=float(width), saved=(_kept("convolved, decays and chunks", kept, "delta_rule"),),
     )  # fmt: skip
     normed = _kept("normed", 12.0 * output, "gdn_norm_out")
@@ -102,7 +102,7 @@ def describe_mamba(config: Config, place: LayerPlace) -> Piece:
     kept = _chunk_bytes(config, mixed * groups, heads, state, channels, keys=3.5, matrices=3.7)
     chunks = _kept("convolved and chunks", kept, "ssm")
     scan = Op(
-        "other",
+        "recurrence",
         "state space",
         4.0 * place.seq_length * heads * state * channels,
         traffic=16.0 * item * groups * mixed // tp,

@@ -70,6 +70,9 @@ KERNEL = 3e-6
 ROW_COUNTS = 2.2e-3
 """Idle time of the device in a layer with experts, forward and backward, in seconds: the host reads row counts for the
 all-to-all, and the queue of the device runs empty (Qwen3-30B shape on two GPUs, compared with --moe-static-rows)."""
+RECURRENCE = 0.1
+"""Rate of recurrences in chunks relative to GEMMs, in FLOPs of the recurrence token by token. Not measured: chosen such
+that linear attention with published kernels takes a quarter of its layer."""
 FP32_GEMM = 0.068
 """Rate of fp32 GEMMs without tensor cores relative to bf16 (H100: 67 of 989 TFLOP/s)."""
 MASK_KERNELS = 230
@@ -229,6 +232,18 @@ def _attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
     )
 
 
+def _recurrence(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
+    """The longer of compute and memory traffic in each direction."""
+    flops = op.flops * _tokens(cfg) / cfg.data.seq_length / cfg.model.tensor_model_parallel_size
+    compute, memory = flops / (RECURRENCE * gpu.gemm * 1e12), op.traffic * _tokens(cfg) / (gpu.memory_rate * 1e12)
+    return Seconds(
+        {
+            ("F", "recurrence"): KERNEL + max(compute, 0.4 * memory),
+            ("I", "recurrence"): KERNEL + max(2.5 * compute, 0.6 * memory),
+        }
+    )
+
+
 def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = False, layer: bool = True) -> Times:
     """Return the compute times of a piece for one micro-batch on one rank, with its recomputed operations."""
     total: Times = Seconds()
@@ -240,6 +255,8 @@ def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = Fal
             times = _gemm(cfg, op, gpu, experts, head)
         elif op.kind == "attention":
             times = _attention(cfg, op, gpu)
+        elif op.kind == "recurrence":
+            times = _recurrence(cfg, op, gpu)
         else:
             seconds = op.traffic * _tokens(cfg) / (gpu.memory_rate * 1e12)
             floor = KERNEL * (op.traffic > 0)

@@ -1,10 +1,15 @@
 """Named models have the published numbers of parameters; other settings take precedence over the model's."""
 
+import json
+import math
+
 import pytest
+import torch
 
 from megatron import console
 from megatron.core.config.cli import ConfigError
 from megatron.core.models.registry import find_program
+from megatron.export.hf import load_hf_settings
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
 from megatron.training.config.named_models import named_models
 
@@ -18,6 +23,7 @@ PUBLISHED = {
     "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560,
     "deepseek-v3": 682_636_472_320,  # 671,026,404,352 and the layer of multi-token prediction
+    "qwen3.5-9b": 8_953_803_264, "qwen3.5-35b-a3b": 34_660_610_688, "nemotron-3-nano": 31_577_937_344,  # text parts
     "nemotron4-340b": 9_437_184_000 + 331_592_011_776,  # the paper: 9.4 B of embeddings and 331.6 B
     "bert-base": 110_106_428, "bert-large": 336_226_108,
 }  # fmt: skip
@@ -35,6 +41,54 @@ def test_named_model_has_the_published_number_of_parameters(name):
     cfg = settings(name, "--no-pad-vocab-size")
     resolved = validate_args(cfg, smallest_world_size(cfg), announce=False)
     assert resolved.describe(cfg.tokenizer.vocab_size).num_parameters == PUBLISHED[name]
+
+
+NANO = {
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "hidden_size": 2688,
+    "num_key_value_heads": 2, "intermediate_size": 1856, "moe_intermediate_size": 1856, "mamba_num_heads": 64,
+    "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128, "num_experts_per_tok": 6,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+"""Values of its config.json that are not defaults of ``transformers``."""
+
+
+RECURRENCE = {"qwen3.5-9b": 6 * 32 * 128**2, "qwen3.5-35b-a3b": 6 * 32 * 128**2, "nemotron-3-nano": 4 * 64 * 64 * 128}
+"""FLOPs of a token: decay, read, write of gated delta nets; decay and write, read of Mamba-2, per element of a state."""
+FREE = {"max_position_embeddings", "rotary_base", "end_token_ids", "moe_router_num_groups", "moe_router_group_topk"}
+"""Settings that differ on the hub, or of which None has the meaning of 1."""
+
+
+@pytest.mark.parametrize(
+    "name, kind, values, layers, active",
+    [
+        ("qwen3.5-9b", "Qwen3_5Text", {}, (24, 8), 1),
+        ("qwen3.5-35b-a3b", "Qwen3_5MoeText", {}, (30, 10), 8 / 256),
+        ("nemotron-3-nano", "NemotronH", NANO, (23, 6), 6 / 128),
+    ],
+)
+def test_hybrid_model_is_that_of_transformers(tmp_path, name, kind, values, layers, active):
+    """Parameters of the model class, settings of its config.json, and 6 FLOPs for each parameter of a GEMM and token.
+    ``layers``: recurrent ones and attention; ``active``: share of experts."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**values)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    sizes = {key: parameter.shape for key, parameter in model.named_parameters()}
+    cfg = settings(name, "--no-pad-vocab-size", "--bf16")
+    cfg = validate_args(cfg, smallest_world_size(cfg), announce=False)
+    described = cfg.describe(cfg.tokenizer.vocab_size)
+    assert sum(map(math.prod, sizes.values())) == PUBLISHED[name] == described.num_parameters
+
+    config.architectures = [type(model).__name__]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    flat = cfg.flat.values()
+    assert {key for key, value in load_hf_settings(tmp_path).items() if key in flat and flat[key] != value} <= FREE
+
+    gemms = sum(math.prod(size) for key, size in sizes.items() if len(size) == 2 and "embed" not in key)
+    gemms += sum(math.prod(size) for key, size in sizes.items() if len(size) == 3 and "experts" in key) * active
+    scores = 2 * 2 * config.num_attention_heads * config.head_dim * 64 / 2  # half of 64 tokens: causal
+    flops = 6 * gemms + 3 * (layers[0] * RECURRENCE[name] + layers[1] * scores)
+    assert described.flops_per_sample / 64 == pytest.approx(flops, rel=1e-9)
 
 
 def test_flags_and_files_take_precedence_over_the_model(tmp_path):

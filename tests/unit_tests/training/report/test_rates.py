@@ -99,9 +99,10 @@ def test_the_full_run_of_a_report_is_computed_from_its_iterations(monkeypatch, s
     assert float(gpu_hours.replace(",", "")) == pytest.approx(16 * hours, rel=6e-3)
 
 
-def test_runs_in_32_bits_are_not_predicted():
-    cfg = resolved("", 8).with_settings(bf16=False)
-    assert nearest_rate(cfg) is None and "not predicted" in dict(cost_rows(cfg, 1e15, 1000))["time"]
+@pytest.mark.parametrize("change", [{"bf16": False}, {"experimental_attention_variant": "gdn"}])
+def test_runs_in_32_bits_and_recurrent_models_have_no_measured_rate(change):
+    cfg = resolved("", 8).with_settings(**change)
+    assert nearest_rate(cfg) is None and "not measured" in dict(cost_rows(cfg, 1e15, 1000))["time"]
 
 
 def test_measured_rates_do_not_predict_unfused_attention():

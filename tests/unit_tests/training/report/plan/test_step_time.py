@@ -116,6 +116,32 @@ def test_parts_of_a_step_equal_the_definition_on_random_layouts(seed):
     assert len(axes) >= 15, axes
 
 
+DELTA = (
+    "--experimental-attention-variant gdn --linear-attention-freq 4 --attention-output-gate --linear-num-key-heads 8"
+    " --linear-num-value-heads 16"
+)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{DELTA} --tensor-model-parallel-size 2 --sequence-parallel",
+        f"{DELTA} --pipeline-model-parallel-size 2 --recompute-granularity selective --recompute-modules delta_rule",
+        "--hybrid-layer-pattern MM-M*-MM-M*-M-M- --mamba-num-heads 32 --use-distributed-optimizer",
+    ],
+    ids=["delta", "recomputed delta, PP", "hybrid"],
+)
+def test_parts_of_recurrent_models_equal_the_definition(flags):
+    cfg = apply(settings(f"{MODEL} --bf16 {flags}"), {}, 8)
+    time = predict_step(cfg, build_cluster("H200", 1, 8), VOCAB, {"dense": 1.0})
+    expected, _ = expected_parts(cfg, planner.Hardware("H200", 1, 8), 1.0)
+    parts = {part: seconds for part, seconds in time.parts.items() if abs(seconds) > 1e-12}
+    assert parts.keys() | {"bubble"} == expected.keys() | {"bubble"} and "recurrence" in parts
+    for part, seconds in expected.items():
+        error = 2e-3 * time.seconds if part == "bubble" else 1e-9 * seconds
+        assert parts.get(part, 0.0) == pytest.approx(seconds, abs=error), part
+
+
 @pytest.mark.parametrize(
     "layout, nodes",
     [
