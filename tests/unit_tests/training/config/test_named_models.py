@@ -53,9 +53,9 @@ NANO = {
 
 
 RECURRENCE = {"qwen3.5-9b": 6 * 32 * 128**2, "qwen3.5-35b-a3b": 6 * 32 * 128**2, "nemotron-3-nano": 4 * 64 * 64 * 128}
-"""FLOPs of a token: decay, read, write of gated delta nets; decay and write, read of Mamba-2, per element of a state."""
+"""FLOPs of a token in a layer, 6 or 4 per element of the states."""
 FREE = {"max_position_embeddings", "rotary_base", "end_token_ids", "moe_router_num_groups", "moe_router_group_topk"}
-"""Settings that differ on the hub, or of which None has the meaning of 1."""
+"""Settings that differ on the hub, and settings for which None means 1."""
 
 
 @pytest.mark.parametrize(
