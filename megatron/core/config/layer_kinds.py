@@ -52,7 +52,7 @@ def layer_kinds(config: Any, layer_number: int) -> tuple[str, ...]:
     return mixer, "experts" if has_experts(config, layer_number) else "mlp"
 
 
-def recurrent_kinds(config: Any) -> set[str]:
+def recurrent_kinds(config: HybridConfig) -> set[str]:
     """Return the kinds of recurrent mixers that layers may have."""
     return delta_kinds(config) | {*pattern_kinds(config)} & {"mamba"}
 
