@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from megatron.core.config.hybrid import depth_kinds, pattern_kinds
+from megatron.core.config.hybrid import HybridConfig, depth_kinds, pattern_kinds
 from megatron.core.config.linear_attention import has_linear_attention
 from megatron.core.config.moe import has_experts
 
