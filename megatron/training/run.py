@@ -329,7 +329,7 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     task, groups = parts.task, parts.groups
     state = parts.checkpointer.load()
     if state is None and cfg.checkpoint.load_hf and not cfg.reads_base:
-        load_hf_weights(cfg.checkpoint.load_hf, parts.model, parts.optimizer, groups)
+        load_hf_weights(cfg.checkpoint.load_hf, parts.model, parts.optimizer, groups, model_family=cfg.model_family)
     parts.state = state or parts.state
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
     if task.stores_reference:

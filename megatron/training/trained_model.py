@@ -160,7 +160,7 @@ def _load_hugging_face(folder: str, tool: str, layout: Sequence[str]) -> Trained
     lengths |= {field: getattr(cfg.flat, field) or longest for field in family.lengths[1:]}
     resolved, groups = _start(cfg.with_settings(**lengths), layout)
     built = _build(resolved, groups)
-    load_hf_weights(folder, [built.model], None, groups)
+    load_hf_weights(folder, [built.model], None, groups, model_family=family.name)
     return built
 
 

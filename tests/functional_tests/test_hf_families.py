@@ -32,6 +32,7 @@ SIZES = {
 }  # fmt: skip
 """Keys that every config.json says."""
 CHOSEN = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), {"text_config": {"hidden_size": 3584}}),
     "t5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "deepseek_v2": {"num_experts_per_tok": 6},
 }
@@ -176,7 +177,8 @@ def test_a_family_that_pads_with_a_high_id_takes_a_small_vocabulary(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(known_families().keys() & transformers.CONFIG_MAPPING.keys()))
 def test_a_key_that_is_missing_means_what_transformers_takes_for_it_or_is_refused(name):
-    family, config = known_families()[name], transformers.CONFIG_MAPPING[name](**CHOSEN.get(name, {})).to_dict()
+    family = known_families()[name]
+    config = dict(family.flat(transformers.CONFIG_MAPPING[name](**CHOSEN.get(name, {})).to_dict()))
     settings, read = family.load_settings(config), {key for rule in family.config for key in rule.hf_keys}
     needed = {*SIZES, "rope_parameters"} | (read if name in WITHOUT_DEFAULTS else set())
     files_tell = {"num_nextn_predict_layers"}  # whether it counts

@@ -31,7 +31,7 @@ class VisionConfig(OptionalGroup):
     vision_ffn_hidden_size: Dim = 4304
     """Feed-forward width of the vision tower."""
 
-    patch_dim: Dim = 16
+    vision_patch_size: Dim = flag("--vision-patch-size", "--patch-dim", default=16)
     """Height and width of a patch, in pixels."""
 
     vision_frames: Dim = 2

@@ -22,16 +22,18 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 5 * 10**9
 
 
-def load_hf_settings(folder: str | os.PathLike) -> dict[str, Any]:
-    """Convert the ``config.json`` of ``folder`` to command-line settings. Raises UserError for an unknown family, or a
+def load_hf_settings(folder: str | os.PathLike, model_family: str | None = None) -> dict[str, Any]:
+    """Convert the ``config.json`` of ``folder`` to command-line settings; models of images and text are read as
+    ``model_family``, or as text. Raises UserError for an unknown family, or a
     value that settings cannot represent."""
     from megatron.export.hf.registry import load_settings
 
-    return load_settings(Path(folder))[1]
+    return load_settings(Path(folder), model_family)[1]
 
 
-def load_hf(folder: str | os.PathLike) -> Interchange:
+def load_hf(folder: str | os.PathLike, model_family: str | None = None) -> Interchange:
     """Open a HF folder: ``config.json`` and safetensors or ``.bin`` weights, in one file or several with an index.
+    Models of images and text are read as ``model_family``, or as text.
 
     Tensors are lazy. Assets are the tokenizer files (``tokenizer/…``), ``hf/config.json`` and
     ``hf/generation_config.json``; :func:`save_hf` copies keys from the latter that settings do not determine. Raises
@@ -39,7 +41,7 @@ def load_hf(folder: str | os.PathLike) -> Interchange:
     wrong shape."""
     from megatron.export.hf.reader import load
 
-    return load(Path(folder))
+    return load(Path(folder), model_family)
 
 
 def save_hf(

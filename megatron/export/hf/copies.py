@@ -22,7 +22,7 @@ OF_TRAINING = ("max_position_embeddings", "attention_dropout")
 def original_family(folder: Path, settings: Table) -> tuple[Family, dict[str, LazyTensor]]:
     """Return the family of ``folder``, with its layouts, and its lazy tensors. Raises UserError if the model of
     completed ``settings`` is another one."""
-    family, source, _ = load_settings(folder)
+    family, source, _ = load_settings(folder, settings["model_family"])
     before, after = family.save_settings(complete(source)), family.save_settings(settings)
     different = [key for key in before if key not in OF_TRAINING and before[key] != after[key]]
     if different:

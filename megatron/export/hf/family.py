@@ -25,6 +25,7 @@ from megatron.core.config.mup import MupConfig
 from megatron.core.config.network import NetworkSizeConfig, ScaledOutputConfig
 from megatron.core.config.optional import MultiplierConfig
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.config.vision import VisionConfig
 from megatron.core.description.model import weight_shapes
 from megatron.core.models.registry import get_family
 from megatron.export.hf.attention_settings import with_exported_length
@@ -42,6 +43,7 @@ GROUPS = (
     HybridConfig,
     MoEConfig,
     MTPConfig,
+    VisionConfig,
 )
 ELSEWHERE: dict[str, object] = {
     "vocab_size": None,
@@ -75,6 +77,9 @@ _SIZES = {
 _OPTIONAL_SIZES = ("decoder_num_layers", "num_moe_experts", "bert_num_tokentypes")
 WITHOUT_MEANING = {"apply_query_key_layer_scaling"}
 """Settings in the description that affect the computation method, but not its result."""
+
+OUTER = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings")
+"""Keys of ``config.json`` that are never within a part."""
 
 PASSIVE = {
     "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
@@ -119,6 +124,11 @@ class Family:
     """Prefix of all names except the output layer's; some files omit it."""
     container: Container | None = None
     """Larger models whose files are read too."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Objects of ``config.json`` -> their ``model_type``; the first one has the text model. Rules read the keys of the
+    first as they are, of the others with the object's name and a dot in front."""
+    outer: tuple[str, ...] = ()
+    """Keys next to ``parts``."""
     alternatives: Mapping[str, TensorLayout] = field(default_factory=dict)
     """Entries of ``weights`` for files that contain a tensor of the first one."""
     repeated: Mapping[str, str] = field(default_factory=dict)
@@ -126,7 +136,7 @@ class Family:
     counts_if_held: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json that are ignored unless the files contain this tensor."""
     model_family: str = "gpt"
-    """Local model family: gpt, bert or t5."""
+    """Local model family: gpt, bert, t5 or vlm."""
     also_read: tuple[str, ...] = ()
     """Other accepted ``architectures``: with the same weights, or without some of the ``heads``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -142,6 +152,35 @@ class Family:
     blank: Callable[[Mapping[str, object]], dict[str, tuple[int, ...]]] = lambda settings: {}
     """HF tensors without a local counterpart for these settings: must be zero on import, written as zeros."""
 
+    def flat(self, config: Table) -> Table:
+        """Return a ``config.json`` with the keys of ``parts`` as rules read them. Raises UserError for a part that is
+        no object."""
+        if not self.parts:
+            return config
+        text, *others = self.parts
+        result: dict[str, object] = {}
+        for part in self.parts:
+            if not isinstance(content := config.get(part, {}), dict):
+                raise refuse(part, content, "expected an object")
+            result |= content if part == text else {f"{part}.{name}": value for name, value in content.items()}
+        return {**result, **{name: value for name, value in config.items() if name not in self.parts}}
+
+    def nested(self, config: Table) -> dict[str, object]:
+        """Return the ``config.json`` of which ``config`` is the flat form."""
+        if not self.parts:
+            return {**config}
+        text, *others = self.parts
+        result: dict[str, Any] = {part: {"model_type": kind} for part, kind in self.parts.items()}
+        for name, value in config.items():
+            part, dot, key = name.partition(".")
+            if dot and part in others:
+                result[part][key] = value
+            elif name in (*self.outer, *OUTER):
+                result[name] = value
+            else:
+                result[text][name] = value
+        return result
+
     @property
     def passive(self) -> set[str]:
         """Return the keys of config.json that are copied unchanged."""
@@ -149,8 +188,11 @@ class Family:
 
     def unknown_keys(self, config: Table) -> list[str]:
         """Return the keys of ``config`` that no rule reads, except null, false and empty ones."""
-        read_keys = PASSIVE.union(*(rule.hf_keys for rule in self.config))
-        return [name for name, value in config.items() if name not in read_keys and value not in (None, False, [], {})]
+        read_keys = set().union(*(rule.hf_keys for rule in self.config))
+        unread = (
+            name for name, value in config.items() if value not in (None, False, [], {}) and name not in read_keys
+        )
+        return [name for name in unread if name.rpartition(".")[2] not in PASSIVE]
 
     def load_settings(self, config: Mapping[str, object]) -> dict[str, object]:
         """Convert a ``config.json`` to command-line settings and ``model_family``, without defaults (:func:`complete`
@@ -245,7 +287,7 @@ class Family:
         lacks."""
         weights = {**self.weights, **self.names(settings)}
         for name, shape in described(settings)[0].items():
-            match = re.fullmatch(r"(encoder|decoder|mtp)\.layers\.(\d+)\.(.*)", name)
+            match = re.fullmatch(r"(encoder|decoder|mtp|vision\.blocks)\.layers\.(\d+)\.(.*)", name)
             layer, patterns = "", [name]
             if match:
                 layer = str(int(match[2]) + (settings["num_layers"] if match[1] == "mtp" else 0))
@@ -296,13 +338,16 @@ def complete(settings: Mapping[str, object]) -> dict[str, Any]:
     if values["num_query_groups"] is None and values["group_query_attention"]:
         values["num_query_groups"] = 1
     config = transformer_config(values)
-    return {**values, **{name: getattr(config, name) for name in _defaults()}}
+    return {**values, **{name: getattr(config, name) for name in _defaults().keys() & _config_fields()}}
 
 
 def transformer_config(settings: Table) -> TransformerConfig:
     """Build the library's TransformerConfig from completed ``settings``."""
-    names = {field.name for field in fields(TransformerConfig)}
-    return TransformerConfig(**{name: settings[name] for name in _defaults() if name in names})
+    return TransformerConfig(**{name: settings[name] for name in _defaults().keys() & _config_fields()})
+
+
+def _config_fields() -> set[str]:
+    return {field.name for field in fields(TransformerConfig)}
 
 
 def described(settings: Table) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:

@@ -23,9 +23,9 @@ _FIRST_STD = 0.02
 
 
 @paused_collection()
-def load(folder: Path) -> Interchange:
+def load(folder: Path, model_family: str | None = None) -> Interchange:
     """Return the model of a Hugging Face folder with lazy tensors; see :func:`megatron.export.hf.load_hf`."""
-    family, settings, unread = load_settings(folder)
+    family, settings, unread = load_settings(folder, model_family)
     stored = open_weights(folder)
     tensors = {name: stored[stored_name] for stored_name, name in family.family_names(stored).items()}
     tower = len(stored) - len(tensors)

@@ -41,10 +41,13 @@ def keys_of_transformers(architecture: str) -> frozenset[str]:
     return frozenset((*table["shared"], *table[architecture]))
 
 
-def read_config(path: Path) -> Table:
-    """Return a ``config.json``, of a model of images and text the part of its text model. Raises FileNotFoundError,
-    UserError for a damaged file."""
+def read_config(path: Path, model_family: object = None) -> Table:
+    """Return a ``config.json`` in the flat form of its family; of a model of images and text the part of its text
+    model, except for the local ``model_family`` that has it. Raises FileNotFoundError, UserError for a damaged file."""
     config = read_json(path)
+    kind = known_families().get(str(config.get("model_type")))
+    if kind is not None and kind.model_family == model_family:
+        return kind.flat(config)
     for family in known_families().values():
         box = family.container
         if box is not None and config.get("model_type") == box.model_type:
@@ -115,15 +118,16 @@ def weight_names(folder: Path) -> set[str]:
     return set()
 
 
-def load_settings(folder: Path) -> tuple[Family, dict[str, object], list[str]]:
-    """Return the family of a folder, the settings of its ``config.json``, without defaults, and the keys without effect
-    that are left out. Keys that require certain tensors (multi-token prediction layers) are ignored if the safetensors
-    lack these. Raises UserError: config.json is missing or malformed, its family is unknown, or values cannot be
-    represented: all keys that ``transformers`` reads and the family does not, else the first problem."""
+def load_settings(folder: Path, model_family: object = None) -> tuple[Family, dict[str, object], list[str]]:
+    """Return the family of a folder (of the local ``model_family``, if several read it), the settings of its
+    ``config.json``, without defaults, and the keys without effect that are left out. Keys that require certain tensors
+    (multi-token prediction layers) are ignored if the safetensors lack these. Raises UserError: config.json is missing
+    or malformed, its family is unknown, or values cannot be represented: all keys that ``transformers`` reads and the
+    family does not, else the first problem."""
     from megatron.core.tokenizers.end_tokens import read_end_ids  # imports numpy
 
     try:
-        config = dict(read_config(folder / CONFIG))
+        config = dict(read_config(folder / CONFIG, model_family))
     except FileNotFoundError:
         raise UserError(f"{folder}: no folder of a Hugging Face model: {CONFIG} is missing") from None
     family = find_family(config)
@@ -131,7 +135,8 @@ def load_settings(folder: Path) -> tuple[Family, dict[str, object], list[str]]:
         for key, name in family.counts_if_held.items():
             if config.get(key) and name.format(**config) not in weight_names(folder):
                 del config[key]
-        unread = [key for key in family.unknown_keys(config) if key not in keys_of_transformers(family.architecture)]
+        known = keys_of_transformers(family.architecture)
+        unread = [key for key in family.unknown_keys(config) if key.rpartition(".")[2] not in known]
         settings = family.load_settings({key: value for key, value in config.items() if key not in unread})
         ids = read_end_ids(folder)
         return family, settings | ({"end_token_ids": ids} if ids else {}), unread

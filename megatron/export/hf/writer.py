@@ -93,7 +93,8 @@ def _plan(family: Family, settings: Table, model: Interchange) -> list[Placement
 def _new_folder(
     model: Interchange, settings: Table, dtype: torch.dtype | None, *, family: str | None, preferred: str | None
 ) -> _Folder:
-    before = read_config(model.assets[f"hf/{CONFIG}"]) if f"hf/{CONFIG}" in model.assets else {}
+    original = model.assets.get(f"hf/{CONFIG}")
+    before = {} if original is None else read_config(original, settings["model_family"])
     chosen = family_for(settings, before.get("model_type", preferred), only=family)
     plan = _plan(chosen, settings, model)
     tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_hf(plan, model.tensors).items()}
@@ -113,7 +114,7 @@ def _new_folder(
         config |= {**dict.fromkeys(TOKENS), **tokenizer.ids}
     # RoBERTa's positions depend on a token id
     config |= {name: value for name, value in saved.items() if value is not None}
-    tables = {CONFIG: config}
+    tables = {CONFIG: chosen.nested(config)}
     if chosen.model_family != "bert":
         tables[GENERATION] = _generation(model.assets, config)
     assets = ((asset.removeprefix("tokenizer/"), path) for asset, path in model.assets.items())

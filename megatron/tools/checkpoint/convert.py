@@ -121,7 +121,11 @@ def main(argv: Sequence[str]) -> int:
         reason = f"is a Hugging Face folder, whose dtypes apply; remove {conflict}"
         raise UserError(f"--original-dir {args.original_dir}: {reason}")
     loader, source = formats.open_checkpoint(
-        args.load_dir, args.loader, args.ckpt_step, padded_vocabulary=args.keep_vocab_padding
+        args.load_dir,
+        args.loader,
+        args.ckpt_step,
+        padded_vocabulary=args.keep_vocab_padding,
+        model_family=args.model_type.lower(),
     )
     if "base" in source.objects:
         raise CheckpointError(f"{args.load_dir}: contains adapters only; merge or export them with tools/lora.py")

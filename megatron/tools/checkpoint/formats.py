@@ -75,13 +75,18 @@ def detect_format(folder: Path) -> str:
 
 
 def open_checkpoint(
-    folder: str, loader: str, step: int | None = None, *, padded_vocabulary: bool = False
+    folder: str,
+    loader: str,
+    step: int | None = None,
+    *,
+    padded_vocabulary: bool = False,
+    model_family: str | None = None,
 ) -> tuple[str, Interchange]:
     """Open a checkpoint; return its format and its contents, whose tensors are read lazily.
 
-    ``padded_vocabulary`` keeps the padding rows of a Megatron-LM vocabulary; native and HF folders ignore it. Raises
-    CheckpointError: the folder does not exist or has no known format, or ``step`` is given for a format without
-    iterations."""
+    ``padded_vocabulary`` keeps the padding rows of a Megatron-LM vocabulary; native and HF folders ignore it.
+    ``model_family`` reads a HF folder that several families read. Raises CheckpointError: the folder does not exist or
+    has no known format, or ``step`` is given for a format without iterations."""
     path, loader = Path(folder), LOADER_ALIASES.get(loader, loader)
     loader = detect_format(path) if loader == "auto" else loader
     if not os.path.lexists(path):
@@ -93,7 +98,7 @@ def open_checkpoint(
         return loader, load(folder, step, padded_vocabulary=padded_vocabulary)
     if step is not None:
         raise CheckpointError(f"--ckpt-step {step}: a folder of format {loader} holds only one state")
-    return loader, load_hf(folder) if loader == "hf" else load_safetensors(path)
+    return loader, load_hf(folder, model_family) if loader == "hf" else load_safetensors(path)
 
 
 def check_copied_files(folder: str, step: int | None) -> None:

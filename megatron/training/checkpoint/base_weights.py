@@ -62,7 +62,7 @@ def load_base(chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessG
 
     source: Source
     if checkpoint.load_hf is not None:
-        source = load_hf_weights(checkpoint.load_hf, chunks, None, groups, is_base)
+        source = load_hf_weights(checkpoint.load_hf, chunks, None, groups, is_base, model_family=cfg.model_family)
     else:
         source = load_native_weights(checkpoint.pretrained_checkpoint, None, chunks, groups, is_base)
     for transform in cfg.transforms:

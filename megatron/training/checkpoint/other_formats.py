@@ -172,7 +172,7 @@ def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
     if not {"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit:
         cfg = cfg.with_settings(**_tokenizer_settings(Path(folder)))
     try:
-        settings = load_hf_settings(folder)
+        settings = load_hf_settings(folder, cfg.model_family)
     except UserError as error:
         raise UserError(f"--load-hf {error}") from None
     return with_settings(cfg, settings, f"--load-hf {folder}")
@@ -195,12 +195,14 @@ def load_hf_weights(
     optimizer: MegatronOptimizer | None,
     groups: ProcessGroups,
     includes: Callable[[str], bool] = bool,
+    *,
+    model_family: str | None = None,
 ) -> InterchangeReader:
     """Fill this rank's shards of the tensors that ``includes`` selects by global name from a Hugging Face folder, one
     tensor at a time, and return the folder's reader; reset the optimizer's main parameters. Collective: CheckpointError
     on all ranks if names or shapes differ from the model; before that UserError on each rank that cannot read the
-    folder. Warns of tensors left out and of optional modules that begin random."""
-    interchange: Interchange = load_hf(folder)
+    folder, read as ``model_family``. Warns of tensors left out and of optional modules that begin random."""
+    interchange: Interchange = load_hf(folder, model_family)
     logger.info(" loading weights from the Hugging Face folder %s", folder)
     tensors: dict[str, ShardedTensor] = {}
     for chunk in chunks:

@@ -50,7 +50,8 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     if checkpoint.save and checkpoint.save_hf_interval and run.rank == 0:
         from megatron.training.hooks.hugging_face import HuggingFaceHook
 
-        hooks.append(HuggingFaceHook(checkpoint.save, checkpoint.save_hf_interval, checkpoint.load_hf))
+        source = checkpoint.load_hf
+        hooks.append(HuggingFaceHook(checkpoint.save, checkpoint.save_hf_interval, source, cfg.model_family))
     hooks += profilers(cfg, run)
     if files and folder and cfg.logging.write_report and run.trains:
         hooks.append(only_for("report.html", PageHook(Path(folder))))

@@ -29,11 +29,13 @@ class HuggingFaceHook(Hook):
 
     kinds = (SAVE,)
 
-    def __init__(self, save: str, interval: int, source: str | None = None) -> None:
+    def __init__(self, save: str, interval: int, source: str | None = None, model_family: str | None = None) -> None:
         self.save, self.interval = save, interval
-        self.model_type = None if source is None else read_config(Path(source) / CONFIG).get("model_type")
-        contained = source is not None and read_json(Path(source) / CONFIG).get("model_type") != self.model_type
-        self.original = source if contained else None
+        self.model_type, self.original = None, None
+        if source is not None:
+            self.model_type = read_config(Path(source) / CONFIG, model_family).get("model_type")
+            has_images = "vision_config" in read_json(Path(source) / CONFIG)
+            self.original = source if has_images else None
         self._thread: threading.Thread | None = None
 
     def on_record(self, kind: RecordKind, record: Record) -> None:

@@ -49,7 +49,7 @@ def build_companion(name: str, cfg: PretrainConfig, tokenizer: Tokenizer | None,
     if cfg.distributed.use_torch_fsdp2 and groups.dp_cp.size > 1:
         model = [chunk.eval() for chunk in parallelize(model, cfg, groups)]
     if cfg.checkpoint.load_hf is not None:
-        load_hf_weights(cfg.checkpoint.load_hf, model, None, groups)
+        load_hf_weights(cfg.checkpoint.load_hf, model, None, groups, model_family=cfg.model_family)
     else:
         load_native_weights(cfg.checkpoint.load, cfg.checkpoint.ckpt_step, model, groups)
     logger.info("companion %s: frozen model of %s", name, cfg.checkpoint.load_hf or cfg.checkpoint.load)

@@ -277,14 +277,15 @@ def test_a_key_that_no_setting_can_represent_is_refused_with_its_value(change, w
 
 @pytest.mark.parametrize("name", sorted(known_families()))
 def test_odd_values_of_any_key_end_in_one_message(name, tmp_path):
-    base = {**CONFIG, "model_type": name, "architectures": [known_families()[name].architecture]}
-    keys = {key for rule in known_families()[name].config for key in rule.hf_keys}
+    family = known_families()[name]
+    base = {**CONFIG, "model_type": name, "architectures": [family.architecture]}
+    keys = {key for rule in family.config for key in rule.hf_keys}
     (tmp_path / "a").mkdir()
     for key in sorted(keys):
         for value in (None, True, -1, 1.5, 10**30, 10**400, "x", [1], {"x": 1}):
-            (tmp_path / "a" / "config.json").write_text(json.dumps({**base, key: value}))
+            (tmp_path / "a" / "config.json").write_text(json.dumps(family.nested({**base, key: value})))
             try:
-                load_hf_settings(tmp_path / "a")
+                load_hf_settings(tmp_path / "a", family.model_family)
             except UserError as error:
                 assert str(error).startswith(str(tmp_path / "a")), error
 

@@ -5,7 +5,7 @@ The tower's parameters belong to the embedding. Its operations depend on the ima
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from megatron.core.config.problems import Settings
 from megatron.core.config.transformer_config import TransformerConfig
@@ -16,7 +16,12 @@ from megatron.core.models.common.description import encoder_layer
 from megatron.core.models.gpt import description as gpt
 
 CHANNELS = 3
-SETTINGS = tuple(field.name for field in fields(VisionConfig))
+SETTINGS = (
+    "vision_model_type", "vision_num_layers", "vision_hidden_size", "vision_num_attention_heads",
+    "vision_ffn_hidden_size", "vision_patch_size", "vision_frames", "vision_merge_size", "vision_num_positions",
+    "image_token_id", "mrope_section",
+)  # fmt: skip
+"""Settings that the meaning of the weights depends on."""
 
 
 def tower_config(language: Config, vision: VisionConfig) -> TransformerConfig:
@@ -41,14 +46,15 @@ def tower_config(language: Config, vision: VisionConfig) -> TransformerConfig:
 
 def patch_values(vision: VisionConfig) -> int:
     """Return the numbers in a patch: channels x frames x rows x columns."""
-    return CHANNELS * vision.vision_frames * vision.patch_dim**2
+    return CHANNELS * vision.vision_frames * vision.vision_patch_size**2
 
 
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
     """Return the description of the model that ``cfg`` defines."""
     described = gpt.describe_settings(cfg, vocab_size)
     params = (*described.embedding.params, *tower_parameters(cfg.model, cfg.group(VisionConfig)))
-    return replace(described, embedding=replace(described.embedding, params=params))
+    settings = (*described.embedding.settings, *SETTINGS)
+    return replace(described, embedding=replace(described.embedding, params=params, settings=settings))
 
 
 def tower_parameters(language: Config, vision: VisionConfig) -> list[Param]:

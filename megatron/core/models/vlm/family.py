@@ -20,7 +20,7 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
     from megatron.core.datasets import image_dataset, images  # imports numpy
 
     settings = images.ImageSettings(
-        patch=vision.patch_dim,
+        patch=vision.vision_patch_size,
         merge=vision.vision_merge_size,
         frames=vision.vision_frames,
         min_pixels=vision.image_min_pixels,

@@ -35,7 +35,7 @@ def pair(side, merge):
         language,
         VisionConfig(
             vision_num_layers=2, vision_hidden_size=WIDTH, vision_num_attention_heads=HEADS, vision_ffn_hidden_size=40,
-            patch_dim=PATCH, vision_merge_size=merge, vision_num_positions=side**2,
+            vision_patch_size=PATCH, vision_merge_size=merge, vision_num_positions=side**2,
         ),
     )  # fmt: skip
     state = peer.state_dict()

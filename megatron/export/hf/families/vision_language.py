@@ -1,0 +1,148 @@
+"""Models of images and text: Qwen3.5, dense and with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.models.vlm.description import CHANNELS
+from megatron.export.hf.families import gated_delta
+from megatron.export.hf.family import Family
+from megatron.export.hf.layouts import BlockParts, TensorLayout, Weights
+from megatron.export.hf.settings import Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
+
+TEXT, VISION = "text_config", "vision_config"
+_LAYERS, _HF = "vision.blocks.layers.*", "model.visual.blocks.*"
+
+
+class AxesRope(gated_delta.TextRope):
+    """Rotary positions with three axes, interleaved. ``sections`` are the default sections."""
+
+    def __init__(self, sections: tuple[int, ...], share: float | None = None) -> None:
+        super().__init__(share=share)
+        self.settings = (*self.settings, "mrope_section")
+        self.sections = sections
+
+    def load(self, config: Table) -> dict[str, object]:
+        table = get(config, ("rope_parameters", "rope_scaling"), {})
+        if not table.get("mrope_interleaved", True):
+            raise refuse("mrope_interleaved", False, "which cannot be converted: only true can")
+        return {**super().load(config), "mrope_section": list(table.get("mrope_section", self.sections))}
+
+    def save(self, settings: Table) -> dict[str, object]:
+        if settings["mrope_section"] is None:
+            raise refuse("mrope_section", None, "the family has three axes")
+        saved = super().save(settings)
+        scaling = saved.pop("rope_scaling") or {}
+        axes = {"mrope_section": settings["mrope_section"], "mrope_interleaved": True}
+        return {"rope_parameters": {"rope_type": "default", **saved, **scaling, **axes}}
+
+
+class Patches(TensorLayout):
+    """Weight of a convolution over full patches: local [v, values], HF [v, channels, frames, rows, columns]."""
+
+    def __init__(self, name: str, settings: Table) -> None:
+        super().__init__(name)
+        self.values = (
+            CHANNELS,
+            settings["vision_frames"],
+            settings["vision_patch_size"],
+            settings["vision_patch_size"],
+        )
+
+    def shape(self, views, ndim):  # type: ignore[no-untyped-def]
+        return super().shape(views, ndim) if ndim == 1 else (len(views[0]), *self.values)
+
+
+def _tower(settings: Table) -> Weights:
+    """Return the tensors of the vision tower."""
+    channels = settings["vision_hidden_size"] // settings["vision_num_attention_heads"]
+
+    def rows(config: TransformerConfig) -> tuple[int, ...]:
+        return (channels,) * 3
+
+    plain = {
+        "vision.position_embeddings": "model.visual.pos_embed",
+        **{f"vision.merger.{name}": f"model.visual.merger.{name}" for name in ("norm", "linear_fc1", "linear_fc2")},
+        f"{_LAYERS}.input_layernorm": f"{_HF}.norm1",
+        f"{_LAYERS}.pre_mlp_layernorm": f"{_HF}.norm2",
+        f"{_LAYERS}.self_attention.linear_proj": f"{_HF}.attn.proj",
+        **{f"{_LAYERS}.mlp.{name}": f"{_HF}.mlp.{name}" for name in ("linear_fc1", "linear_fc2")},
+    }
+    return {
+        **plain,
+        "vision.patch_embed": Patches("model.visual.patch_embed.proj", settings),
+        f"{_LAYERS}.self_attention.linear_qkv": BlockParts([f"{_HF}.attn.qkv"], [(0, 1, 2)], rows),
+    }
+
+
+def _inside(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``weights`` with the names of a text model within a larger one."""
+
+    def renamed(name: str) -> str:
+        return name.replace("model.", gated_delta.BASE, 1) if name.startswith("model.") else name
+
+    result: dict[str, Any] = {}
+    for local, layout in weights.items():
+        if isinstance(layout, str):
+            result[local] = renamed(layout)
+            continue
+        result[local] = copy(layout)
+        result[local].names = tuple(map(renamed, layout.names))
+        if hasattr(layout, "ungated"):
+            result[local].ungated = renamed(layout.ungated)
+    return result
+
+
+def _output_size(config: Table) -> dict[str, object]:
+    size = get(config, (f"{VISION}.out_hidden_size",), 3584)
+    if size != get(config, ("hidden_size",)):
+        raise refuse(f"{VISION}.out_hidden_size", size, f"but hidden_size is {config['hidden_size']}")
+    return {}
+
+
+SIZES: tuple[Rule, ...] = (
+    Fixed({"vision_model_type": "qwen"}),
+    *(Same(setting, f"{VISION}.{key}", default=default) for setting, key, default in (
+        ("vision_num_layers", "depth", 27), ("vision_hidden_size", "hidden_size", 1152),
+        ("vision_num_attention_heads", "num_heads", 16), ("vision_ffn_hidden_size", "intermediate_size", 4304),
+        ("vision_patch_size", "patch_size", 16), ("vision_frames", "temporal_patch_size", 2),
+        ("vision_merge_size", "spatial_merge_size", 2), ("vision_num_positions", "num_position_embeddings", 2304))),
+    FixedKeys({f"{VISION}.hidden_act": "gelu_pytorch_tanh", f"{VISION}.in_channels": CHANNELS}),
+    Computed((f"{VISION}.out_hidden_size",), ("hidden_size",), _output_size,
+             lambda settings: {f"{VISION}.out_hidden_size": settings["hidden_size"]}),
+    Same("image_token_id", "image_token_id", default=248056),
+    Ignored((
+        "video_token_id", "vision_start_token_id", "vision_end_token_id",
+        *(f"{VISION}.{key}" for key in ("model_type", "initializer_range", "dtype", "torch_dtype", "rope_parameters",
+                                        "deepstack_visual_indexes", "transformers_version")),
+    )),
+)  # fmt: skip
+OUTER = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+def _with_images(text: Family, kind: str, architecture: str) -> Family:
+    """Return the family of models with the vision tower whose text model is of the family ``text``."""
+    config = [AxesRope((11, 11, 10), share=0.25) if isinstance(r, gated_delta.TextRope) else r for r in text.config]
+    return replace(
+        text,
+        model_type=kind,
+        architecture=architecture,
+        models=f"{text.models}, with images",
+        container=None,
+        parts={TEXT: text.model_type, VISION: f"{kind}_vision"},
+        outer=OUTER,
+        config=(*config, *SIZES),
+        weights=_inside(text.weights),
+        alternatives=_inside(text.alternatives),
+        names=_tower,
+        model_family="vlm",
+        limits=("multi-token prediction is left out",),
+    )
+
+
+QWEN3_5_IMAGES = _with_images(gated_delta.QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration")
+QWEN3_5_MOE_IMAGES = _with_images(gated_delta.QWEN3_5_MOE, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")
