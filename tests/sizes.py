@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=91_245, any_uses=831, skips=264)
+CEILING = Size(lines=91_466, any_uses=836, skips=266)
 
 
 def main() -> None:
