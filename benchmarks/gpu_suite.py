@@ -89,6 +89,7 @@ def items(repeats: int) -> dict[str, Item]:
         "fusions": bench_item("fusions", 60),
         "cross_entropy": bench_item("cross_entropy", 45),
         "optimizer": bench_item("optimizer", 45),
+        "linear_attention": bench_item("linear_attention", 120, "--sweep"),
         "gemms": bench_item("gemms", 170),
         "loss_curves": Item(("benchmarks/loss_curves.py", "--output", "{out}/loss_curves.json"), 110),
         **{f"row:{name}": row_item(name, repeats) for name in ROWS},

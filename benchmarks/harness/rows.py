@@ -43,6 +43,11 @@ QWEN3_30B_A3B = (
     "--group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
     "--moe-ffn-hidden-size 768 --bf16 --vocab-size 151936"
 )
+_DELTA_NETS = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4"
+GATED_DELTA_NETS = (
+    f"{LLAMA_8B} {_DELTA_NETS} --linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128 "
+    "--linear-value-head-dim 128"
+)
 TINY_EXPERTS = (
     f"{_EXPERTS} --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --num-experts 4 --vocab-size 500"
 )
@@ -50,6 +55,10 @@ TINY_LLAMA = (
     "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --vocab-size 500"
+)
+TINY_DELTA_NETS = (
+    f"{TINY_LLAMA} {_DELTA_NETS} --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 "
+    "--linear-value-head-dim 16"
 )
 TINY_GPT = "--hidden-size 64 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0 --vocab-size 500"
 TINY_T5 = (
@@ -163,6 +172,12 @@ ROWS: dict[str, Row] = {
     "t5-3b": Row(
         1, 24, 512, 128, micro_batch=32, iters=10, shape=T5_3B, tiny=TINY_T5, family="t5", seconds=75
     ),
+    # three of four layers are gated delta nets, next to the same depths of attention: "one" and the dense rows
+    "gdn": Row(1, 16, 8192, 8, shape=GATED_DELTA_NETS, tiny=TINY_DELTA_NETS, seconds=90),
+    "gdn-s32768": Row(1, 8, 32768, 2, shape=GATED_DELTA_NETS, tiny=TINY_DELTA_NETS, seconds=90),
+    "gdn-s131072": Row(1, 4, 131072, 1, RECOMPUTED, shape=GATED_DELTA_NETS, tiny=TINY_DELTA_NETS, seconds=90),
+    "dense-s32768": Row(1, 8, 32768, 2, seconds=90),
+    "dense-s131072": Row(1, 4, 131072, 1, RECOMPUTED, seconds=90),
     "dp2-pp2": Row(4, 32, 8192, 32, f"--pipeline-model-parallel-size 2 {ZERO}", iters=8, seconds=130),
 }  # fmt: skip
 
