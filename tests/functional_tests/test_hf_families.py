@@ -39,7 +39,11 @@ CHOSEN = {
 """Changes that make a family's default configuration convertible."""
 WITHOUT_DEFAULTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_linear", "mt5", "nemotron_h", "t5")
 """Families whose config.json must hold all keys of sizes and experts."""
-PUBLISHED = {"kimi-linear": {f"block_sparse_moe.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")}}
+NORMS = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+PUBLISHED = {
+    "kimi-linear": {f"block_sparse_moe.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    "olmo-hybrid": NORMS, "olmo-hybrid-rope": NORMS,
+}  # fmt: skip
 """Parts of names that ``transformers`` writes -> of published files."""
 CONVERTED = [name for name, model in EVERY.items() if any(
     family.architecture.startswith((f"{model.architecture}For", f"{model.architecture}LMHead"))
@@ -196,6 +200,21 @@ def test_experts_without_groups_are_one_group_of_deepseek(tmp_path):
     save_hf(exported, tmp_path / "ours")
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert (config["n_group"], config["topk_group"]) == (1, 1)
+    foreign = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    repeated = load_hf(tmp_path / "ours")
+    native = our_model(repeated.settings).eval()
+    fill(native, repeated)
+    tokens = random_text()[0]
+    result = native(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))[..., :VOCAB]
+    torch.testing.assert_close(result, foreign(input_ids=tokens).logits.to(result.dtype), rtol=1e-4, atol=1e-4)
+
+
+def test_convolutions_are_split_between_queries_keys_and_values(tmp_path):
+    """As in the published files of OLMo-Hybrid; ``transformers`` writes three equal parts."""
+    exported = random_model([*flags_of(EVERY["olmo-hybrid"]), "--linear-value-head-dim", "7"], VOCAB)
+    save_hf(exported, tmp_path / "ours")
+    rows = [len(weights_in(tmp_path / "ours")[f"model.layers.0.linear_attn.{x}_conv1d.weight"]) for x in "qkv"]
+    assert rows == [16, 16, 28]
     foreign = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     repeated = load_hf(tmp_path / "ours")
     native = our_model(repeated.settings).eval()

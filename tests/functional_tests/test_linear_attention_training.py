@@ -46,6 +46,7 @@ OFFLOADED = (
     "--fine-grained-activation-offloading --min-offloaded-tensor-size 1 --offload-modules delta_rule gdn_norm_out"
     " ssm mamba_norm_out core_attn"
 )
+OLMO = f"{DELTA} --linear-allow-neg-eigval --norm-placement mixed --qk-layernorm --qk-layernorm-across-heads"
 RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn delta_rule gdn_norm_out layernorm"
 LAYOUTS = {
     "tp2": Layout(DELTA, TP2, 2),
@@ -76,6 +77,7 @@ LAYOUTS = {
     "hybrid-offload": Layout(HYBRID, f"--micro-batch-size 4 {OFFLOADED}", 1),
     "hybrid-fp8-tp2-sp": Layout(f"{FP8} tensorwise", f"--tensor-model-parallel-size 2 {SP}", 2),
     "hybrid-fp8-delayed-pp2": Layout(f"{FP8} delayed --fp8-amax-history-len 3", "--pipeline-model-parallel-size 2", 2),
+    "olmo-cp2-tp2-sp": Layout(OLMO.replace("--attention-output-gate", ""), f"{CP2} {TP2} {SP}", 4),
     "kimi-tp2-sp": Layout(KIMI, f"{TP2} {SP}", 2),
     "kimi-cp4": Layout(KIMI, CP4, 4),
     "kimi-cp2-heads-tp2": Layout(KIMI, f"{CP2} {TP2} --cp-comm-type a2a", 4),

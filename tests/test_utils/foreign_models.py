@@ -25,6 +25,7 @@ from megatron.export.hf.families import (
     llama,
     mixtures,
     nemotron_h,
+    olmo_hybrid,
     opt,
     phi,
     squared_relu,
@@ -69,6 +70,10 @@ KIMI: Weights = {  # as in memory
     **kimi_linear.delta_weights(f"{LAYER}.self_attn", f"{LAYER}.self_attn.forget_gate"),
     f"{ATTENTION}.conv1d": BlockParts(
         [f"{LAYER}.self_attn.conv1d"], [(0, 1, 2)], lambda config: kimi_linear.rows(config)[:3]),
+}  # fmt: skip
+OLMO_HYBRID: Weights = {  # as in memory
+    **olmo_hybrid.OLMO_HYBRID.weights,
+    **olmo_hybrid.mixer(BlockParts([f"{LAYER}.linear_attn.conv1d"], [(0, 1, 2)], lambda c: gated_delta.rows(c)[:3])),
 }  # fmt: skip
 NEOX: Weights = {**gpt.GPT_NEOX.weights, "output_layer": "lm_head"}  # as in memory
 GPT2, FUSED, GPT_OSS = (each.weights for each in (gpt.GPT2, llama.PHI3, mixtures.GPT_OSS))
@@ -164,6 +169,17 @@ DELTA_FLAGS = (
     f"{GROUPS} 2 --kv-channels 16 --qk-layernorm --apply-layernorm-1p --rotary-percent 0.25 --attention-output-gate "
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 6"
+)
+
+
+OLMO_DELTA = {
+    "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 4,
+}  # fmt: skip
+OLMO_FLAGS = (
+    f"{GROUPS} 2 --qk-layernorm --qk-layernorm-across-heads --norm-placement mixed --linear-norm-epsilon 1e-5 "
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 4 --linear-allow-neg-eigval"
 )
 
 
@@ -386,6 +402,10 @@ MODELS = {
         "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate",
     ),
     "qwen3.5": Family("Qwen3_5", gated_delta.QWEN3_5.weights, {**GATED, **DELTA}, f"{SWIGLU} {UNTIED} {DELTA_FLAGS}"),
+    "olmo-hybrid": Family(
+        "OlmoHybrid", OLMO_HYBRID, {**GATED, **OLMO_DELTA, "rope_parameters": {"rope_theta": None}},
+        f"{SWIGLU} {UNTIED} --position-embedding-type none {OLMO_FLAGS}",
+    ),
     "kimi-linear": Family(
         "KimiLinear", KIMI,
         {**GATED, "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],

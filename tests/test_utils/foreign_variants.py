@@ -11,6 +11,7 @@ from tests.test_utils.foreign_models import (
     GPT2_SETTINGS,
     LATENT,
     LN,
+    OLMO_DELTA,
     SLIDING,
     STRETCHED,
     Family,
@@ -125,6 +126,7 @@ VARIANTS = {
         "StableLm", LN, num_key_value_heads=2, tie_word_embeddings=True, layer_norm_eps=1e-3,
         **rope(partial_rotary_factor=0.5),
     ),
+    "olmo-hybrid-rope": variant("OlmoHybrid", {**GATED, **OLMO_DELTA}, linear_allow_neg_eigval=False, **rope(5e5)),
     "nemotron-biases": variant(
         "Nemotron", LN, attention_bias=True, mlp_bias=True, head_dim=12, num_key_value_heads=2,
         norm_eps=1e-3, **rope(kind="linear", factor=2.0, partial_rotary_factor=0.5),

@@ -141,6 +141,16 @@ KIMI_LINEAR_48B = {
     "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": False, "topk_group": 1,
     "use_cache": True, "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163840,
 }  # fmt: skip
+OLMO_HYBRID_7B = {
+    "architectures": ["OlmoHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "dtype": "bfloat16", "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 3840, "initializer_range": 0.02,
+    "intermediate_size": 11008, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+    "linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 96,
+    "linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_value_head_dim": 192,
+    "max_position_embeddings": 65536, "model_type": "olmo_hybrid", "num_attention_heads": 30, "num_hidden_layers": 32,
+    "num_key_value_heads": 30, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": None},
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
 MT5_SMALL = {
     "architectures": ["MT5ForConditionalGeneration"], "d_ff": 1024, "d_kv": 64, "d_model": 512,
     "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1, "feed_forward_proj": "gated-gelu",

@@ -57,6 +57,14 @@ def recurrent_kinds(config: HybridConfig) -> set[str]:
     return delta_kinds(config) | {*pattern_kinds(config)} & {"mamba"}
 
 
+def norm_places(config: Any, layer_number: int) -> tuple[bool, bool]:
+    """Return whether the branches of a layer (from 1) have a norm before their mixers, and one after them."""
+    placement = config.norm_placement
+    if placement == "mixed":  # multi-token prediction layers are like the last layer
+        placement = "pre" if has_linear_attention(config, min(layer_number, config.num_layers)) else "post"
+    return placement != "post", placement != "pre"
+
+
 def delta_kinds(config: Any) -> set[str]:
     """Return the kinds of linear attention that layers may have."""
     variant = config.experimental_attention_variant

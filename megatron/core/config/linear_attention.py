@@ -43,6 +43,9 @@ class LinearAttentionConfig(OptionalGroup):
     linear_norm_epsilon: NonNegativeFloat | None = None
     """Epsilon of the gated norm of linear attention; default: --norm-epsilon."""
 
+    linear_allow_neg_eigval: bool = False
+    """Double beta, the strength of linear attention's corrections: in [0, 2] (OLMo-Hybrid)."""
+
     attention_output_gate: bool = False
     """Multiply the output of softmax attention by the sigmoid of a gate, which the query projection computes too
     (Qwen3-Next)."""

@@ -57,9 +57,9 @@ class NetworkSizeConfig(FlagGroup):
     norm_bias: bool = flag("--disable-norm-bias", default=True)
     """Biases in LayerNorm (never in RMSNorm); ModernBERT disables them."""
 
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    norm_placement: Literal["pre", "post", "sandwich", "mixed"] = "pre"
     """Norms of a residual branch. pre: before its mixer; post: after it, before the residual addition (OLMo 2);
-    sandwich: both (Gemma 2)."""
+    sandwich: both (Gemma 2); mixed: before it in layers with linear attention, after it in the others (OLMo-Hybrid)."""
 
     use_parallel_residual: bool = False
     """Parallel branches: attention and feed-forward network both read the layer's input, each through its norm

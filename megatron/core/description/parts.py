@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from megatron.core.config.layer_kinds import norm_places
 from megatron.core.description.model import Config, Op, Param, Piece, Saved
 
 
@@ -118,12 +119,14 @@ def residual_branch(
     norm_name: str,
     describe_norm: NormDescription = norm,
     reads_norm: bool = False,
+    layer_number: int = 1,
 ) -> Piece:
     """Describe the branch x + dropout(mixer(norm(x))): ``mixer`` with its parameters under ``name``, and norms before
-    it (``norm_name``), after it (``post_<name>_layernorm``), or both, by ``norm_placement``. The last op also saves the
-    dropout mask. Adds the settings of branches to the mixer's. ``reads_norm``: it reads an earlier branch's norm
-    (``share_parallel_norm``)."""
-    before, behind = config.norm_placement != "post" and not reads_norm, config.norm_placement != "pre"
+    it (``norm_name``), after it (``post_<name>_layernorm``), or both, by ``norm_placement`` and the layer. The last op
+    also saves the dropout mask. Adds the settings of branches to the mixer's. ``reads_norm``: it reads an earlier
+    branch's norm (``share_parallel_norm``)."""
+    before, behind = norm_places(config, layer_number)
+    before = before and not reads_norm
     post_name = f"post_{name}_layernorm"
     entry = describe_norm(norm_name, config.hidden_size, config) if before else []
     leave = describe_norm(post_name, config.hidden_size, config) if behind else []

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.layer_kinds import norm_places
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropout
@@ -71,7 +72,7 @@ class Branch(Sited):
             self.norm_name = reads_norm_of.norm_name
         norm_before, norm_after = (
             build_module(spec.norm, config, config.hidden_size, config.norm_epsilon, groups=groups) if used else None
-            for used in (config.norm_placement != "post", config.norm_placement != "pre")
+            for used in norm_places(config, layer_number)
         )
         mixer = _build_mixer(spec.mixer, config, layer_number, groups)
         site = ("layer", layer_number, f"{spec.site} output")

@@ -43,4 +43,5 @@ def _describe_branch(spec: BranchSpec, config: Config, place: LayerPlace, reads_
         norm_name=spec.norm_name,
         describe_norm=describe_norm,
         reads_norm=reads_norm,
+        layer_number=place.layer_number,
     )

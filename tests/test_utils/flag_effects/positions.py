@@ -178,6 +178,7 @@ ROWS = [
     row("--linear-attention-freq 2", gives(delta("in_proj.weight", 1), None),
         gives(delta("conv1d.weight"), (2, 22, 1, 4)), base=DELTA),
     row("--linear-conv-kernel-dim 3", gives(delta("conv1d.weight"), (2, 22, 1, 3)), base=DELTA),
+    row("--linear-allow-neg-eigval", changes("losses"), keeps("initial"), base=DELTA),
     row("--linear-norm-epsilon 1", changes("losses"), keeps("initial"), base=DELTA),
     row("--linear-key-head-dim 7", gives(delta("in_proj.weight"), (2, 38, 32)), base=DELTA),
     row("--linear-value-head-dim 3", gives(delta("norm.weight"), (3,)), base=DELTA),

@@ -77,6 +77,7 @@ def settings_of(config):
         (published.SEED_OSS_36B, 36_151_104_512), (published.DEEPSEEK_V2_LITE, 15_706_484_224),
         (published.KIMI_K2, 1_026_408_209_408 + 60 * 384), (published.DISTILBERT, 66_985_530),
         (published.KIMI_LINEAR_48B, 49_122_675_072 + 26 * 256),  # with the biases of its experts
+        (published.OLMO_HYBRID_7B, 7_430_870_688),
         (published.MT5_SMALL, 172_119_424 + 250_112 * 512),  # with the separate output layer
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
@@ -149,6 +150,9 @@ def test_settings_of_further_published_models():
     linear = settings_of(published.KIMI_LINEAR_48B)
     assert linear["linear_attention_freq"] == [1, 1, 1, 0] * 6 + [1, 1, 0] and linear["moe_layer_freq"][:2] == [0, 1]
     assert (linear["linear_num_value_heads"], linear["linear_value_head_dim"]) == (32, 128)
+    hybrid = settings_of(published.OLMO_HYBRID_7B)
+    assert (hybrid["position_embedding_type"], hybrid["linear_attention_freq"]) == ("none", 4)
+    assert settings_of(published.OLMO_HYBRID_7B | {"rope_parameters": None})["rotary_base"] == 10000.0
     lite = settings_of(published.DEEPSEEK_V2_LITE)
     assert lite["q_lora_rank"] is None and lite["moe_router_pre_softmax"] and lite["moe_router_num_groups"] is None
     limited = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}

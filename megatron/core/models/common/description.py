@@ -70,9 +70,9 @@ def layer_descriptions(spec: Any, num_layers: int, built_in: LayerDescription) -
     return [partial(describe_layer, layer_spec) for layer_spec in layer_specs(spec, num_layers)]
 
 
-def residual_branches(config: Config, mixers: Mapping[str, Piece]) -> tuple[Piece, ...]:
-    """Return the branches of a layer from the description of each mixer by its kind (``config/layer_kinds.py``), or one
-    combined piece with parallel residual branches."""
+def residual_branches(config: Config, mixers: Mapping[str, Piece], layer_number: int = 1) -> tuple[Piece, ...]:
+    """Return the branches of a layer (from 1) from the description of each mixer by its kind
+    (``config/layer_kinds.py``), or one combined piece with parallel residual branches."""
     branches = tuple(
         parts.residual_branch(
             mixer,
@@ -80,6 +80,7 @@ def residual_branches(config: Config, mixers: Mapping[str, Piece]) -> tuple[Piec
             name=BRANCHES[kind].name,
             norm_name=BRANCHES[kind].norm,
             reads_norm=config.share_parallel_norm and index > 0,
+            layer_number=layer_number,
         )
         for index, (kind, mixer) in enumerate(mixers.items())
     )

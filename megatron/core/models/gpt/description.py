@@ -87,9 +87,8 @@ DESCRIBE = {
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
     number = min(place.layer_number, config.num_layers)  # multi-token prediction layers are like the last layer
-    return common.residual_branches(
-        config, {kind: DESCRIBE[kind](config, place) for kind in layer_kinds(config, number)}
-    )
+    mixers = {kind: DESCRIBE[kind](config, place) for kind in layer_kinds(config, number)}
+    return common.residual_branches(config, mixers, number)
 
 
 def _depth_layers(config: Config, place: LayerPlace) -> tuple[Piece, ...]:

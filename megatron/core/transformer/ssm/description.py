@@ -8,6 +8,7 @@ from megatron.core.description.parts import activation_bytes, gemm, linear
 SETTINGS = (
     "experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
     "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_norm_epsilon",
+    "linear_allow_neg_eigval",
 )  # fmt: skip
 """Configuration fields that determine the layer's weights and the meaning of their values."""
 

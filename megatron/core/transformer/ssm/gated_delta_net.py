@@ -1,7 +1,7 @@
 """Gated delta net (Yang et al. 2024, arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 
     q, k, v, z, b, a = projections of x;  q, k, v through a causal convolution and SiLU;  q, k of length 1
-    o = delta rule of q / sqrt(k), k, v, g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
+    o = delta rule of q / sqrt(k), k, v, g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), or twice as much
     y = W_out (RMSNorm(o) * silu(z))
 
 One projection computes all six, interleaved per key head: its rows are, key head by key head, one query, one key, the r
@@ -54,6 +54,7 @@ class GatedDeltaNet(RecurrentMixer):
         sizes = MixerSizes(heads, parts, slice(3), config.linear_conv_kernel_dim, values * value)
         super().__init__(config, submodules, layer_number, groups, sizes)
         self.key, self.value, self.per_key, self.rows = key, value, per_key, (sum(parts[:3]), *parts[3:])
+        self.max_beta = 1 + config.linear_allow_neg_eigval
         self.dt_bias, self.A_log = self.vector(values, init=Ones()), self.vector(values, init=DECAY_RATE)
         self.norm = GatedNorm(self.value, config, groups)
 
@@ -87,7 +88,7 @@ class GatedDeltaNet(RecurrentMixer):
             key,
             value,
             log_decay,
-            beta.to(wide).sigmoid(),
+            self.max_beta * beta.to(wide).sigmoid(),
             by_heads=self.by_heads,
         )
         return output.to(mixed.dtype)

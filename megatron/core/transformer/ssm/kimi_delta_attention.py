@@ -70,7 +70,7 @@ class KimiDeltaAttention(RecurrentMixer):
         heads, key, value = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
         sizes = MixerSizes(heads, (key, key, value, 1), slice(3), config.linear_conv_kernel_dim, heads * value)
         super().__init__(config, submodules, layer_number, groups, sizes)
-        self.key, self.value = key, value
+        self.key, self.value, self.max_beta = key, value, 1 + config.linear_allow_neg_eigval
         common = {"config": config, "init_method": weight_init(config), "bias": False, "groups": groups}
         self.f_a_proj, self.g_a_proj = (
             build_module(submodules.down, config.hidden_size, value, **common) for _ in range(2)
@@ -105,6 +105,12 @@ class KimiDeltaAttention(RecurrentMixer):
         steps = F.softplus(decay.to(wide) + self.dt_bias.to(wide)).unflatten(-1, (heads, -1))
         inputs = query * self.key**-0.5, key, parts[2], -self.A_log.to(wide).exp().unsqueeze(-1) * steps
         output = scan_heads(
-            ctx.layout, self.layer_number, delta_rule, mask, *inputs, beta.to(wide).sigmoid(), by_heads=self.by_heads
+            ctx.layout,
+            self.layer_number,
+            delta_rule,
+            mask,
+            *inputs,
+            self.max_beta * beta.to(wide).sigmoid(),
+            by_heads=self.by_heads,
         )
         return output.to(mixed.dtype)

@@ -51,7 +51,7 @@ class TextRope(Rope):
         return super().load({**config, "rope_parameters": plain, "rope_scaling": None})
 
 
-def _rows(config: TransformerConfig) -> tuple[int, ...]:
+def rows(config: TransformerConfig) -> tuple[int, ...]:
     """Return the rows of query, key, values, gates, b and a of a key head."""
     per_key = config.linear_num_value_heads // config.linear_num_key_heads
     key, values = config.linear_key_head_dim, per_key * config.linear_value_head_dim
@@ -61,8 +61,8 @@ def _rows(config: TransformerConfig) -> tuple[int, ...]:
 def _mixer(names: Sequence[str], parts: Sequence[Sequence[int]], *, interleaved: bool = False) -> Weights:
     projections = [f"{_HF}.{name}" for name in names]
     return {
-        f"{_LOCAL}.in_proj": BlockParts(projections, parts, _rows, interleaved=interleaved),
-        f"{_LOCAL}.conv1d": BlockParts([f"{_HF}.conv1d"], [(0, 1, 2)], lambda config: _rows(config)[:3]),
+        f"{_LOCAL}.in_proj": BlockParts(projections, parts, rows, interleaved=interleaved),
+        f"{_LOCAL}.conv1d": BlockParts([f"{_HF}.conv1d"], [(0, 1, 2)], lambda config: rows(config)[:3]),
         **{f"{_LOCAL}.{name}": f"{_HF}.{name}" for name in ("dt_bias", "A_log", "norm", "out_proj")},
     }
 
