@@ -7,7 +7,7 @@ Neither divides by the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,6 +71,22 @@ class DataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Disable gradient reduction in backward, for all micro-batches but the last. No effect here."""
         yield
+
+    reduced_part = "parameter"
+    """What :meth:`local_gradients` names."""
+
+    @contextmanager
+    def local_gradients(self) -> Iterator[Callable[[], list[str]]]:
+        """Look at the gradients of this rank before their reduction: clears the gradients and yields a function that
+        returns the names of parts with NaN or infinite gradients in the backward passes since. Gradients are
+        undefined afterwards. The function waits for the device."""
+        self.zero_grad_buffer()
+        with self.no_sync():
+            yield lambda: [
+                name
+                for name, parameter in self.module.named_parameters()
+                if parameter.requires_grad and not bool(parameter.main_grad.isfinite().all())  # type: ignore[attr-defined]
+            ]
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start the reductions that backward has not started yet. Does nothing in the base class. Collective."""

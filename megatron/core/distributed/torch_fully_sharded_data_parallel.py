@@ -12,7 +12,7 @@ each such module is a separate unit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from megatron.core.config.errors import UserError, listed
 from megatron.core.distributed.data_parallel import DataParallel
@@ -127,6 +128,26 @@ class TorchFullyShardedDataParallel(DataParallel):
         finally:
             self._set_all_reduce(True)
 
+    reduced_part = "FSDP unit"
+
+    @contextmanager
+    def local_gradients(self) -> Iterator[Callable[[], list[str]]]:
+        self.zero_grad_buffer()
+        names = {unit: name or "outside of layers" for name, unit in self.module.named_modules()}
+        scatters = {names[unit]: ObservedReduceScatter() for unit in self._units}
+        for unit in self._units:  # not undone: the run stops
+            unit.set_custom_reduce_scatter(scatters[names[unit]])  # type: ignore[arg-type]
+
+        def invalid() -> list[str]:
+            states = {name: scatter.is_finite for name, scatter in scatters.items()}
+            for name, parameter in self._parameters_by_name.items():
+                gradient = parameter.grad
+                if isinstance(gradient, DTensor) and gradient.device_mesh.size() == 1:  # no reduce-scatter
+                    states[name] = gradient.to_local().isfinite().all()
+            return [name for name, is_finite in states.items() if not bool(is_finite)]
+
+        yield invalid
+
     def _set_all_reduce(self, enabled: bool) -> None:
         if self.groups.dp_cp_replica.size > 1:
             # the first unit is the root, and the setting applies to all units below it
@@ -163,6 +184,26 @@ class TorchFullyShardedDataParallel(DataParallel):
         """Let the next forward pass compute the scales of fp8 weights again. No collective; call it on all ranks."""
         if self._scales is not None:
             self._scales.epoch.advance()
+
+
+class ObservedReduceScatter:
+    """Reduce-scatter of one FSDP unit, as torch's default, that looks at its inputs."""
+
+    is_finite: Tensor | bool = True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.is_finite = input_tensor.isfinite().all() & self.is_finite
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
 def _main_grad_getter(parameter: nn.Parameter) -> Any:

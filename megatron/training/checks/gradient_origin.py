@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import counted, listed
 from megatron.core.dist_checkpointing.exchange import all_gather_json
-from megatron.core.distributed import DataParallel, DistributedDataParallel
+from megatron.core.distributed import DataParallel
 from megatron.core.groups.process_groups import Group
 
 MOST_NAMED = 8
@@ -66,25 +66,19 @@ def _is_of_worker(value: object) -> bool:
 
 def nonfinite_ranks(model: Sequence[DataParallel], world: Group, forward_backward: Callable[[], object]) -> str:
     """Return a sentence that names the ranks of ``world`` with NaN or infinite gradients before the reduction.
-    Overwrites ``main_grad``. Collective; waits for the device. FSDP2 sums gradients in backward passes: the sentence
-    then says so, and nothing runs.
+    Overwrites ``main_grad``. Collective; waits for the device.
 
     Args:
         model: model chunks of this rank.
         world: all ranks.
         forward_backward: runs the micro-batches of the failing iteration.
     """
-    if not all(isinstance(chunk, DistributedDataParallel) for chunk in model):
-        return "The ranks are not known: FSDP2 sums gradients during the backward pass"
     with ExitStack() as stack:
-        for chunk in model:
-            chunk.zero_grad_buffer()
-            stack.enter_context(chunk.no_sync())
+        chunks = [stack.enter_context(chunk.local_gradients()) for chunk in model]
         forward_backward()
-    trained = [(name, p) for chunk in model for name, p in chunk.module.named_parameters() if p.requires_grad]
-    names = [name for name, parameter in trained if not bool(parameter.main_grad.isfinite().all())]  # type: ignore[attr-defined]
+        names = [name for invalid_names in chunks for name in invalid_names()]
     ranks = [
-        f"rank {rank} ({counted(number, 'parameter')}, the last {last})"
+        f"rank {rank} ({counted(number, model[0].reduced_part)}, the last {last})"
         for rank, (number, last) in enumerate(all_gather_json([len(names), "".join(names[-1:])], world))
         if number
     ]

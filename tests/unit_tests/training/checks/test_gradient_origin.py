@@ -76,9 +76,17 @@ def test_a_failure_that_does_not_repeat_is_described_so(gloo_pool, tmp_path):
         assert "rank 0 (" not in message and "rank 1 (" not in message
 
 
-def test_fully_sharded_data_parallelism_says_why_no_rank_is_named(gloo_pool, tmp_path):
-    for message, _ in gloo_pool.run(stopped_run, 2, str(tmp_path), "fsdp2", 1, "logits"):
-        assert "The ranks are not known: FSDP2 sums gradients during the backward pass. The weights" in message
+@pytest.mark.parametrize("name, ranks", [("fsdp2", 2), ("fsdp4-instances", 4)])
+def test_fully_sharded_data_parallelism_names_ranks_and_units(gloo_pool, tmp_path, name, ranks):
+    for message, unchanged in gloo_pool.run(stopped_run, ranks, str(tmp_path), name, 1, "logits"):
+        [(rank, number)] = re.findall(r"rank (\d+) \((\d+) FSDP units, the last decoder.layers.1[a-z.]*\)", message)
+        assert rank == "1" and int(number) > 2 and unchanged
+
+
+def test_gradients_of_experts_that_are_not_reduced_are_read(gloo_pool, tmp_path):
+    """One rank holds an expert. The dispatcher brings infinite gradients to the experts of the other rank."""
+    for message, _ in gloo_pool.run(stopped_run, 2, str(tmp_path), "fp8-wide-experts-delayed-ep2-fsdp2", 1, "logits"):
+        assert set(re.findall(r"rank (\d+) \(\d+ FSDP units, the last [a-z.0-9]*experts", message)) == {"0", "1"}
 
 
 def test_two_global_batches_are_saved_as_they_are_read():
