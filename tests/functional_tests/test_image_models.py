@@ -20,6 +20,11 @@ TEXT = {
         "mrope_interleaved": True,
     },
 }  # fmt: skip
+PLAIN = {name: value for name, value in TEXT.items() if "linear" not in name} | {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True,
+    },
+}  # fmt: skip
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -31,15 +36,20 @@ VISION = {
     "num_position_embeddings": 25,
 }  # fmt: skip
 TOKENS = {"image_token_id": IMAGE, "video_token_id": 8, "vision_start_token_id": 9, "vision_end_token_id": 10}
-KINDS = {"qwen3_5": ("Qwen3_5", {"intermediate_size": 48}), "qwen3_5_moe": ("Qwen3_5Moe", EXPERTS)}
+KINDS = {
+    "qwen3_5": ("Qwen3_5", {"intermediate_size": 48}, {}),
+    "qwen3_5_moe": ("Qwen3_5Moe", EXPERTS, {}),
+    "qwen3_vl": ("Qwen3VL", {"intermediate_size": 48}, {"deepstack_visual_indexes": [0, 2], "depth": 3}),
+}
 SIZES = [(4, 6), (2, 2), (6, 4)]
 """Height and width of the images in patches; the first row has two."""
 
 
 def peer(kind, dtype=torch.float32):
     """A small model of transformers with random weights."""
-    name, more = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(text_config={**TEXT, **more}, vision_config=VISION, **TOKENS)
+    name, more, vision = KINDS[kind]
+    text = {**TEXT, **more} if kind != "qwen3_vl" else {**PLAIN, **more}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config={**VISION, **vision}, **TOKENS)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).to(dtype)
     generator = torch.Generator().manual_seed(1)

@@ -17,6 +17,7 @@ EXPERTS = (
     f"{PACKED} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
     " --moe-router-load-balancing-type none"
 )
+DEEP = f"{PACKED} --vision-deepstack-layers 0 1"
 ZERO = "--use-distributed-optimizer"
 LAYOUTS = {
     "dp2-zero": Layout(IMAGES, f"--micro-batch-size 2 {ZERO}", 2),
@@ -30,6 +31,10 @@ LAYOUTS = {
     "cp2-tp2": Layout(PACKED, f"{CP2} {TP2}", 4),
     "cp2-tp2-sp": Layout(PACKED, f"{CP2} {TP2} {SP}", 4),
     "ep2-tp2-sp": Layout(EXPERTS, f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2),
+    "deep-pp2-tp2-sp": Layout(DEEP, f"{PP2} {TP2} {SP}", 4),
+    "deep-cp2-recompute": Layout(
+        DEEP, f"{CP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2
+    ),
     "muon-tp2-zero": Layout(f"{IMAGES} --optimizer muon", f"{TP2} {ZERO}", 4),
 }
 

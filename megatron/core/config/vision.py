@@ -43,6 +43,10 @@ class VisionConfig(OptionalGroup):
     vision_num_positions: Dim = 2304
     """Learned positions of the tower, a square number; they are resampled to the patches of each image."""
 
+    vision_deepstack_layers: list[NonNegativeInt] | None = flag("--vision-deepstack-layers", nargs="+")
+    """Layers of the tower (from 0) whose outputs are merged too, and added to the image tokens after the first layers
+    of the language model, one after each (Qwen3-VL)."""
+
     image_token_id: NonNegativeInt | None = None
     """Id of an image token in the text: an image takes as many as it has squares of patches."""
 

@@ -22,6 +22,11 @@ def count(cfg):
     return len({param.name.split(".")[3] for param in cfg.describe(64).params() if ".blocks.layers." in param.name})
 
 
+def deep(cfg):
+    """Number of mergers of deep layers."""
+    return len({param.name.split(".")[2] for param in cfg.describe(64).params() if ".deep_mergers." in param.name})
+
+
 def heads(cfg):
     from megatron.core.config.vision import VisionConfig
     from megatron.core.models.vlm.description import tower_config
@@ -72,6 +77,7 @@ ROWS = [
     probe("--vision-frames 1", shape("patch_embed.weight"), (1152, 768)),
     probe("--vision-merge-size 3", shape("merger.linear_fc1.weight"), (10368, 10368)),
     probe("--vision-num-positions 16", shape("position_embeddings.weight"), (16, 1152)),
+    probe("--vision-deepstack-layers 1 2", deep, 2),
     probe("--image-token-id 9", token, 9, **PATCHES),
     probe("--mrope-section 2 1 1", has_axes, True, base=f"{FLAGS} --position-embedding-type rope --mock-data",
           without="--data-path --split"),

@@ -19,7 +19,7 @@ CHANNELS = 3
 SETTINGS = (
     "vision_model_type", "vision_num_layers", "vision_hidden_size", "vision_num_attention_heads",
     "vision_ffn_hidden_size", "vision_patch_size", "vision_frames", "vision_merge_size", "vision_num_positions",
-    "image_token_id", "mrope_section",
+    "vision_deepstack_layers", "image_token_id", "mrope_section",
 )  # fmt: skip
 """Settings that the meaning of the weights depends on."""
 
@@ -61,15 +61,13 @@ def tower_parameters(language: Config, vision: VisionConfig) -> list[Param]:
     """Return the parameters of the tower, which every rank holds."""
     config = tower_config(language, vision)
     width, joined = config.hidden_size, config.hidden_size * vision.vision_merge_size**2
-    linears = {
-        "patch_embed": (width, patch_values(vision)),
-        "merger.linear_fc1": (joined, joined),
-        "merger.linear_fc2": (language.hidden_size, joined),
-    }
-    params = [
-        Param("position_embeddings.weight", (vision.vision_num_positions, width)),
-        *norm("merger.norm", width, config),
-    ]
+    norms, linears = {"merger.norm": width}, {"patch_embed": (width, patch_values(vision))}
+    deep = [f"deep_mergers.{number}" for number in range(len(vision.vision_deepstack_layers or ()))]
+    norms |= {f"{name}.norm": joined for name in deep}
+    for name in ("merger", *deep):
+        linears |= {f"{name}.linear_fc1": (joined, joined), f"{name}.linear_fc2": (language.hidden_size, joined)}
+    params = [Param("position_embeddings.weight", (vision.vision_num_positions, width))]
+    params += [param for name, size in norms.items() for param in norm(name, size, config)]
     for name, shape in linears.items():
         params += [Param(f"{name}.weight", shape), Param(f"{name}.bias", shape[:1], ndim=1)]
     for index in range(config.num_layers):

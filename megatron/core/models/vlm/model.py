@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.config.vision import VisionConfig
 from megatron.core.models.common.settings import LanguageModelSettings
@@ -57,6 +59,8 @@ class ImageContext(ForwardContext):
     """Inputs of all layers, and the images."""
 
     images: Images | None = None
+    deep: list[Tensor] = field(default_factory=list)
+    """Added after the first layers, [s, b, h] each: outputs of deep layers of the tower at image tokens, else zeros."""
 
 
 class VisionLanguageModel(GPTModel):
@@ -86,6 +90,21 @@ class VisionLanguageModel(GPTModel):
             if self.pre_process:
                 self.vision = QwenTower(self.config, self.vision_settings)
             yield
+            if self.pre_process:
+                self._add_deep_layers(len(self.vision_settings.vision_deepstack_layers or ()))
+
+    def _add_deep_layers(self, count: int) -> None:
+        """Add the outputs of deep layers of the tower after the first ``count`` layers. Raises UserError if a later
+        pipeline stage has a part of these."""
+        layers = [*self.decoder.layers]
+        whole = [layer for layer in layers if len(layer.branches) == len(layers[0].branches)]
+        if len(whole) < count:
+            raise UserError(
+                f"--vision-deepstack-layers: {count} layers are added to as many layers of the language model, but the "
+                f"first pipeline stage has {len(whole)}; use fewer stages, or give it more layers"
+            )
+        for number, layer in enumerate(whole[:count]):
+            layer.register_forward_hook(partial(_add_deep, number))
 
     def forward_context(
         self,
@@ -101,7 +120,7 @@ class VisionLanguageModel(GPTModel):
         """Build the context of :class:`GPTModel` with ``images``; ``axes`` int64 [b, s, 3] are the rotary positions
         (time, row, column) of this rank's tokens; None: the positions of text."""
         context = super().forward_context(input_ids, sample_index, documents, position_ids, **more)
-        inputs = {field.name: getattr(context, field.name) for field in fields(context)}
+        inputs = {item.name: getattr(context, item.name) for item in fields(context)}
         sections = self.vision_settings.mrope_section
         if axes is not None and sections is not None and self.rotary_pos_emb is not None:
             inputs["rotary_pos_emb"] = axes_tables(self.rotary_pos_emb, axes, sections)
@@ -115,10 +134,13 @@ class VisionLanguageModel(GPTModel):
             return words + self._computed(Images.none(self.vision)).sum().to(words.dtype)  # of [0, h]: zero
         embeddings = self._gathered(images, context.layout).to(words.dtype)
         numbers = context.layout.stream_part(images.numbers.t())
-        return torch.where(numbers.unsqueeze(-1) < 0, words, embeddings[numbers.clamp(min=0)])
+        first, *deep = embeddings[numbers.clamp(min=0)].split(words.shape[-1], dim=-1)
+        is_word = numbers.unsqueeze(-1) < 0
+        context.deep.extend(x.masked_fill(is_word, 0.0) for x in deep)
+        return torch.where(is_word, words, first)
 
     def _gathered(self, images: Images, layout: TokenLayout) -> Tensor:
-        """Return the embeddings [t, h] of all image tokens; this rank computes a part."""
+        """Return the embeddings [t, (1 + k) h] of all image tokens; this rank computes a part."""
         group = self.groups.tp_cp
         if group.size == 1:
             return self._computed(images)
@@ -129,10 +151,16 @@ class VisionLanguageModel(GPTModel):
         return GatherImages.apply(self._computed(images.chosen(shares[group.rank])), plan)
 
     def _computed(self, images: Images) -> Tensor:
-        """Return the embeddings [t, h] of ``images``. Without any, [0, h] that depend on the weights."""
+        """Return the embeddings of ``images``. Without any, [0, (1 + k) h] that depend on the weights."""
         tower = self.vision
         device = tower.patch_embed.weight.device
         if len(images.sizes):
             return tower(images.patches.to(device, non_blocking=True), Grids(images.sizes, tower.merge))
         blank = torch.zeros(tower.merge**2, images.patches.shape[1], device=device)
         return tower(blank, Grids(torch.full((1, 2), tower.merge), tower.merge))[:0]
+
+
+def _add_deep(number: int, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Add the output of a deep layer of the tower, as a forward hook of a layer."""
+    deep = next((x.deep for x in inputs if isinstance(x, ImageContext)), [])
+    return output + deep[number] if number < len(deep) else output

@@ -33,6 +33,15 @@ def axes_of_positions(cfg: Settings) -> Problems:
         yield problem(cfg, "mrope_section", "requires --position-embedding-type rope")
 
 
+def deep_layers(cfg: Settings) -> Problems:
+    """Deep layers of the tower exist, each once."""
+    vision = cfg.group(VisionConfig)
+    deep = vision.vision_deepstack_layers or []
+    if deep != sorted(set(deep)) or (deep and deep[-1] >= vision.vision_num_layers):
+        reason = f"must ascend, below --vision-num-layers {vision.vision_num_layers}"
+        yield problem(cfg, "vision_deepstack_layers", reason)
+
+
 def image_predictions(cfg: Settings) -> Problems:
     """Multi-token prediction embeds words only."""
     if cfg.model.mtp_num_layers is not None:

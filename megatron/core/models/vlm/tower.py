@@ -1,7 +1,7 @@
 """Vision tower of Qwen3-VL and Qwen3.5: a bidirectional transformer over the patches of packed images.
 
     x = W patch + b + learned positions (resampled to the image);  L pre-norm layers, rotary by row and column
-    token = W_2 gelu(W_1 [norm(x) of the m x m patches of a square])
+    token = W_2 gelu(W_1 [norm(x) of the m x m patches of a square]), also of the outputs of k deep layers (Qwen3-VL)
 
 It is replicated: every rank computes some of the images (``spread.py``), so that its gradients are partial sums.
 
@@ -40,7 +40,7 @@ ROTARY_BASE = 10000.0
 
 
 class QwenTower(nn.Module):
-    """Patches [n, p] of images -> embeddings [t, h]."""
+    """Patches [n, p] of images -> embeddings [t, (1 + k) h], k of deep layers after the first h."""
 
     def __init__(self, language: TransformerConfig, vision: VisionConfig) -> None:
         """Build the tower for the hidden size of ``language``."""
@@ -52,20 +52,31 @@ class QwenTower(nn.Module):
         self.position_embeddings = FullEmbedding(config, vision.vision_num_positions, groups)
         spec = encoder_spec(get_backend("local"), config.num_layers)
         self.blocks = TransformerBlock(config, spec, post_layer_norm=False, groups=groups)
-        self.merger = Merger(config, joined, language.hidden_size)
+        self.merger = Merger(config, width, joined, language.hidden_size)
+        deep = vision.vision_deepstack_layers or ()
+        self.deep_mergers = nn.ModuleList(Merger(config, joined, joined, language.hidden_size) for _ in deep)
+        self._deep: list[Tensor] = []
+        for number in deep:
+            self.blocks.layers[number].register_forward_hook(self._note)
         self.frequencies: Tensor
         self.register_buffer("frequencies", _frequencies(config.kv_channels), persistent=False)
         for param in self.parameters():
             declare(param, mesh={}, grad={"tp": Partial()})
 
     def forward(self, patches: Tensor, grids: Grids) -> Tensor:
-        """Return the embeddings [t, h] of image tokens, image by image."""
+        """Return the embeddings [t, (1 + k) h] of image tokens, image by image."""
         device = patches.device
         entries, weights = (x.to(device, non_blocking=True) for x in grids.resampled(self.side))
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))[0]
         positions = (self.position_embeddings(entries) * weights.to(x.dtype).unsqueeze(-1)).sum(1)
         context = ForwardContext(layout=self._layout(grids, device), rotary_pos_emb=self._rotary(grids, device))
-        return self.merger(self.blocks((x + positions).unsqueeze(1), context).squeeze(1))
+        self._deep = []
+        output = self.merger(self.blocks((x + positions).unsqueeze(1), context).squeeze(1))
+        deep = [merger(x.squeeze(1)) for merger, x in zip(self.deep_mergers, self._deep)]
+        return torch.cat((output, *deep), dim=1)
+
+    def _note(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        self._deep.append(output)
 
     def _layout(self, grids: Grids, device: torch.device) -> TokenLayout:
         """Every image is a document."""
@@ -90,16 +101,18 @@ class QwenTower(nn.Module):
 
 
 class Merger(nn.Module):
-    """Norm of every patch, then a two-layer network on the patches of each square: [n, v] -> [t, h]."""
+    """Norm of every patch (``normed`` = v) or square (m m v), then a two-layer network on the patches of each square:
+    [n, v] -> [t, h]."""
 
-    def __init__(self, config: TransformerConfig, joined: int, hidden_size: int) -> None:
+    def __init__(self, config: TransformerConfig, normed: int, joined: int, hidden_size: int) -> None:
         super().__init__()
-        self.norm = build_norm(config, config.hidden_size, config.norm_epsilon, groups=SINGLE_PROCESS)
+        self.normed = normed
+        self.norm = build_norm(config, normed, config.norm_epsilon, groups=SINGLE_PROCESS)
         self.linear_fc1 = _linear(config, joined, joined)
         self.linear_fc2 = _linear(config, joined, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        squares = self.norm(x).reshape(-1, self.linear_fc1.weight.shape[1])
+        squares = self.norm(x.reshape(-1, self.normed)).reshape(-1, self.linear_fc1.weight.shape[1])
         return self.linear_fc2(F.gelu(self.linear_fc1(squares)[0]))[0]
 
 

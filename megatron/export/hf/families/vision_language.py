@@ -1,4 +1,4 @@
-"""Models of images and text: Qwen3.5, dense and with experts."""
+"""Models of images and text: Qwen3.5, dense and with experts; Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.vlm.description import CHANNELS
-from megatron.export.hf.families import gated_delta
+from megatron.export.hf.attention_settings import Rope, Window
+from megatron.export.hf.families import gated_delta, llama
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import BlockParts, TensorLayout, Weights
 from megatron.export.hf.settings import Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
@@ -21,8 +22,8 @@ _LAYERS, _HF = "vision.blocks.layers.*", "model.visual.blocks.*"
 class AxesRope(gated_delta.TextRope):
     """Rotary positions with three axes, interleaved. ``sections`` are the default sections."""
 
-    def __init__(self, sections: tuple[int, ...], share: float | None = None) -> None:
-        super().__init__(share=share)
+    def __init__(self, sections: tuple[int, ...], *, base: float = 10000.0, share: float | None = None) -> None:
+        super().__init__(base, share=share)
         self.settings = (*self.settings, "mrope_section")
         self.sections = sections
 
@@ -71,6 +72,11 @@ def _tower(settings: Table) -> Weights:
         f"{_LAYERS}.pre_mlp_layernorm": f"{_HF}.norm2",
         f"{_LAYERS}.self_attention.linear_proj": f"{_HF}.attn.proj",
         **{f"{_LAYERS}.mlp.{name}": f"{_HF}.mlp.{name}" for name in ("linear_fc1", "linear_fc2")},
+        **{
+            f"vision.deep_mergers.{number}.{name}": f"model.visual.deepstack_merger_list.{number}.{name}"
+            for number in range(len(settings["vision_deepstack_layers"] or ()))
+            for name in ("norm", "linear_fc1", "linear_fc2")
+        },
     }
     return {
         **plain,
@@ -118,31 +124,64 @@ SIZES: tuple[Rule, ...] = (
     Ignored((
         "video_token_id", "vision_start_token_id", "vision_end_token_id",
         *(f"{VISION}.{key}" for key in ("model_type", "initializer_range", "dtype", "torch_dtype", "rope_parameters",
-                                        "deepstack_visual_indexes", "transformers_version")),
+                                        "transformers_version")),
     )),
 )  # fmt: skip
+NO_DEEP: tuple[Rule, ...] = (
+    FixedKeys({f"{VISION}.deepstack_visual_indexes": []}, written=False),
+    Fixed({"vision_deepstack_layers": None}),
+)
+DEEP: tuple[Rule, ...] = (
+    Computed(
+        (f"{VISION}.deepstack_visual_indexes",),
+        ("vision_deepstack_layers",),
+        lambda config: {
+            "vision_deepstack_layers": list(get(config, (f"{VISION}.deepstack_visual_indexes",), (8, 16, 24)))
+        },
+        lambda settings: {f"{VISION}.deepstack_visual_indexes": settings["vision_deepstack_layers"] or []},
+    ),
+)
 OUTER = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
-def _with_images(text: Family, kind: str, architecture: str) -> Family:
-    """Return the family of models with the vision tower whose text model is of the family ``text``."""
-    config = [AxesRope((11, 11, 10), share=0.25) if isinstance(r, gated_delta.TextRope) else r for r in text.config]
+def _with_images(
+    text: Family,
+    kind: str,
+    architecture: str,
+    rope: AxesRope,
+    rules: tuple[Rule, ...],
+    models: str = "",
+) -> Family:
+    """Return the family of models with the vision tower whose text model is like the family ``text``; ``rules`` are
+    further settings."""
+    config = [rope if isinstance(rule, Rope) else rule for rule in text.config if not isinstance(rule, Window)]
     return replace(
         text,
         model_type=kind,
         architecture=architecture,
-        models=f"{text.models}, with images",
+        models=models or f"{text.models}, with images",
         container=None,
-        parts={TEXT: text.model_type, VISION: f"{kind}_vision"},
+        parts={TEXT: f"{kind}_text", VISION: f"{kind}_vision"},
         outer=OUTER,
-        config=(*config, *SIZES),
+        config=(*config, *SIZES, *rules),
         weights=_inside(text.weights),
         alternatives=_inside(text.alternatives),
         names=_tower,
         model_family="vlm",
-        limits=("multi-token prediction is left out",),
     )
 
 
-QWEN3_5_IMAGES = _with_images(gated_delta.QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration")
-QWEN3_5_MOE_IMAGES = _with_images(gated_delta.QWEN3_5_MOE, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")
+QWEN3_5_IMAGES = _with_images(
+    gated_delta.QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration", AxesRope((11, 11, 10), share=0.25), NO_DEEP
+)
+QWEN3_5_MOE_IMAGES = _with_images(
+    gated_delta.QWEN3_5_MOE,
+    "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration",
+    AxesRope((11, 11, 10), share=0.25),
+    NO_DEEP,
+)
+QWEN3_VL = _with_images(
+    llama.QWEN3, "qwen3_vl", "Qwen3VLForConditionalGeneration", AxesRope((24, 20, 20), base=500000.0), DEEP, "Qwen3-VL"
+)
+"""Outputs of deep layers of the tower are added to the first layers."""
