@@ -120,18 +120,19 @@ SIZES: tuple[Rule, ...] = (
     FixedKeys({f"{VISION}.hidden_act": "gelu_pytorch_tanh", f"{VISION}.in_channels": CHANNELS}),
     Computed((f"{VISION}.out_hidden_size",), ("hidden_size",), _output_size,
              lambda settings: {f"{VISION}.out_hidden_size": settings["hidden_size"]}),
-    Same("image_token_id", "image_token_id", default=248056),
     Ignored((
         "video_token_id", "vision_start_token_id", "vision_end_token_id",
         *(f"{VISION}.{key}" for key in ("model_type", "initializer_range", "dtype", "torch_dtype", "rope_parameters",
                                         "transformers_version")),
     )),
 )  # fmt: skip
-NO_DEEP: tuple[Rule, ...] = (
+OF_QWEN3_5: tuple[Rule, ...] = (
+    Same("image_token_id", "image_token_id", default=248056),
     FixedKeys({f"{VISION}.deepstack_visual_indexes": []}, written=False),
     Fixed({"vision_deepstack_layers": None}),
 )
-DEEP: tuple[Rule, ...] = (
+OF_QWEN3_VL: tuple[Rule, ...] = (
+    Same("image_token_id", "image_token_id", default=151655),
     Computed(
         (f"{VISION}.deepstack_visual_indexes",),
         ("vision_deepstack_layers",),
@@ -172,16 +173,21 @@ def _with_images(
 
 
 QWEN3_5_IMAGES = _with_images(
-    gated_delta.QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration", AxesRope((11, 11, 10), share=0.25), NO_DEEP
+    gated_delta.QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration", AxesRope((11, 11, 10), share=0.25), OF_QWEN3_5
 )
 QWEN3_5_MOE_IMAGES = _with_images(
     gated_delta.QWEN3_5_MOE,
     "qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration",
     AxesRope((11, 11, 10), share=0.25),
-    NO_DEEP,
+    OF_QWEN3_5,
 )
 QWEN3_VL = _with_images(
-    llama.QWEN3, "qwen3_vl", "Qwen3VLForConditionalGeneration", AxesRope((24, 20, 20), base=500000.0), DEEP, "Qwen3-VL"
+    llama.QWEN3,
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    AxesRope((24, 20, 20), base=500000.0),
+    OF_QWEN3_VL,
+    "Qwen3-VL",
 )
 """Outputs of deep layers of the tower are added to the first layers."""
