@@ -36,7 +36,7 @@ class TrainStep:
         self.device = training_device()
         self.mark = partial(mark, self.device.type == "cuda")
         self.forward_backward = with_injected_errors(make_forward_backward(cfg, self.device), cfg, parts)
-        self.check = choose_check(cfg, parts.groups.world.rank, self._nonfinite_ranks)
+        self.check = choose_check(cfg, parts.groups.world, self._nonfinite_ranks)
         self.flops_per_sample = parts.task.flops_per_sample()
         self.statistics = StatisticsSum(parts.model, parts.groups)
         has_norms = cfg.logging.log_layer_statistics_interval is not None

@@ -3,16 +3,22 @@ later (``finite.py``), which does not. One of them is chosen per run."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from megatron.core.config.errors import listed
+from megatron.core.dist_checkpointing.exchange import all_gather_json
+from megatron.core.groups.process_groups import Group
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training.checks.finite import FiniteCheck, check_has_tokens
-from megatron.training.checks.gradient_origin import GlobalBatch, RecentBatches
+from megatron.training.checks.gradient_origin import MOST_NAMED, GlobalBatch, RecentBatches
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.observe.metrics import check_finite
+from megatron.training.observe.metrics import OF_ANOTHER_RANK, check_finite
+
+logger = logging.getLogger(__name__)
 
 
 class StepValues(NamedTuple):
@@ -57,10 +63,10 @@ class StepCheck(Protocol):
 
 class ImmediateCheck:
     """Reads values before the update. ``is_strict``: raise for losses that are not finite; else, and for gradients,
-    the optimizer skips the update."""
+    the optimizer skips the update. ``overflows``: skipped updates are usual, as the loss scale reacts to them."""
 
-    def __init__(self, rank: int, is_strict: bool) -> None:
-        self.rank, self.is_strict = rank, is_strict
+    def __init__(self, world: Group, is_strict: bool, overflows: bool) -> None:
+        self.world, self.is_strict, self.overflows = world, is_strict, overflows
 
     def save(self, iteration: int, size: int, counts: Tensor, batches: Iterator[dict]) -> Iterator[dict]:
         """Return ``batches``; nothing is saved."""
@@ -72,9 +78,24 @@ class ImmediateCheck:
         check_has_tokens(values.num_tokens.item(), place)
         if self.is_strict:
             sums = {name: pair[0] for name, pair in values.losses.items()}
-            check_finite(sums, iteration=values.iteration, rank=self.rank, consumed_samples=values.consumed_samples)
+            samples = values.consumed_samples
+            check_finite(sums, iteration=values.iteration, rank=self.world.rank, consumed_samples=samples)
         updated, grad_norm, num_zeros = optimizer.step()
+        if not updated:
+            self._report(place, values.losses)
         return StepResult(not updated, False, grad_norm, num_zeros)
+
+    def _report(self, place: str, losses: Mapping[str, Tensor]) -> None:
+        """Log why an update was skipped. Collective."""
+        local = [name for name in losses if name + OF_ANOTHER_RANK in losses]
+        names = [name for name in local if not bool(losses[name][0].isfinite())]
+        ranks = [f"rank {rank} ({', '.join(of)})" for rank, of in enumerate(all_gather_json(names, self.world)) if of]
+        if ranks:
+            logger.warning("%s: no update: losses are not finite on %s", place, listed(ranks, most=MOST_NAMED))
+        elif not self.overflows:
+            text = "no update: gradients are not finite though all losses are"
+            fix = "without --no-check-for-nan-in-loss-and-grad the run stops there and names the ranks"
+            logger.warning("%s: %s; %s", place, text, fix)
 
     def read(self, keep: int = 0) -> None:
         """Do nothing: each update has read its values."""
@@ -104,8 +125,7 @@ class DelayedCheck:
         self.finite.read(keep, lambda iteration: self.find_ranks(self.recent.of_iteration(iteration)))
 
 
-def choose_check(cfg: PretrainConfig, rank: int, find_ranks: Callable[[GlobalBatch], str]) -> StepCheck:
+def choose_check(cfg: PretrainConfig, world: Group, find_ranks: Callable[[GlobalBatch], str]) -> StepCheck:
     """Return the check of a run. With fp16 the loss scale reacts to overflows at once."""
-    if cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16:
-        return DelayedCheck(rank, find_ranks)
-    return ImmediateCheck(rank, cfg.training.check_for_nan_in_loss_and_grad)
+    is_strict, fp16 = cfg.training.check_for_nan_in_loss_and_grad, cfg.model.fp16
+    return DelayedCheck(world.rank, find_ranks) if is_strict and not fp16 else ImmediateCheck(world, is_strict, fp16)

@@ -151,7 +151,7 @@ def test_work_between_iterations_is_not_part_of_the_next_iterations_time(monkeyp
 
     trainer = Trainer.__new__(Trainer)
     trainer.cfg = compose(FlatConfig(save=str(tmp_path)))
-    trainer.state, trainer.check = TrainState(3), ImmediateCheck(0, False)
+    trainer.state, trainer.check = TrainState(3), ImmediateCheck(SINGLE_PROCESS.world, False, False)
     trainer.last_validation = None
     trainer.hooks, trainer.evaluator = SimpleNamespace(emit=take_time), SimpleNamespace(evaluate=evaluate)
     checkpointer = SimpleNamespace(start_save=take_time, finish_save=lambda wait: None, saving=None)

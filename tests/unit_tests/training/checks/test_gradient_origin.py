@@ -89,6 +89,51 @@ def test_gradients_of_experts_that_are_not_reduced_are_read(gloo_pool, tmp_path)
         assert set(re.findall(r"rank (\d+) \(\d+ FSDP units, the last [a-z.0-9]*experts", message)) == {"0", "1"}
 
 
+def skipping_run(rank, world_size, folder, name, place):
+    """Return the warnings of a run that skips the update of iteration 3, in which the loss ("loss") or the gradients
+    ("logits") of rank 1 are not finite."""
+    import logging
+
+    from megatron.training import run as program
+    from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.verify.layout_trace import with_synthetic_data
+    from megatron.training.watchdog import Watchdog
+
+    class Spoiled(with_synthetic_data(GPTTask, VOCAB_SIZE)):
+        def loss_func(self, batch, output):
+            if rank == 1 and 16 <= int(batch["sample_index"].max()) < 24:
+                if place == "logits":
+                    output.register_hook(lambda grad: grad * float("inf"))
+                else:
+                    output = output * float("nan")
+            return super().loss_func(batch, output)
+
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("megatron.training.checks.step_check")
+    logger.addHandler(handler)
+    argv = [*row(name).argv, "--train-iters", "4", "--save", folder, "--no-check-for-nan-in-loss-and-grad"]
+    try:
+        cfg = configure(argv, world_size, "fp32")
+        program._run(cfg, lambda resolved, tokenizer: Spoiled(resolved), Watchdog(cfg))
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+@pytest.mark.parametrize("name", ["dp2", "fsdp2", "pp2"])
+def test_ranks_of_a_skipped_update_are_named(gloo_pool, tmp_path, name):
+    for (line,) in gloo_pool.run(skipping_run, 2, str(tmp_path), name, "loss"):
+        expected = "iteration 3 (samples from 16 on): no update: losses are not finite on rank 1 (lm loss)"
+        assert line == expected
+
+
+def test_skipped_update_with_finite_losses_names_the_check(gloo_pool, tmp_path):
+    for (line,) in gloo_pool.run(skipping_run, 2, str(tmp_path), "dp2", "logits"):
+        assert "gradients are not finite though all losses are; without --no-check-for-nan-in-loss-and-grad" in line
+
+
 def test_two_global_batches_are_saved_as_they_are_read():
     recent, shared = RecentBatches(), torch.arange(3).share_memory_()
     for iteration in (1, 2, 4):
