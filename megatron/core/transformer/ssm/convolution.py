@@ -1,4 +1,4 @@
-"""Causal convolution of a few tokens per channel, reset at every document.
+"""Causal convolution of a few tokens per channel and SiLU, reset at every document.
 
 Legend: s sequence, b batch, c channels, w taps, n chunks.
 """
@@ -6,10 +6,13 @@ Legend: s sequence, b batch, c channels, w taps, n chunks.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fusions.dispatch import kernels_serve
+from megatron.core.fusions.short_convolution import convolution_silu
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Shard, Uniform, parameter
 from megatron.core.transformer.ssm.scans import rank_chunks
@@ -55,29 +58,43 @@ def _tail(inputs: Tensor, links: Tensor | None, taps: int) -> Tensor:
     return last * torch.cat((following, following.new_ones(1, *following.shape[1:])))
 
 
+def _last_inputs(x: Tensor, follows: Tensor | None, tail: Tensor, weight: Tensor) -> Tensor:
+    """Return the second result of :func:`causal_convolution` from the last inputs only."""
+    count = weight.shape[1] - 1
+    return causal_convolution(x[-count:], None if follows is None else follows[-count:], tail, weight)[1]
+
+
+def _activated(
+    x: Tensor, follows: Tensor | None, tail: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return SiLU of :func:`causal_convolution` and the last inputs, by a kernel on GPUs."""
+    if x.is_cuda and kernels_serve(x.dtype) and 2 <= weight.shape[1] <= 4:
+        return convolution_silu(x, follows, tail, weight, bias), _last_inputs(x, follows, tail, weight)
+    output, end = causal_convolution(x, follows, tail, weight, bias)
+    return F.silu(output), end
+
+
 def convolve(
     layout: TokenLayout, layer: int, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Return the causal convolution of ``x`` [s, b, c] with ``weight`` [c, w] and ``bias`` [c], of documents by
+    """Return SiLU of the causal convolution of ``x`` [s, b, c] with ``weight`` [c, w] and ``bias`` [c], of documents by
     ``mask`` (``scans.follows``). The last inputs are the state "conv" of ``layer``."""
     zeros = x.new_zeros((x.shape[1], weight.shape[1] - 1, x.shape[2]))
     if layout.group.size == 1:
-        return layout.scan(layer, "conv", zeros, lambda x, tail: causal_convolution(x, mask, tail, weight, bias), x)
+        return layout.scan(layer, "conv", zeros, lambda x, tail: _activated(x, mask, tail, weight, bias), x)
     if len(x) < layout.num_chunks * zeros.shape[1]:  # chunks so short that a token sees several
         links = None if mask is None else layout.full(mask.to(torch.uint8), 0).bool()
-        return layout.local(causal_convolution(layout.full(x, 0), links, zeros, weight, bias)[0], 0)
+        return layout.local(_activated(layout.full(x, 0), links, zeros, weight, bias)[0], 0)
     chunks = list(zip(*rank_chunks(layout, x, mask)))
-    tails = torch.stack([causal_convolution(part, links, zeros, weight)[1] for part, links in chunks])
+    tails = torch.stack([_last_inputs(part, links, zeros, weight) for part, links in chunks])
     everyone = layout.full(tails, 0)
     before = layout.local(torch.cat((zeros.unsqueeze(0), everyone[:-1])), 0)
-    return torch.cat(
-        [causal_convolution(part, links, tail, weight, bias)[0] for (part, links), tail in zip(chunks, before)]
-    )
+    return torch.cat([_activated(part, links, tail, weight, bias)[0] for (part, links), tail in zip(chunks, before)])
 
 
 class ShortConvolution(nn.Module):
-    """Causal convolution of ``taps`` tokens per channel, over a layout. ``channels`` is (blocks, channels of a block):
-    tensor-parallel ranks split the blocks. The weight is stored as [c, 1, w]."""
+    """Causal convolution of ``taps`` tokens per channel and SiLU, over a layout. ``channels`` is (blocks, channels of a
+    block): tensor-parallel ranks split the blocks. The weight is stored as [c, 1, w]."""
 
     def __init__(
         self,

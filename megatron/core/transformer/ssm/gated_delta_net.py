@@ -71,7 +71,7 @@ class GatedDeltaNet(RecurrentMixer):
         convolution, and the projections b and a [s, b, h]."""
         length, batch, heads = mixed.shape[:3]
         mask = follows(ctx, length, batch, mixed.device)
-        convolved = F.silu(self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask))
+        convolved = self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask)
         query, key, value = convolved.unflatten(-1, (heads, -1)).split(
             (self.key, self.key, self.per_key * self.value), dim=-1
         )

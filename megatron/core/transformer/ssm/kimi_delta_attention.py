@@ -98,7 +98,7 @@ class KimiDeltaAttention(RecurrentMixer):
         convolution, the projection b [s, b, h] and the decays' projection [s, b, h k]."""
         length, batch, heads = mixed.shape[:3]
         mask = follows(ctx, length, batch, mixed.device)
-        convolved = F.silu(self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask))
+        convolved = self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask)
         parts = convolved.unflatten(-1, (heads, -1)).split((self.key, self.key, self.value), dim=-1)
         wide = torch.promote_types(mixed.dtype, torch.float32)
         query, key = (unit_length(x.to(wide)) for x in parts[:2])

@@ -81,7 +81,7 @@ class MambaMixer(RecurrentMixer):
         dt [s, b, h] before softplus."""
         length, batch, count = mixed.shape[:3]
         mask = follows(ctx, length, batch, mixed.device)
-        convolved = F.silu(self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask))
+        convolved = self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask)
         channels, key, query = convolved.unflatten(-1, (count, -1)).split(
             (self.per_group * self.channels, self.state, self.state), dim=-1
         )
