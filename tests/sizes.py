@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=91_734, any_uses=838, skips=267)
+CEILING = Size(lines=91_927, any_uses=841, skips=269)
 
 
 def main() -> None:
