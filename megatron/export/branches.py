@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 from megatron.core.config.errors import UserError
-from megatron.core.config.hybrid import pattern_kinds
+from megatron.core.config.hybrid import HybridConfig, pattern_kinds
 from megatron.export.interchange import Interchange
 
 _LAYER = re.compile(r"(.+\.decoder\.layers\.)(\d+)\.(.+)")
@@ -17,7 +16,7 @@ BY_LAYER = ("window_attn_skip_freq", "no_rope_freq", "mtp_num_layers")
 def split_layers(source: Interchange, pattern: str) -> None:
     """Rename the tensors of a GPT model, optimizer state too, and set its pattern: the attention of layer n becomes the
     n-th * or +, its feed-forward network the n-th - or E. Raises UserError if the pattern has other layers."""
-    kinds, count = pattern_kinds(SimpleNamespace(hybrid_layer_pattern=pattern)), source.settings.get("num_layers")
+    kinds, count = pattern_kinds(HybridConfig(hybrid_layer_pattern=pattern)), source.settings.get("num_layers")
     networks = [index for index, kind in enumerate(kinds) if kind in ("mlp", "experts")]
     attention = [index for index, kind in enumerate(kinds) if kind in ("attention", "latent_attention")]
     if not len(networks) == len(attention) == len(kinds) / 2 == count:

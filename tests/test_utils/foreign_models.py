@@ -23,6 +23,7 @@ from megatron.export.hf.families import (
     gpt,
     kimi_linear,
     llama,
+    mamba2,
     mixtures,
     nemotron_h,
     olmo_hybrid,
@@ -130,7 +131,8 @@ def _plan(model: Family, more: str) -> dict[str, conversion.Placement]:
     from megatron.training.stored_settings import config_to_dict
 
     cfg = validate_args(parse_args([*flags_of(model), *more.split()], needs_data=False), 1)
-    table = Table("", "", (), model.weights)
+    blocks = 2 if "pre_ff_layernorm" in str(model.weights) else 1
+    table = Table("", "", (), model.weights, layers_per_block=blocks)
     result = conversion.placements(table, complete({**config_to_dict(cfg.flat), "vocab_size": VOCAB}))
     return {placement.name: placement for placement in result}
 
@@ -181,6 +183,7 @@ OLMO_FLAGS = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 4 --linear-allow-neg-eigval"
 )
+MAMBA_SIZES = "--mamba-state-dim 6 --mamba-num-heads 8 --mamba-head-dim 4 --mamba-num-groups 2"
 
 
 def rope(base=10000.0, kind="default", **more):
@@ -431,6 +434,27 @@ MODELS = {
         "--mamba-num-heads 8 --mamba-head-dim 4 --mamba-num-groups 2 --num-experts 4 --moe-ffn-hidden-size 16 "
         "--moe-shared-expert-intermediate-size 24 --moe-router-topk 2 --moe-router-topk-scaling-factor 1.5 "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-load-balancing-type none",
+    ),
+    "nemotron-h-dense": Family(
+        "NemotronH", NEMOTRON,
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "num_key_value_heads": 2, "head_dim": 8,
+         "intermediate_size": 48, "layer_norm_epsilon": 1e-3, "ssm_state_size": 6, "mamba_num_heads": 8,
+         "mamba_head_dim": 4, "n_groups": 2, "time_step_min": 1e-9},
+        f"{UNTIED} {GROUPS} 2 --position-embedding-type none --normalization RMSNorm --disable-bias-linear "
+        f"--norm-epsilon 1e-3 --squared-relu --ffn-hidden-size 48 --hybrid-layer-pattern M-* {MAMBA_SIZES}",
+    ),
+    "mamba2": Family(
+        "Mamba2", mamba2.MAMBA2.weights,
+        {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 6, "layer_norm_epsilon": 1e-3},
+        f"{UNTIED} --position-embedding-type none --normalization RMSNorm --disable-bias-linear --norm-epsilon 1e-3 "
+        f"--hybrid-layer-pattern MM {MAMBA_SIZES.replace('head-dim 4', 'head-dim 8')}",
+    ),
+    "bamba": Family(
+        "Bamba", mamba2.BAMBA.weights,
+        {**GATED, **rope(), "num_hidden_layers": 3, "attn_layer_indices": [1], "num_key_value_heads": 2,
+         "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6},
+        f"{SWIGLU} {UNTIED} {GROUPS} 2 --rotary-percent 0.5 --hybrid-layer-pattern M-*-M- "
+        f"{MAMBA_SIZES.replace('head-dim 4', 'head-dim 8')}",
     ),
     "stablelm": Family(
         "StableLm", LLAMA,

@@ -145,6 +145,8 @@ class Family:
     """HF modules of each head that a folder may omit; an omitted head is initialized randomly."""
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     """Tensors that a folder may omit -> the tensor that is copied instead."""
+    layers_per_block: int = 1
+    """Local layers that one HF layer contains."""
     models: str = ""
     """Names of published models, for the reference page."""
     limits: tuple[str, ...] = ()
@@ -247,7 +249,8 @@ class Family:
         if "quantile_balancing" in settings["moe_router_load_balancing_type"]:
             yield "moe_router_load_balancing_type is 'quantile_balancing', whose bias no family supports"
         covered = WITHOUT_MEANING.union(*(rule.settings for rule in self.config))
-        if "num_moe_experts" in covered and settings["num_moe_experts"] is None:
+        dense = settings["num_moe_experts"] is None and not settings["hybrid_layer_pattern"]
+        if "num_moe_experts" in covered and dense:
             yield "num_moe_experts is None, the family has experts"
         defaults = {**_defaults(), **ELSEWHERE}
         for name in described(settings)[1]:
@@ -290,7 +293,8 @@ class Family:
             match = re.fullmatch(r"(encoder|decoder|mtp|vision\.blocks)\.layers\.(\d+)\.(.*)", name)
             layer, patterns = "", [name]
             if match:
-                layer = str(int(match[2]) + (settings["num_layers"] if match[1] == "mtp" else 0))
+                number = int(match[2]) // self.layers_per_block
+                layer = str(number + (settings["num_layers"] if match[1] == "mtp" else 0))
                 rest = match[3].removeprefix("mtp_model_layer.")
                 patterns.append(f"{match[1] if rest == match[3] else 'decoder'}.layers.*.{rest}")
             keys = [(key, end) for pattern in patterns for key, end in ((pattern, ""), _stem(pattern))]

@@ -53,7 +53,10 @@ def shrink(settings: Table) -> dict[str, object]:
         "q_lora_rank": settings["q_lora_rank"] and min(settings["q_lora_rank"], 20),
     }
     if settings["hybrid_layer_pattern"]:
-        small["hybrid_layer_pattern"] = settings["hybrid_layer_pattern"].replace(STAGE, "")[: small["num_layers"]]
+        pattern = settings["hybrid_layer_pattern"].replace(STAGE, "")
+        small["num_layers"] += small["num_layers"] % 2  # Bamba pairs layers
+        small["hybrid_layer_pattern"] = pattern[: small["num_layers"]]
+        small["num_layers"] = len(small["hybrid_layer_pattern"])
     for name in ("window_attn_skip_freq", "moe_layer_freq", "linear_attention_freq"):
         if isinstance(small[name], list):
             small[name] = small[name][: small["num_layers"]]

@@ -64,15 +64,23 @@ def _rows(config: TransformerConfig) -> tuple[int, ...]:
     return inner, inner, state, state, heads
 
 
+def mixer_names(mixer: str) -> Weights:
+    """Return the layouts of a Mamba-2 mixer's tensors, whose HF names begin with ``mixer``."""
+    local = "decoder.layers.*.mixer"
+    return {
+        f"{local}.in_proj": BlockParts([f"{mixer}.in_proj"], [range(5)], _rows),
+        f"{local}.conv1d": BlockParts([f"{mixer}.conv1d"], [range(3)], lambda config: _rows(config)[1:4]),
+        **{f"{local}.{name}": f"{mixer}.{name}" for name in ("dt_bias", "A_log", "D", "norm", "out_proj")},
+    }
+
+
 def names(layer: str) -> Weights:
     """Return the layouts of a layer's tensors, whose HF names begin with ``layer``."""
     local, mixer = "decoder.layers.*", f"{layer}.mixer"
     folders = {"": "", "experts.": "experts.*.", "shared_experts.": "shared_experts."}
     return {
         **{f"{local}.{norm}": f"{layer}.norm" for norm in ("norm", "input_layernorm", "pre_mlp_layernorm")},
-        f"{local}.mixer.in_proj": BlockParts([f"{mixer}.in_proj"], [range(5)], _rows),
-        f"{local}.mixer.conv1d": BlockParts([f"{mixer}.conv1d"], [range(3)], lambda config: _rows(config)[1:4]),
-        **{f"{local}.mixer.{name}": f"{mixer}.{name}" for name in ("dt_bias", "A_log", "D", "norm", "out_proj")},
+        **mixer_names(mixer),
         f"{local}.self_attention.linear_qkv": QueryKeyValue(*(f"{mixer}.{letter}_proj" for letter in "qkv")),
         f"{local}.self_attention.linear_proj": f"{mixer}.o_proj",
         **{
