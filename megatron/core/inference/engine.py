@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron.core.attention.cached_layout import Chunk, PagedCache
 from megatron.core.attention.sequence_states import SlotPool, StateCache
 from megatron.core.config.errors import UserError
+from megatron.core.inference.images import PlacedImages, step_images
 from megatron.core.inference.pages import PagePool
 from megatron.core.inference.requests import Completion, Output, Request, TokenScore
 from megatron.core.inference.runner import Runner, keeps_states
@@ -78,6 +79,7 @@ class Engine:
         if self.slots is not None:
             self.runner.states = StateCache(self.slots.num_slots)
         self._next = 0
+        self._vision = getattr(model, "vision_settings", None)
 
     def _keeps_states(self) -> bool:
         """Return whether layers on any rank keep states of sequences. Collective."""
@@ -117,11 +119,23 @@ class Engine:
         if request.return_routes and self.runner.model.config.num_moe_experts is None:
             raise UserError("return_routes: the model has no experts; remove it")
         running = Running(self._next, request, list(request.prompt), sampling=request.sampling.seeded())
+        running.images = self._placed(request)
         self.scheduler.add(running)
         self._next += 1
         if request.prompt_logprobs:
             running.completion.prompt_scores.append(None)
         return running.number
+
+    def _placed(self, request: Request) -> PlacedImages | None:
+        """Return the images of ``request`` at their tokens."""
+        if request.images is None or not len(request.images.sizes):
+            return None
+        model = self.runner.model
+        if self._vision is None:
+            raise UserError("images: the model reads text only; remove them")
+        if model.config.batch_invariant_mode:
+            raise UserError("images: are not supported with batch_invariant_mode; remove it")
+        return PlacedImages(request.prompt, request.images, self._vision.image_token_id, self._vision.vision_merge_size)
 
     def cancel(self, number: int) -> None:
         """End request ``number`` and free its pages; nothing if it has ended."""
@@ -263,7 +277,8 @@ class Engine:
                 owners.append((running, True))
         num_top = max((running.request.top_logprobs for running, _ in owners), default=0)
         has_routes = any(running.request.return_routes for running, _ in planned)
-        return StepPlan(tokens, [chunk for _, chunk in planned], rows, num_top, has_routes), owners
+        images = step_images([(running.images, chunk.start, chunk.stop) for running, chunk in planned])
+        return StepPlan(tokens, [chunk for _, chunk in planned], rows, num_top, has_routes, images), owners
 
     # ---- ranks
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import UserError
+from megatron.core.inference.images import PromptImages
 from megatron.core.inference.sampling import NOT_FINITE, PLAIN, Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
@@ -21,6 +22,8 @@ class Request:
 
     prompt: Sequence[int]
     """Token ids; at least one."""
+    images: PromptImages | None = None
+    """Images at the image tokens of the prompt, of which each image has one per square of patches."""
     max_new_tokens: int = 16
     """0: score the prompt only."""
     sampling: Sampling = PLAIN

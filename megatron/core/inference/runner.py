@@ -111,14 +111,15 @@ class Runner:
         short = is_decode or (self.pads_prompts and plan.is_short)
         plan = plan.padded(math.lcm(ROWS if self.batch_invariant else 1, self._layout.stream.size), short=short)
         size, rows = self.cache.page_size, len(plan.tokens)
-        replays = self.graphs is not None and short and plan.only_samples
+        replays = self.graphs is not None and short and plan.only_samples and plan.images is None
         tables = {"num_pages": -(-self.max_length // size), "num_sequences": rows} if replays else {}
         arrays, form = step_arrays(plan, size, direct=short, **tables)
         if replays:
             splits, unit = arrays["splits"], (16 if is_decode else 4) * rows
             capacity = unit * power_of_two(-(-len(splits) // unit))
             arrays["splits"] = np.pad(splits, (0, capacity - len(splits)))
-        compute = partial(self._compute, plan.chunks, arrays, form)
+        inputs = {} if plan.images is None else self.model.step_inputs(plan.images, rows)
+        compute = partial(self._compute, plan.chunks, arrays, form, inputs)
         if self.graphs is not None and replays:
             shape = rows, len(plan.outputs), capacity, form
             results, routes = self.graphs.run(shape, pack(arrays), compute)
@@ -127,9 +128,15 @@ class Runner:
         return results[:num_outputs].cpu(), routes[:, :num_rows].cpu()
 
     def _compute(
-        self, chunks: Sequence[Chunk], arrays: Mapping[str, np.ndarray], form: StepForm, values: Tensor
+        self,
+        chunks: Sequence[Chunk],
+        arrays: Mapping[str, np.ndarray],
+        form: StepForm,
+        inputs: Mapping[str, Any],
+        values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the results of :meth:`run` on the device, from the packed ``arrays``."""
+        """Return the results of :meth:`run` on the device, from the packed ``arrays`` and further ``inputs`` of the
+        model."""
         step = unpack(values, arrays)
         layout = CachedLayout.of_indices(
             self._layout,
@@ -142,7 +149,7 @@ class Runner:
         )
         no_routes: AbstractContextManager[Routes] = nullcontext({})
         with record_routes([self.model]) if form.has_routes else no_routes as routes:
-            output = self._stage(step.ids, layout)
+            output = self._stage(step.ids, layout, inputs)
         count = len(step.targets)
         results = torch.empty(count, 2 + 2 * form.num_top, dtype=torch.float64, device=self.device)
         if self.groups.pp.is_last and count:
@@ -162,7 +169,7 @@ class Runner:
             dist.all_reduce(experts_lnk, op=dist.ReduceOp.MAX, group=self.groups.pp.handle)
         return experts_lnk
 
-    def _stage(self, ids: Tensor, layout: CachedLayout) -> Tensor:
+    def _stage(self, ids: Tensor, layout: CachedLayout, inputs: Mapping[str, Any]) -> Tensor:
         """Run this stage's layers; return logits [1, ., v] on the last stage, else the hidden states that were sent."""
         up, rank = self.groups.pp_up, self.groups.pp.rank
         if rank > 0:
@@ -171,7 +178,7 @@ class Runner:
             dist.recv(received, up.ranks[rank - 1], group=up.handle)
             self.model.set_input_tensor(received)
         positions = layout.positions(layout.num_rows, self.device)[None]
-        output = self.model(ids, positions, packed_seq_params=layout)
+        output = self.model(ids, positions, packed_seq_params=layout, **inputs)
         if not self.groups.pp.is_last:
             dist.send(output.contiguous(), up.ranks[rank + 1], group=up.handle)
         return output

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.attention.sequence_states import UNUSED, ZERO, SlotPool, StateSlots
 from megatron.core.config.errors import UserError
+from megatron.core.inference.images import PlacedImages
 from megatron.core.inference.pages import FIRST, PagePool, page_key
 from megatron.core.inference.requests import Completion, FinishReason, Request
 from megatron.core.inference.sampling import Sampling
@@ -40,10 +41,16 @@ class Sequence:
     newest: bytes | None = None
     """Key of its newest snapshot of generated tokens, which the next one replaces."""
     completion: Completion = field(default_factory=Completion)
+    images: PlacedImages | None = None
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def key_ids(self) -> list[int]:
+        """``ids`` for keys of pages: equal tokens of different images differ."""
+        return self.ids if self.images is None else [*self.images.key_ids, *self.ids[self.num_prompt :]]
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class Scheduler:
             sequence = self.waiting[0]
             request = sequence.request
             if not (request.prompt_logprobs or request.return_routes):  # those need every token's forward pass
-                sequence.pages = self._with_snapshot(sequence, self.pool.match(sequence.ids))
+                sequence.pages = self._with_snapshot(sequence, self.pool.match(sequence.key_ids))
                 sequence.keys = list(map(self.pool.stored_key, sequence.pages))
                 sequence.num_cached = len(sequence.pages) * self.pool.page_size
             count = self._count(sequence, budget)
@@ -162,8 +169,9 @@ class Scheduler:
         snapshot = UNUSED
         if stop % size == 0:
             key = sequence.keys[-1] if sequence.keys else FIRST
+            ids = sequence.key_ids
             for number in range(len(sequence.keys), stop // size):
-                key = page_key(key, sequence.ids[number * size : (number + 1) * size])
+                key = page_key(key, ids[number * size : (number + 1) * size])
             if stop > sequence.num_prompt:
                 if sequence.newest is not None:
                     self.slots.replace(sequence.newest)
@@ -209,11 +217,11 @@ class Scheduler:
 
     def computed(self, sequence: Sequence, count: int) -> None:
         """Record that the keys of ``count`` more tokens are in the pages; publish those that became full."""
-        size = self.pool.page_size
+        size, ids = self.pool.page_size, sequence.key_ids
         sequence.num_cached += count
         sequence.state = sequence.slot
         for number in range(len(sequence.keys), sequence.num_cached // size):
-            tokens = sequence.ids[number * size : (number + 1) * size]
+            tokens = ids[number * size : (number + 1) * size]
             previous = sequence.keys[-1] if sequence.keys else FIRST
             sequence.keys.append(self.pool.publish(sequence.pages[number], previous, tokens))
 

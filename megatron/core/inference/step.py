@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.attention.cached_layout import PADDING, Chunk, StepIndices, index_arrays
 from megatron.core.attention.sequence_states import StateSlots
 from megatron.core.fusions.paged_attention import SPLIT
+from megatron.core.inference.images import StepImages
 from megatron.core.inference.sampling import Draws, Form, Sampling, draw_arrays
 
 GREEDY = Sampling(temperature=0, seed=0)
@@ -49,6 +50,8 @@ class StepPlan:
     """Number of most likely tokens to report for each output row."""
     has_routes: bool = False
     """Whether to report the experts of each row."""
+    images: StepImages | None = None
+    """Images and rotary positions; None without images in any sequence."""
 
     def encode(self) -> dict[str, Any]:
         """Return the plan as JSON values, for a broadcast."""
@@ -56,7 +59,11 @@ class StepPlan:
             [x.row, x.target, None if x.sampling is None else [*vars(x.sampling).values()], *x[3:]]
             for x in self.outputs
         ]
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"outputs": outputs}
+        images = self.images and self.images.encode()
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {
+            "outputs": outputs,
+            "images": images,
+        }
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> StepPlan:
@@ -69,7 +76,8 @@ class StepPlan:
             Chunk(start, num_new, tuple(pages), StateSlots(*states))
             for start, num_new, pages, states in values["chunks"]
         ]
-        return cls(**{**values, "chunks": chunks, "outputs": outputs})
+        images = values["images"] and StepImages.decode(values["images"])
+        return cls(**{**values, "chunks": chunks, "outputs": outputs, "images": images})
 
     @cached_property
     def is_decode(self) -> bool:
@@ -109,6 +117,7 @@ class StepPlan:
             self.outputs + [OutputRow(row, sampling=GREEDY) for row in range(len(self.outputs), outputs)],
             self.num_top,
             self.has_routes,
+            self.images,
         )
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
@@ -19,6 +20,7 @@ from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.config.vision import VisionConfig
+from megatron.core.inference.images import StepImages
 from megatron.core.models.common.settings import LanguageModelSettings
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.vlm.grids import Grids
@@ -126,11 +128,22 @@ class VisionLanguageModel(GPTModel):
             inputs["rotary_pos_emb"] = axes_tables(self.rotary_pos_emb, axes, sections)
         return ImageContext(**inputs, images=images)
 
+    def step_inputs(self, images: StepImages, rows: int) -> dict[str, Any]:
+        """Return ``images`` of a step of generation as inputs of :meth:`forward_context`; the step has ``rows`` rows,
+        padding included."""
+        missing, device = rows - len(images.numbers), next(self.parameters()).device
+        numbers = F.pad(torch.from_numpy(images.numbers), (0, missing), value=-1)[None].to(device)
+        axes = F.pad(torch.from_numpy(images.axes), (0, 0, 0, missing))[None].to(device)
+        sizes = torch.tensor(images.sizes, dtype=torch.int64).reshape(-1, 2)
+        return {"images": Images(torch.from_numpy(images.patches), sizes, numbers), "axes": axes}
+
     def embed(self, input_ids: Tensor, position_ids: Tensor | None, context: ForwardContext) -> Tensor:
         """Return the embeddings of tokens [s, b, h]; image tokens have embeddings of the tower, without dropout."""
         assert isinstance(context, ImageContext)
         words, images = super().embed(input_ids, position_ids, context), context.images
         if images is None or not len(images.sizes):
+            if not torch.is_grad_enabled():
+                return words
             return words + self._computed(Images.none(self.vision)).sum().to(words.dtype)  # of [0, h]: zero
         embeddings = self._gathered(images, context.layout).to(words.dtype)
         numbers = context.layout.stream_part(images.numbers.t())
