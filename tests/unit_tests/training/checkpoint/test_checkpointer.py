@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader
 from megatron.core.dist_checkpointing.manifest import FORMAT
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+from megatron.training.arguments import all_flag_specs
 from megatron.training.checkpoint import settings as checkpoint_args
 from megatron.training.checkpoint.files import saved_iterations
 from megatron.training.checkpoint.live_state import LiveState
@@ -419,6 +420,6 @@ def test_a_forgotten_flag_that_orders_the_samples_is_refused(tmp_path):
 
 
 def test_what_is_compared_with_a_checkpoint_exists():
-    registered = {field.name for field in dataclasses.fields(FlatConfig)}
+    registered = {field.name for field in dataclasses.fields(FlatConfig)} | {spec.field for spec in all_flag_specs()}
     assert {*checkpoint_args.DATA_STREAM, *checkpoint_args.NUMBERS, *checkpoint_args.FORGOTTEN} <= registered
     assert set(checkpoint_args.CONVERTED) <= registered
