@@ -136,7 +136,7 @@ def test_the_nearest_measured_row_is_of_the_kind_and_the_slowest_axis(flags, kin
 
 def test_no_rate_is_given_for_float32():
     cfg = settings(LLAMA_8B.replace("--bf16", ""), 8)
-    assert nearest_rate(cfg) is None and "not predicted" in dict(cost_rows(cfg, 1e15, 64))["time"]
+    assert nearest_rate(cfg) is None and "not measured" in dict(cost_rows(cfg, 1e15, 64))["time"]
 
 
 def test_message_compares_what_is_held_with_the_estimate():
