@@ -37,6 +37,22 @@ RECOMPUTATION: tuple[dict[str, object], ...] = (
 Values = dict[str, object]
 
 
+def recomputation(cfg: PretrainConfig) -> list[Values]:
+    """Return :data:`RECOMPUTATION`, with the recurrences of the model at each selective level, and at one of their own:
+    their chunks are the most that layers save."""
+    ops = (op for piece in cfg.describe(0).pieces for op in piece.ops if op.kind == "recurrence")
+    # the first module is the site of the operation, another the branch around it
+    if not (sites := sorted({saved.modules[0] for op in ops for saved in op.saved})):
+        return [*RECOMPUTATION]
+    alone: Values = {"recompute_granularity": "selective", "recompute_modules": sites}
+    modules = [level.get("recompute_modules") for level in RECOMPUTATION]
+    levels = [
+        {**level, "recompute_modules": [*names, *sites]} if isinstance(names, list) else level
+        for level, names in zip(RECOMPUTATION, modules)
+    ]
+    return [levels[0], alone, *levels[1:]]
+
+
 @dataclass(frozen=True)
 class Layout:
     """A layout that fits, with its prediction."""
@@ -196,7 +212,7 @@ def search(
     a lower bound on their time, until the bound exceeds the time of the slowest layout that is kept; the result is the
     one of predicting all candidates. Raises UserError if the model's own settings are wrong."""
     base = resolve(cfg, cluster.world_size, gpus=True)
-    levels: Sequence[Values] = [{}] if "recompute_granularity" in cfg.explicit else RECOMPUTATION
+    levels = [{}] if "recompute_granularity" in cfg.explicit else recomputation(base)
     bounds = Bounds(base, cluster, vocab_size, lambda values: apply(cfg, {**values, **levels[0]}, cluster.world_size))
     result, best = Search([]), _Best()
     candidates = list(itertools.islice(_candidates(cfg, base, cluster), MOST_LAYOUTS + 1))

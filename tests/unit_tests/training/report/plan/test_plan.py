@@ -18,7 +18,7 @@ from megatron.training.report.plan import step_time
 from megatron.training.report.plan.bounds import Bounds
 from megatron.training.report.plan.cluster import build_cluster, find_gpu, gpu_kinds, kind_of_device
 from megatron.training.report.plan.goodput import expected_maximum, goodput
-from megatron.training.report.plan.search import HEADROOM, RECOMPUTATION, apply, layout_sizes, layout_variants, search
+from megatron.training.report.plan.search import HEADROOM, apply, layout_sizes, layout_variants, recomputation, search
 from megatron.training.report.plan.step_time import gemm_seconds, predict_step
 from megatron.training.report.plan.summary import predict_run, prediction_rows, straggler_factor
 from megatron.training.report.plan.trials import try_layout
@@ -232,7 +232,7 @@ def exhaustive(cfg, cluster, keep):
         axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
         dp = cluster.world_size // math.prod(sizes[axis] for axis in axes)
         for values in layout_variants(cfg, base, sizes, dp):
-            for level in RECOMPUTATION:
+            for level in recomputation(base):
                 changed = apply(cfg, {**values, **level}, cluster.world_size)
                 if isinstance(changed, str) or max(rank.total for rank in estimate_memory(changed, 32000)) > room:
                     continue
@@ -248,6 +248,7 @@ def exhaustive(cfg, cluster, keep):
         (f"{SMALL} --micro-batch-size 1", 16, 1), (f"{SMALL} --tensor-model-parallel-size 2", 9, 2),
         (f"{MOE} --micro-batch-size 2 --context-parallel-size 1", 40, 1),
         (f"{MOE} --micro-batch-size 1 --pipeline-model-parallel-size 2", 24, 1),
+        (f"{SMALL} --experimental-attention-variant gdn --linear-attention-freq 4 --micro-batch-size 1", 24, 1),
     ],
 )  # fmt: skip
 def test_the_search_finds_what_predicting_every_candidate_finds(flags, memory, nodes, monkeypatch):
