@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron.core.fusions.installed_triton import tl, triton
 
-_ELEMENTS, _NUM_WARPS = 2048, 4
-"""Elements of a program's tile."""
+_ELEMENTS = 2048
+"""Elements of a program's tile, if a row has fewer."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ if triton is not None:
 
     @triton.jit
     def _load_weight(weight, head, weights, WEIGHT: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
-        """Return [1, PADDED]; heads share ``weights`` rows in turn. Ones without WEIGHT."""
+        """Return [1, PADDED]; head h has row h % ``weights``. Ones without WEIGHT."""
         values = tl.full((1, PADDED), 1.0, tl.float32)
         if WEIGHT:
             channel = tl.arange(0, PADDED)[None, :]
@@ -136,7 +136,8 @@ def _arguments(
     numbers = [tokens, heads, weights, layout[0], *strides[0], layout[1], *strides[1], traits.scale, traits.eps]
     order = 0 if gate is None else 2 if traits.gate_first else 1
     constants = {"GATE": order, "SIGMOID": traits.sigmoid, "WEIGHT": weight is not None, "SIZE": size}
-    return (triton.cdiv(tokens, rows), heads), numbers, {**constants, "PADDED": padded, "ROWS": rows}
+    constants |= {"PADDED": padded, "ROWS": rows, "num_warps": 4 if padded <= _ELEMENTS else 16}
+    return (triton.cdiv(tokens, rows), heads), numbers, constants
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -147,7 +148,7 @@ class _GatedNorm(torch.autograd.Function):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         grid, numbers, constants = _arguments(x, gate, weight, traits)
         tensors = (x if tensor is None else tensor for tensor in (gate, weight))
-        _forward_kernel[grid](x, *tensors, out, *numbers, **constants, num_warps=_NUM_WARPS)
+        _forward_kernel[grid](x, *tensors, out, *numbers, **constants)
         return out
 
     @staticmethod
@@ -160,7 +161,7 @@ class _GatedNorm(torch.autograd.Function):
         tensors = (x if tensor is None else tensor for tensor in (gate, weight))
         _backward_kernel[grid](
             x, *tensors, grad.contiguous(), grad_x, grad_x if grad_gate is None else grad_gate, partial, *numbers,
-            **constants, num_warps=_NUM_WARPS,
+            **constants,
         )  # fmt: skip
         of_weight = None
         if weight is not None:

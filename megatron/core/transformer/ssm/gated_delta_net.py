@@ -24,7 +24,7 @@ from megatron.core.sharding.placement import Ones
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.ssm.delta_rule import delta_rule
 from megatron.core.transformer.ssm.description import describe_gated_delta_net
-from megatron.core.transformer.ssm.gated_norm import GatedNorm
+from megatron.core.transformer.ssm.gated_norm import GatedNorm, unit_length
 from megatron.core.transformer.ssm.mixer import DECAY_RATE, LAYOUTS, MixerSizes, MixerSubmodules, RecurrentMixer
 from megatron.core.transformer.ssm.scans import follows, scan_heads
 
@@ -63,7 +63,7 @@ class GatedDeltaNet(RecurrentMixer):
         projected = self.in_proj(x)[0].unflatten(-1, (-1, sum(self.rows)))
         mixed, gate, beta, decay = projected.split(self.rows, dim=-1)
         mixed = self.at.delta_rule(self._mix, mixed, beta.flatten(2), decay.flatten(2), ctx)
-        normed = self.at.gdn_norm_out(self.norm, mixed, gate.reshape(mixed.shape))
+        normed = self.at.gdn_norm_out(self.norm, mixed, gate)
         return self.out_proj(normed.flatten(2))[0]
 
     def _mix(self, mixed: Tensor, beta: Tensor, decay: Tensor, ctx: ForwardContext) -> Tensor:
@@ -77,23 +77,17 @@ class GatedDeltaNet(RecurrentMixer):
         )
         value = value.reshape(length, batch, -1, self.value)
         wide = torch.promote_types(value.dtype, torch.float32)
-        query, key = (unit_length(x.to(wide)) for x in (query, key))
         log_decay = -self.A_log.to(wide).exp() * F.softplus(decay.to(wide) + self.dt_bias.to(wide))
         output = scan_heads(
             ctx.layout,
             self.layer_number,
             delta_rule,
             mask,
-            query * self.key**-0.5,
-            key,
+            unit_length(query, self.key**-0.5),
+            unit_length(key),
             value,
             log_decay,
             self.max_beta * beta.to(wide).sigmoid(),
             by_heads=self.by_heads,
         )
         return output.to(mixed.dtype)
-
-
-def unit_length(x: Tensor) -> Tensor:
-    """Return ``x`` divided by its length, with the constant of the published models."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

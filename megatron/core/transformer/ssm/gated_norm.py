@@ -1,4 +1,4 @@
-"""RMSNorm of an output and multiplication by SiLU or another function of a gate, in either order.
+"""RMSNorm of an output and multiplication by SiLU or another function of a gate, in either order; vectors of length 1.
 
 Legend: s sequence, b batch, h heads, v channels of a head, c channels (local).
 """
@@ -12,8 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fusions.dispatch import kernels_serve
+from megatron.core.fusions.gated_norm import GatedNormTraits, gated_norm
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Ones, Shard, parameter
+
+
+def _has_kernel(x: Tensor, size: int) -> bool:
+    return x.is_cuda and kernels_serve(x.dtype) and size <= 8192
+
+
+def unit_length(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Return ``x`` [s, b, h, c] divided by its length, with the constant of the published models, times ``scale``, in
+    at least fp32; by a kernel in the dtype of ``x``."""
+    width = x.shape[-1]
+    if _has_kernel(x, width):  # a norm by the mean of the squares
+        return gated_norm(x, None, None, GatedNormTraits(1e-6 / width, scale * width**-0.5))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6) * scale
 
 
 class GatedNorm(nn.Module):
@@ -35,8 +51,11 @@ class GatedNorm(nn.Module):
         self.weight = parameter((width,), init=Ones(), partial=partial, groups=groups, dtype=config.params_dtype)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return [s, b, h, v] of ``x`` and ``gate`` [s, b, h, v], in the dtype of ``x``."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        """Return [s, b, h, v] of ``x`` and ``gate`` [s, b, h, v] or [s, b, a, h v / a], in the dtype of ``x``."""
+        if _has_kernel(x, x.shape[-1]) and self.activation in (F.silu, torch.sigmoid):
+            traits = GatedNormTraits(self.eps, sigmoid=self.activation is torch.sigmoid)
+            return gated_norm(x, gate, self.weight, traits)
+        wide, gate = x.to(torch.promote_types(x.dtype, torch.float32)), gate.reshape(x.shape)
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(wide.dtype)
         return (normed * self.activation(gate.to(wide.dtype))).to(x.dtype)
 
@@ -51,7 +70,11 @@ class GroupNorm(nn.Module):
         self.weight = parameter((width,), init=Ones(), mesh={"tp": Shard(0)}, groups=groups, dtype=config.params_dtype)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return [s, b, c] of ``x`` and ``gate`` [s, b, c], in the dtype of ``x``."""
+        """Return [s, b, c] of ``x`` [s, b, c] and ``gate`` [s, b, c] or [s, b, groups, size], in the dtype of ``x``."""
+        if _has_kernel(x, self.size):
+            parts = x.unflatten(-1, (-1, self.size)), gate.view(*x.shape[:2], -1, self.size)
+            return gated_norm(*parts, self.weight, GatedNormTraits(self.eps, gate_first=True)).flatten(-2)
+        gate = gate.reshape(x.shape)
         wide = torch.promote_types(x.dtype, torch.float32)
         grouped = (x.to(wide) * F.silu(gate.to(wide))).unflatten(-1, (-1, self.size))
         normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)

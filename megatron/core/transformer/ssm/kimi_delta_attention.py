@@ -27,8 +27,7 @@ from megatron.core.transformer.initial_values import weight_init
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.ssm.delta_rule import delta_rule
 from megatron.core.transformer.ssm.description import describe_kimi_delta_attention
-from megatron.core.transformer.ssm.gated_delta_net import unit_length
-from megatron.core.transformer.ssm.gated_norm import GatedNorm
+from megatron.core.transformer.ssm.gated_norm import GatedNorm, unit_length
 from megatron.core.transformer.ssm.mixer import (
     DECAY_RATE,
     LAYOUTS,
@@ -101,9 +100,9 @@ class KimiDeltaAttention(RecurrentMixer):
         convolved = self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask)
         parts = convolved.unflatten(-1, (heads, -1)).split((self.key, self.key, self.value), dim=-1)
         wide = torch.promote_types(mixed.dtype, torch.float32)
-        query, key = (unit_length(x.to(wide)) for x in parts[:2])
+        query, key = unit_length(parts[0], self.key**-0.5), unit_length(parts[1])
         steps = F.softplus(decay.to(wide) + self.dt_bias.to(wide)).unflatten(-1, (heads, -1))
-        inputs = query * self.key**-0.5, key, parts[2], -self.A_log.to(wide).exp().unsqueeze(-1) * steps
+        inputs = query, key, parts[2], -self.A_log.to(wide).exp().unsqueeze(-1) * steps
         output = scan_heads(
             ctx.layout,
             self.layer_number,

@@ -73,7 +73,7 @@ class MambaMixer(RecurrentMixer):
         projected = self.in_proj(x)[0].unflatten(-1, (-1, sum(self.rows)))
         gate, mixed, step = projected.split(self.rows, dim=-1)
         mixed = self.at.ssm(self._mix, mixed, step.flatten(2), ctx)
-        normed = self.at.mamba_norm_out(self.norm, mixed.flatten(2), gate.flatten(2))
+        normed = self.at.mamba_norm_out(self.norm, mixed.flatten(2), gate)
         return self.out_proj(normed)[0]
 
     def _mix(self, mixed: Tensor, step: Tensor, ctx: ForwardContext) -> Tensor:

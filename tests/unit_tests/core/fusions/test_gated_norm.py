@@ -54,6 +54,30 @@ def test_the_kernel_equals_the_formula(shape, case, dtype):
     check(shape, *CASES[case], dtype)
 
 
+def test_modules_compute_the_same_with_kernels(monkeypatch):
+    """The gate is a view of columns of a projection."""
+    from megatron.core.groups.process_groups import SINGLE_PROCESS
+    from megatron.core.transformer.ssm import gated_norm as norms
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
+    x, gate = filled(3, 2, 4, 8, dtype=torch.float32), filled(3, 2, 2, 128, dtype=torch.float32)[..., :16]
+    heads = norms.GatedNorm(8, config, SINGLE_PROCESS)
+    sigmoid = norms.GatedNorm(8, config, SINGLE_PROCESS, activation=torch.sigmoid)
+    groups = norms.GroupNorm(32, 16, config, SINGLE_PROCESS)
+
+    def results():
+        return [heads(x, gate), sigmoid(x, gate), groups(x.flatten(2), gate), norms.unit_length(x[..., :5], 0.5)]
+
+    with torch.no_grad():
+        for module in (heads, sigmoid, groups):
+            module.weight.uniform_(0.5, 1.5)
+        expected = results()
+        monkeypatch.setattr(norms, "_has_kernel", lambda x, size: True)
+        for actual, right in zip(results(), expected, strict=True):
+            torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case, shape", [
     ("norm, then SiLU", (4099, 1, 32, 128)), ("norm, then sigmoid", (2050, 2, 32, 128)),
