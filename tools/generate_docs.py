@@ -55,7 +55,8 @@ any tensor that is missing, left over or of another shape ends in an error.
   those of `transformers` for `--seq-length` tokens. Texts are generated and scored up to the original maximum only,
   where the frequencies are constant: `transformers` changes all of them when a text grows beyond it.
 - An absent key has the default of `transformers`, and so has `null` unless `transformers` gives it another meaning.
-- Quantized weights (fp8, MXFP4, GPTQ ...) are rejected.
+- Quantized weights: fp8 with 128 x 128 blocks and MXFP4 are read as bf16; other methods (GPTQ, AWQ, bitsandbytes,
+  compressed-tensors ...) are rejected.
 """
 
 PASSIVE_KEYS = """

@@ -55,7 +55,7 @@ CORE = {
         "groups inference parallel_state pipeline_parallel random sharding statistics tensor_parallel transformer",
 }  # fmt: skip
 # nothing in core imports export
-EXPORT = "attention config description dist_checkpointing models safe_files sharding tokenizers"
+EXPORT = "attention config description dist_checkpointing fusions models safe_files sharding tokenizers"
 TRAINING = {
     "config": "core",
     "train_state": "core",

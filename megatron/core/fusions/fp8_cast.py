@@ -19,7 +19,7 @@ Legend: t rows (tokens, or output features of a weight), i columns (input featur
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -149,12 +149,15 @@ def cast_rows_in_blocks(x: Tensor, dtype: torch.dtype) -> Quantized:
     return Quantized(data, (1.0 / factor).t().contiguous().t())
 
 
-def cast_square_blocks(weight: Tensor, dtype: torch.dtype) -> Quantized:
-    """Return ``weight`` [o, i] in fp8 with a scale per 128 x 128 block; the last blocks may be smaller."""
+def cast_square_blocks(
+    weight: Tensor, dtype: torch.dtype, factors: Callable[[Tensor, float], Tensor] = block_factors
+) -> Quantized:
+    """Return ``weight`` [o, i] in fp8 with a scale per 128 x 128 block; the last blocks may be smaller. ``factors``:
+    function of (amax of every block, largest fp8 value)."""
     height, width = weight.shape
     padded = F.pad(weight.float(), (0, -width % BLOCK, 0, -height % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    factor = block_factors(blocks.abs().amax((1, 3)), LARGEST[dtype])
+    factor = factors(blocks.abs().amax((1, 3)), LARGEST[dtype])
     data = to_fp8(blocks, factor[:, None, :, None], dtype).view(padded.shape)[:height, :width].contiguous()
     return Quantized(data, 1.0 / factor)
 

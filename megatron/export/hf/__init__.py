@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.export.files import Target
+    from megatron.export.hf.writer import Quantize
     from megatron.export.interchange import Interchange
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -35,8 +36,9 @@ def load_hf(folder: str | os.PathLike, model_family: str | None = None) -> Inter
     """Open a HF folder: ``config.json`` and safetensors or ``.bin`` weights, in one file or several with an index.
     Models of images and text are read as ``model_family``, or as text.
 
-    Tensors are lazy. Assets are the tokenizer files (``tokenizer/…``), ``hf/config.json`` and
-    ``hf/generation_config.json``; :func:`save_hf` copies keys from the latter that settings do not determine. Raises
+    Tensors are lazy; fp8 blocks and MXFP4 are read as bf16. Assets are the tokenizer files (``tokenizer/…``),
+    ``hf/config.json`` and ``hf/generation_config.json``; :func:`save_hf` copies keys from the latter that settings do
+    not determine. Raises
     UserError: config.json has a value that cannot be represented, or a tensor is missing, unexpected, damaged or of the
     wrong shape."""
     from megatron.export.hf.reader import load
@@ -53,6 +55,7 @@ def save_hf(
     family: str | None = None,
     preferred: str | None = None,
     original: str | os.PathLike | None = None,
+    quantize: Quantize | None = None,
 ) -> None:
     """Write ``model`` as a HF folder, atomically: ``folder`` is complete or does not exist.
 
@@ -65,7 +68,10 @@ def save_hf(
             match it; else the first family that matches.
         preferred: the ``model_type`` to write if several families match.
         original: HF folder with the same model: the result is a copy of it in which only the weights of ``model``
-            change. Everything else keeps its bytes; its dtypes and its family apply.
+            change. Everything else keeps its bytes; its dtypes and its family apply. Its quantized weights become
+            bf16.
+        quantize: "fp8-blocks": linear layers of decoders in fp8 (e4m3) with a scale per 128 x 128 block, as in the
+            folders of DeepSeek-V3 and Qwen3-FP8. None: not quantized. Ignored with ``original``.
 
     Raises:
         UserError: the folder exists or cannot be written, no family matches, a tensor is missing or unexpected, or
@@ -75,4 +81,5 @@ def save_hf(
 
     where = Path(folder) if isinstance(folder, str | os.PathLike) else folder
     place = None if original is None else Path(original)
-    save(model, where, dtype, max_shard_bytes=max_shard_bytes, family=family, preferred=preferred, original=place)
+    names = {"family": family, "preferred": preferred}
+    save(model, where, dtype, max_shard_bytes=max_shard_bytes, original=place, quantize=quantize, **names)

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.core.config.errors import UserError, listed
+from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.hf.conversion import Placement, to_hf
 from megatron.export.hf.family import Family, complete
-from megatron.export.hf.reader import open_weights
+from megatron.export.hf.quantization import weight_format, without_quantization
+from megatron.export.hf.reader import read_weights
 from megatron.export.hf.registry import load_settings
 from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG, GENERATION, PROCESSOR, TOKENIZER, side_files
@@ -28,7 +30,7 @@ def original_family(folder: Path, settings: Table) -> tuple[Family, dict[str, La
     if different:
         values = listed([f"{key} is {after[key]!r:.80} instead of {before[key]!r:.80}" for key in different], "; ")
         raise UserError(f"{folder}: contains another model than the one to export: {values}")
-    stored = open_weights(folder)
+    stored, _ = read_weights(folder)
     return family.stored_as(family.family_names(stored).values()), stored
 
 
@@ -49,6 +51,10 @@ def _cast(tensor: LazyTensor, stored: LazyTensor) -> LazyTensor:
     return LazyTensor(stored.shape, stored.dtype, lambda: tensor.read().to(stored.dtype))
 
 
-def kept_files(folder: Path) -> dict[str, Path]:
-    """Return the files next to the weights that the copy keeps."""
-    return side_files(folder, (CONFIG, GENERATION, *TOKENIZER, *PROCESSOR))
+def kept_files(folder: Path) -> tuple[dict[str, dict[str, object]], dict[str, Path]]:
+    """Return the files next to the weights that change (the ``config.json`` of quantized weights, which the copy has
+    in bf16), as JSON, and those that the copy keeps."""
+    files, config = side_files(folder, (CONFIG, GENERATION, *TOKENIZER, *PROCESSOR)), read_json(folder / CONFIG)
+    if weight_format(config) is None:
+        return {}, files
+    return {CONFIG: without_quantization(config)}, {name: path for name, path in files.items() if name != CONFIG}

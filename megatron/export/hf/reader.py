@@ -9,15 +9,20 @@ from pathlib import Path
 import torch
 
 from megatron.core.config.errors import UserError, counted, listed
+from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import paused_collection, read_safetensors, read_shards
 from megatron.export.hf.conversion import expected, placements, same_values, to_local
 from megatron.export.hf.family import Family, complete
+from megatron.export.hf.quantization import weight_format
+from megatron.export.hf.quantized_tensors import dequantized
 from megatron.export.hf.registry import load_settings
 from megatron.export.hf.side_files import CONFIG, GENERATION, TOKENIZER, side_files
 from megatron.export.interchange import Interchange, check_names, differences
 from megatron.export.torch_file import read_torch_file
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of weights."""
 _FIRST_STD = 0.02
 """Standard deviation of the random values of omitted heads."""
 
@@ -26,7 +31,7 @@ _FIRST_STD = 0.02
 def load(folder: Path, model_family: str | None = None) -> Interchange:
     """Return the model of a Hugging Face folder with lazy tensors; see :func:`megatron.export.hf.load_hf`."""
     family, settings, unread = load_settings(folder, model_family)
-    stored = open_weights(folder)
+    stored, quantized = read_weights(folder)
     tensors = {name: stored[stored_name] for stored_name, name in family.family_names(stored).items()}
     tower = len(stored) - len(tensors)
     tensors = _with_base(_with_current_names(tensors, family), family)
@@ -40,18 +45,28 @@ def load(folder: Path, model_family: str | None = None) -> Interchange:
     _drop_blank(tensors, family.blank(complete(settings)), folder)
     begun = _begin_heads(tensors, expected(plan), family)
     left_out = _check(tensors, expected(plan), family, settings, folder)
-    if len(kinds := {tensor.dtype for tensor in tensors.values() if not tensor.dtype.is_floating_point}):
-        raise UserError(f"{folder}: holds weights of {kinds}: quantized models cannot be converted")
+    if kinds := {str(tensor.dtype) for tensor in tensors.values() if tensor.dtype not in DTYPES}:
+        reason = f"which {CONFIG} does not explain; its quantization_config must name the method"
+        raise UserError(f"{folder}: holds weights of {', '.join(sorted(kinds))}, {reason}")
     assets = {f"tokenizer/{name}": path for name, path in side_files(folder, TOKENIZER).items()}
     assets |= {f"hf/{name}": path for name, path in side_files(folder, (CONFIG, GENERATION)).items()}
     notes = [f"left out {len(left_out)} tensors that the model does not have: {listed(left_out)}"] if left_out else []
     if tower and family.container is not None:
         reason = f"{tower} tensors {family.container.tower}*; --save-hf-interval and convert --original-dir keep it"
         notes.append(f"the vision tower is neither loaded nor trained ({reason})")
+    notes += [f"{quantized} quantized tensors are read as bf16"] if quantized else []
     notes += [f"left out keys of {CONFIG} without effect on the model: {', '.join(unread)}"] if unread else []
     notes += [f"the folder has no {name}: it begins as a copy of {same}" for name, same in stand_ins.items()]
     notes += [f"the folder has no {listed(begun)}: random values begin there"] if begun else []
     return Interchange(settings, to_local(plan, tensors), assets=assets, notes=notes)
+
+
+def read_weights(folder: Path) -> tuple[dict[str, LazyTensor], int]:
+    """Return the lazy tensors of a folder, the quantized ones in bf16, and the number of these. Raises UserError for a
+    quantization that cannot be read, or scales that do not fit."""
+    stored, form = open_weights(folder), weight_format(read_json(folder / CONFIG))
+    tensors = stored if form is None else dequantized(stored, form, folder)
+    return tensors, len(stored) - len(tensors)
 
 
 def open_weights(folder: Path) -> dict[str, LazyTensor]:

@@ -14,6 +14,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.export.hf import families
 from megatron.export.hf.family import Family
+from megatron.export.hf.quantization import KEY, weight_format
 from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG
 from megatron.export.safetensors_header import read_header
@@ -54,7 +55,7 @@ def read_config(path: Path, model_family: object = None) -> Table:
             part = config.get("text_config", config)
             if not isinstance(part, dict):
                 raise UserError(f"{path}: text_config is {part!r:.80}, expected an object")
-            outer = {name: config[name] for name in ("tie_word_embeddings", "quantization_config") if name in config}
+            outer = {name: config[name] for name in ("tie_word_embeddings", KEY) if name in config}
             return {**part, **outer, "model_type": family.model_type}
     return config
 
@@ -121,9 +122,9 @@ def weight_names(folder: Path) -> set[str]:
 def load_settings(folder: Path, model_family: object = None) -> tuple[Family, dict[str, object], list[str]]:
     """Return the family of a folder (of the local ``model_family``, if several read it), the settings of its
     ``config.json``, without defaults, and the keys without effect that are left out. Keys that require certain tensors
-    (multi-token prediction layers) are ignored if the safetensors lack these. Raises UserError: config.json is missing
-    or malformed, its family is unknown, or values cannot be represented: all keys that ``transformers`` reads and the
-    family does not, else the first problem."""
+    (multi-token prediction layers) are ignored if the safetensors lack these; quantization is no setting. Raises
+    UserError: config.json is missing or malformed, its family is unknown, its quantization cannot be read, or values
+    cannot be represented: all keys that ``transformers`` reads and the family does not, else the first problem."""
     from megatron.core.tokenizers.end_tokens import read_end_ids  # imports numpy
 
     try:
@@ -132,6 +133,8 @@ def load_settings(folder: Path, model_family: object = None) -> tuple[Family, di
         raise UserError(f"{folder}: no folder of a Hugging Face model: {CONFIG} is missing") from None
     family = find_family(config)
     try:
+        weight_format(config)
+        config.pop(KEY, None)
         for key, name in family.counts_if_held.items():
             if config.get(key) and name.format(**config) not in weight_names(folder):
                 del config[key]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,12 +19,16 @@ from megatron.export.files import Target
 from megatron.export.hf.conversion import Placement, placements, same_values, to_hf
 from megatron.export.hf.copies import kept_files, original_family, updated
 from megatron.export.hf.family import Family, complete
+from megatron.export.hf.quantization import KEY, written_config
+from megatron.export.hf.quantized_tensors import quantized
 from megatron.export.hf.registry import family_for, read_config
 from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG, GENERATION, is_tokenizer_file
 from megatron.export.hf.tokenizer_files import TOKENS, ExportedTokenizer, export_tokenizer
 from megatron.export.interchange import Interchange, differences
 
+Quantize = Literal["fp8-blocks"]
+"""Formats of quantized weights that can be written."""
 EMBEDDING = "model.embedding.word_embeddings.weight"
 IDENTITY = {"model_type", "architectures", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
 """Keys of config.json that say what a folder is, not where its weights began."""
@@ -51,6 +55,7 @@ def save(
     family: str | None,
     preferred: str | None = None,
     original: Path | None = None,
+    quantize: Quantize | None = None,
 ) -> None:
     """Write ``model`` as a Hugging Face folder. ``family`` forces a family; else the source's, ``preferred``, or the
     first that fits. A ``Target`` is filled but not published, and OSError passes. See
@@ -60,10 +65,11 @@ def save(
     settings = complete({**model.settings, "vocab_size": model.tensors[EMBEDDING].shape[0]})
     if original is not None:
         chosen, stored = original_family(original, settings)
-        result = _Folder(updated(chosen, _plan(chosen, settings, model), stored, model.tensors))
-        result = result._replace(copies=kept_files(original))
+        tensors = updated(chosen, _plan(chosen, settings, model), stored, model.tensors)
+        tables, copies = kept_files(original)
+        result = _Folder(tensors, tables, copies=copies)
     else:
-        result = _new_folder(model, settings, dtype, family=family, preferred=preferred)
+        result = _new_folder(model, settings, dtype, family=family, preferred=preferred, quantize=quantize)
     with nullcontext(folder) if isinstance(folder, Target) else Target(folder) as target:
         try:
             target.write_shards(result.tensors, max_shard_bytes)
@@ -91,7 +97,13 @@ def _plan(family: Family, settings: Table, model: Interchange) -> list[Placement
 
 
 def _new_folder(
-    model: Interchange, settings: Table, dtype: torch.dtype | None, *, family: str | None, preferred: str | None
+    model: Interchange,
+    settings: Table,
+    dtype: torch.dtype | None,
+    *,
+    family: str | None,
+    preferred: str | None,
+    quantize: Quantize | None,
 ) -> _Folder:
     original = model.assets.get(f"hf/{CONFIG}")
     before = {} if original is None else read_config(original, settings["model_family"])
@@ -115,6 +127,9 @@ def _new_folder(
     # RoBERTa's positions depend on a token id
     config |= {name: value for name, value in saved.items() if value is not None}
     tables = {CONFIG: chosen.nested(config)}
+    if quantize is not None:
+        tensors, others = quantized(tensors, plan)
+        tables[CONFIG][KEY] = written_config(others)
     if chosen.model_family != "bert":
         tables[GENERATION] = _generation(model.assets, config)
     assets = ((asset.removeprefix("tokenizer/"), path) for asset, path in model.assets.items())

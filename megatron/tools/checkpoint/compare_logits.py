@@ -7,17 +7,22 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.sharded_tensor import module_tensors
 from megatron.core.tokenizers.simple import NullTokenizer
+from megatron.export.files import Target
 from megatron.export.hf import save_hf
 from megatron.export.hf.conversion import placements, to_hf
 from megatron.export.hf.family import complete
+from megatron.export.hf.quantization import weight_format, without_quantization
+from megatron.export.hf.reader import read_weights
 from megatron.export.hf.registry import find_family, read_config
 from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG
@@ -56,12 +61,28 @@ def compare_with_transformers(folder: str, local: Interchange, cfg: PretrainConf
         return 0
     settings = _model_settings(local, cfg)
     length = min(tokens_needed(settings, read_config(Path(folder) / CONFIG)), max(LENGTH, int(AFFORDABLE / count)))
-    return _compare("logits against transformers", folder, local, cfg, length)
+    with _without_quantization(folder) as place:
+        return _compare("logits against transformers", place, local, cfg, length)
+
+
+@contextmanager
+def _without_quantization(folder: str) -> Iterator[str]:
+    """Yield ``folder``; of quantized weights a temporary copy in bf16, because transformers would also quantize
+    activations (on GPUs), and rejects incomplete blocks."""
+    config = read_json(Path(folder) / CONFIG)
+    if weight_format(config) is None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as parent, Target(Path(parent) / "bf16") as target:
+        target.write_shards(read_weights(Path(folder))[0])
+        target.write_json(CONFIG, without_quantization(config))
+        target.publish()
+        yield str(target.final)
 
 
 def compare_settings(folder: str, local: Interchange, cfg: PretrainConfig) -> int:
     """Compare a small random model in a temporary folder; return 1 if the logits differ, else 0."""
-    settings, config = _model_settings(local, cfg), read_config(Path(folder) / CONFIG)
+    settings, config = _model_settings(local, cfg), without_quantization(read_config(Path(folder) / CONFIG))
     family = find_family(config)
     small = shrink(settings)
     with tempfile.TemporaryDirectory() as parent:

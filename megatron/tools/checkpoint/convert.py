@@ -30,6 +30,7 @@ from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.branches import split_layers
 from megatron.export.files import Target
 from megatron.export.hf import save_hf
+from megatron.export.hf.writer import Quantize
 from megatron.export.interchange import COUNTER, Interchange, with_counters
 from megatron.export.megatron_lm import save_megatron_torch_dist
 from megatron.export.native import save_native, save_safetensors
@@ -98,6 +99,9 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--original-dir", metavar="DIR", help="saver hf: folder to copy with the weights of the model replaced"
     )
+    arguments.add_argument(
+        "--quantize", choices=("fp8-blocks",), help="saver hf: linear layers in fp8 with a scale per 128 x 128 block"
+    )
     arguments.add_argument("--true-vocab-size", type=int, metavar="N", help="alias of --vocab-size")
     for name in LAYOUT:
         arguments.add_argument(name, help="accepted for scripts, no effect: any layout loads the result")
@@ -120,6 +124,9 @@ def main(argv: Sequence[str]) -> int:
         conflict = f"--saver {saver}" if saver != "hf" else f"--dtype {args.dtype}"
         reason = f"is a Hugging Face folder, whose dtypes apply; remove {conflict}"
         raise UserError(f"--original-dir {args.original_dir}: {reason}")
+    if args.quantize and (saver != "hf" or args.original_dir):
+        fix = "remove --original-dir" if args.original_dir else "use --saver hf"
+        raise UserError(f"--quantize {args.quantize}: is written to a new Hugging Face folder only; {fix}")
     loader, source = formats.open_checkpoint(
         args.load_dir,
         args.loader,
@@ -152,9 +159,10 @@ def main(argv: Sequence[str]) -> int:
         "shard": args.max_shard_size,
         "padding": args.keep_vocab_padding,
         "original": args.original_dir and formats.stamp(args.original_dir),
+        "quantize": args.quantize,
     }
     with Target(args.save_dir, identity) as target:
-        options = {"allow_non_finite": args.allow_non_finite, "original": args.original_dir}
+        options = {"allow_non_finite": args.allow_non_finite, "original": args.original_dir, "quantize": args.quantize}
         write(source, saver, target, size, int(args.max_shard_size * 1e9), **options)
     say(f"{args.save_dir}: complete, format {saver}")
     if saver == "native":
@@ -162,8 +170,9 @@ def main(argv: Sequence[str]) -> int:
     if "hf" in (loader, saver) and not args.no_checking:
         from megatron.tools.checkpoint.compare_logits import compare_with_transformers
 
-        folder = args.load_dir if loader == "hf" else args.save_dir
-        written = formats.open_checkpoint(args.save_dir, saver)[1] if loader == "hf" else source
+        # quantization changes the logits: compare the result with itself, as both implementations read it
+        folder = args.load_dir if loader == "hf" and not args.quantize else args.save_dir
+        written = formats.open_checkpoint(args.save_dir, saver)[1] if loader == "hf" or args.quantize else source
         code = compare_with_transformers(folder, written, cfg, always=args.check_logits)
         if code:
             say(f"{args.save_dir}: renamed to {set_aside(Path(args.save_dir))}, because its logits differ")
@@ -230,6 +239,7 @@ def write(
     *,
     allow_non_finite: bool,
     original: str | None = None,
+    quantize: Quantize | None = None,
 ) -> None:
     """Write ``source`` in the format ``saver`` to ``target`` and publish it under its final name, with progress on
     stderr. ``size``: bytes to write; ``max_bytes``: of one file.
@@ -255,7 +265,7 @@ def write(
         elif saver == "safetensors":
             save_safetensors(watched, target, max_file_bytes=max_bytes)
         elif saver == "hf":
-            save_hf(watched, target, max_shard_bytes=max_bytes, original=original)
+            save_hf(watched, target, max_shard_bytes=max_bytes, original=original, quantize=quantize)
         else:
             save_megatron_torch_dist(watched, target.folder)
         finite.read_others(source.tensors)

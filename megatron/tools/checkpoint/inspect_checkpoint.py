@@ -66,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
         print(formats.as_json({**summary, "settings": shown_settings(source), "notes": source.notes, "names": rows}))
         return 0
     print("  ".join(f"{key} {value:,}" if type(value) is int else f"{key} {value}" for key, value in summary.items()))
+    for note in source.notes:
+        print(f"note: {note}")
     print_tree(rows)
     return 0
 

@@ -37,7 +37,7 @@ def test_unread_keys_are_left_out_with_one_note_and_change_no_setting(tmp_path):
 
 
 def test_read_keys_without_a_rule_are_named_in_one_message(tmp_path):
-    read = {"quantization_config": {"bits": 4}, "attention_chunk_size": 8, "use_mtp": 7}
+    read = {"logits_mup_width_multiplier": 4, "attention_chunk_size": 8, "use_mtp": 7}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **UNREAD, **read}))
     with pytest.raises(UserError) as caught:
         load_settings(tmp_path)

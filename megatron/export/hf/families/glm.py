@@ -44,7 +44,7 @@ GLM4 = Family(
 
 GLM4_MOE = Family(
     "glm4_moe", "Glm4MoeForCausalLM", models="GLM-4.5, GLM-4.6",
-    limits=("fp8 files",),
+    limits=("fp8 files of compressed-tensors",),
     config=(
         *COMMON, *llama.rms_norm(1e-5), groups(8), llama.HEAD_SIZE, Choice("attention_bias", QKV_BIAS, default=False),
         Same("qk_layernorm", "use_qk_norm", default=False), mixtures.first_dense(1),

@@ -246,7 +246,6 @@ LATENT_WEIGHTS: Weights = {
 
 DEEPSEEK_V3 = Family(
     "deepseek_v3", "DeepseekV3ForCausalLM", models="DeepSeek-V3, R1",
-    limits=("fp8 files",),
     config=(
         *llama.SIZES, llama.FFN, *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES,
         first_dense(3), *LATENT_ATTENTION, *SIGMOID_ROUTER, SHARED_EXPERTS, PREDICTION,
@@ -267,8 +266,7 @@ Files written by ``transformers`` lack them even if their config.json names them
 """
 
 GPT_OSS = Family(
-    "gpt_oss", "GptOssForCausalLM", models="GPT-OSS, in bf16",
-    limits=("MXFP4 files",),
+    "gpt_oss", "GptOssForCausalLM", models="GPT-OSS",
     config=(
         *llama.SIZES, groups(8), *llama.rms_norm(1e-5), *llama.DROPOUT, llama.tied(False),
         Rope(150000.0, kinds=("linear", "llama3", "yarn")),  # without a type it is YaRN there
@@ -291,4 +289,4 @@ GPT_OSS = Family(
                                 ("linear_fc2.weight", "down_proj"), ("linear_fc2.bias", "down_proj_bias"))},
     },
 )  # fmt: skip
-"""In bf16: sinks, windows in every other layer, clamped experts with biases."""
+"""Sinks, windows in every other layer, clamped experts with biases."""
