@@ -156,7 +156,7 @@ def test_the_kernels_equal_chunks_in_fp64_at_real_sizes(delta, shape, strength, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, tiling", [(name, tiling) for name in CANDIDATES for tiling in CANDIDATES[name]])
 @pytest.mark.parametrize("delta, width, channels", [
-    (True, 128, 128), (True, 64, 64), (True, 128, 256), (False, 128, 64), (False, 64, 128),
+    (True, 128, 128), (True, 64, 64), (True, 128, 256), (False, 128, 64),
 ])  # fmt: skip
 def test_every_tiling_equals_the_recurrence(name, tiling, delta, width, channels):
     check((450, 2, 2, 4, width, channels), delta, 0.2, True, {**TILINGS, name: tiling})
