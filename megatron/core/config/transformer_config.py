@@ -78,6 +78,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         win), single values for lists, activations. Drops settings of the training loop and, without CUDA graphs,
         cuda_graph_* settings. Other names stay unchecked. ConfigError for an activation that this library does not
         have."""
+        # not in compat: programs and models have one class, whose objects must answer to both names
         # older names take precedence: ``dataclasses.replace`` passes all fields in addition to the requested names
         settings = {name: value for name, value in arguments.items() if name not in _RENAMED}
         settings |= {_RENAMED[name]: value for name, value in arguments.items() if name in _RENAMED}

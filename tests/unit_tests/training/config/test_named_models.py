@@ -12,6 +12,7 @@ from megatron.core.models.registry import find_program
 from megatron.export.hf import load_hf_settings
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
 from megatron.training.config.named_models import named_models
+from megatron.training.report.memory import estimate_memory
 
 PUBLISHED = {
     "gpt2-124m": 124_439_808, "gpt2-1.5b": 1_557_611_200, "gpt3-175b": 174_604_259_328,
@@ -89,6 +90,9 @@ def test_hybrid_model_is_that_of_transformers(tmp_path, name, kind, values, laye
     scores = 2 * 2 * config.num_attention_heads * config.head_dim * 64 / 2  # half of 64 tokens: causal
     flops = 6 * gemms + 3 * (layers[0] * RECURRENCE[name] + layers[1] * scores)
     assert described.flops_per_sample / 64 == pytest.approx(flops, rel=1e-9)
+    (memory,) = estimate_memory(cfg, cfg.tokenizer.vocab_size)  # one rank: bf16 weights, fp32 sums of gradients
+    assert memory.weights == 2 * PUBLISHED[name]
+    assert memory.gradients == pytest.approx(4 * PUBLISHED[name], rel=1e-6), "rows of buffers are aligned"
 
 
 def test_flags_and_files_take_precedence_over_the_model(tmp_path):
