@@ -337,8 +337,8 @@ def test_flops_and_predicted_times_include_the_forward_pass_of_the_teacher(teach
     argv = [*MODEL, *TEACHER, *VOCABULARY, "--micro-batch-size", "1", "--mock-data", *flags.split()]
     cfg = validate_args(parse_args(argv), 2)
     model = cfg.describe(vocabulary)
-    stages = [stage_times(cfg, model, stage, cluster) for stage in run_stages(cfg, vocabulary, model)]
-    forward = sum(seconds for stage in stages for (phase, _), seconds in stage.items() if phase == "F")
+    stages = [stage_times(cfg, model, stage, cluster, phases="F") for stage in run_stages(cfg, vocabulary, model)]
+    forward = sum(seconds for stage in stages for seconds in stage.values())
     # micro-batches, average of two ranks; waiting for the host depends a little on settings of training
     assert times.parts["frozen models"] == pytest.approx(8 * forward / 2, rel=1e-4)
 
