@@ -17,6 +17,7 @@ from megatron.core.config.errors import UserError  # noqa: E402
 from megatron.core.sharding.lazy_tensor import LazyTensor  # noqa: E402
 from megatron.export.hf import load_hf, save_hf  # noqa: E402
 from megatron.tools.checkpoint import convert  # noqa: E402
+from megatron.training.hooks.hugging_face import HuggingFaceHook  # noqa: E402
 
 EXPERTS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 4,
            "num_experts_per_tok": 2}  # fmt: skip
@@ -113,6 +114,11 @@ def test_convert_writes_a_native_checkpoint_into_the_original_folder(tmp_path, c
     assert output.count("the vision tower is neither loaded nor trained") == 1 and output.count(": equal") == 4
     before, after = weights_in(Path(original)), weights_in(Path(exported))
     assert before.keys() == after.keys() and all(same_bytes(value, after[name]) for name, value in before.items())
+    hook = HuggingFaceHook(native, 1, original)
+    hook._convert("release")
+    assert not hook.failure
+    exported = weights_in(Path(native) / "hf" / "release")
+    assert before.keys() == exported.keys() and all(same_bytes(value, exported[name]) for name, value in before.items())
     with pytest.raises(UserError, match="whose dtypes apply; remove --dtype bf16"):
         convert.main([*line[:-1], str(tmp_path / "none"), "--dtype", "bf16"])
     assert not (tmp_path / "none").exists()

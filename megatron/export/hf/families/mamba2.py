@@ -36,21 +36,17 @@ def _pattern(network: str) -> Computed:
     return Computed(keys, ("hybrid_layer_pattern", "num_layers"), load, save)
 
 
-def _heads(heads: str, channels: str, expand: str) -> Computed:
+def _heads(heads: str, channels: str, expand: str) -> tuple[Rule, ...]:
     """Heads and their channels, which make up ``expand`` times the hidden size."""
 
-    def load(config: Table) -> dict[str, object]:
-        count, size = get(config, (heads,), 128), get(config, (channels,), "auto")
-        width = get(config, (expand,), 2) * config["hidden_size"]
-        return {"mamba_num_heads": count, "mamba_head_dim": width // count if size == "auto" else size}
-
     def save(settings: Table) -> dict[str, object]:
-        count, size = settings["mamba_num_heads"], settings["mamba_head_dim"]
-        if count * size % settings["hidden_size"]:
-            raise refuse("mamba_num_heads", count, f"times mamba_head_dim {size} must be a multiple of the hidden size")
-        return {heads: count, channels: size, expand: count * size // settings["hidden_size"]}
+        ratio, rest = divmod(settings["mamba_num_heads"] * settings["mamba_head_dim"], settings["hidden_size"])
+        if rest:
+            raise refuse("mamba_num_heads", settings["mamba_num_heads"], "heads must make up a multiple of hidden_size")
+        return {expand: ratio}
 
-    return Computed((heads, channels, expand), ("mamba_num_heads", "mamba_head_dim"), load, save)
+    sizes = Same("mamba_num_heads", heads, default=128), Same("mamba_head_dim", channels, default=64)
+    return *sizes, Computed((expand,), ("mamba_num_heads", "mamba_head_dim"), lambda config: {}, save)
 
 
 def _load_limit(config: Table) -> dict[str, object]:
@@ -70,7 +66,7 @@ COMMON: tuple[Rule, ...] = (
 MAMBA2 = Family(
     "mamba2", "Mamba2ForCausalLM", models="Mamba-2, Codestral Mamba",
     config=(
-        *COMMON, _pattern(""), _heads("num_heads", "head_dim", "expand"), Fixed({"position_embedding_type": "none"}),
+        *COMMON, _pattern(""), *_heads("num_heads", "head_dim", "expand"), Fixed({"position_embedding_type": "none"}),
         Same("mamba_num_groups", "n_groups", default=8), Same("mamba_state_dim", "state_size", default=128),
         Same("norm_epsilon", "layer_norm_epsilon", default=1e-5),
         Same("num_attention_heads", "num_attention_heads", default=1), Begin({"hidden_dropout": 0.0}),
@@ -90,7 +86,7 @@ MAMBA2 = Family(
 BAMBA = Family(
     "bamba", "BambaForCausalLM", models="Bamba",
     config=(
-        *COMMON, _pattern("-"), _heads("mamba_n_heads", "mamba_d_head", "mamba_expand"), llama.FFN, groups(8),
+        *COMMON, _pattern("-"), *_heads("mamba_n_heads", "mamba_d_head", "mamba_expand"), llama.FFN, groups(8),
         *same(num_attention_heads="num_attention_heads", max_position_embeddings="max_position_embeddings"),
         Same("mamba_num_groups", "mamba_n_groups", default=1), Same("mamba_state_dim", "mamba_d_state", default=256),
         Same("norm_epsilon", "rms_norm_eps", default=1e-5), llama.HEAD_SIZE, *llama.DROPOUT, llama.SILU_GATED,
