@@ -18,6 +18,13 @@ EXPERTS = (
     " --moe-router-load-balancing-type none"
 )
 DEEP = f"{PACKED} --vision-deepstack-layers 0 1"
+SIZES = (
+    "--image-token-id 7 --vision-num-layers 2 --vision-hidden-size 16 --patch-dim 4 --img-h 8 --img-w 8"
+    " --vision-num-attention-heads 2 --vision-ffn-hidden-size 24 --mock-data"
+)
+CLIP = f"{LLAMA} {SIZES} --vision-model-type clip"
+LLAVA = f"{CLIP} --vision-feature-layer -2 --disable-vision-class-token --reset-position-ids --reset-attention-mask"
+SIGLIP = f"{LLAMA} {SIZES} --vision-model-type siglip --reset-position-ids --reset-attention-mask"
 ZERO = "--use-distributed-optimizer"
 LAYOUTS = {
     "dp2-zero": Layout(IMAGES, f"--micro-batch-size 2 {ZERO}", 2),
@@ -35,6 +42,10 @@ LAYOUTS = {
     "deep-cp2-recompute": Layout(
         DEEP, f"{CP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2
     ),
+    "clip-tp2-sp": Layout(CLIP, f"{TP2} {SP}", 2),
+    "llava-cp2": Layout(LLAVA, CP2, 2),
+    "siglip-pp2": Layout(SIGLIP, PP2, 2),
+    "clip-fsdp2": Layout(CLIP, f"--micro-batch-size 2 {FSDP}", 2),
     "muon-tp2-zero": Layout(f"{IMAGES} --optimizer muon", f"{TP2} {ZERO}", 4),
 }
 

@@ -17,7 +17,7 @@ from megatron.core.datasets.conversations.images import ImageReader, item_paths
 from megatron.core.datasets.conversations.prepare import Report, json_object, read_lines
 from megatron.core.datasets.image_files import ImageError
 from megatron.core.datasets.image_positions import axes
-from megatron.core.datasets.images import ImageSettings
+from megatron.core.datasets.images import Images
 from megatron.core.datasets.megatron_dataset import Ragged, Sample
 from megatron.core.datasets.sft_dataset import ConversationFile, SFTDataset, SFTDatasetConfig
 from megatron.core.safe_files import open_regular
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class ImageDatasetConfig(SFTDatasetConfig):
     """Settings of :class:`ImageDataset`."""
 
-    images: ImageSettings
+    images: Images
     image_token: int
     """Id of an image token."""
     skip_images: bool = False
@@ -94,7 +94,7 @@ class ImageDataset(SFTDataset):
                 for path, size in self._sizes(number, int(is_image[document].sum())):
                     patches.append(self._patches(sample, document, number, path, size))
                     sizes.append(size)
-                    squares.append((size[0] // images.merge, size[1] // images.merge))
+                    squares.append(images.tokens(size))
             positions.append(axes(is_image[document], squares))
         return {
             **sample,
@@ -109,9 +109,9 @@ class ImageDataset(SFTDataset):
         for path in self.dataset.paths(number):
             if not tokens:
                 break
-            rows, columns = images.squares(path)
-            merge = self.config.images.merge
-            chosen.append((path, (rows * merge, columns * merge)))
+            size = images.size(path)
+            chosen.append((path, size))
+            rows, columns = self.config.images.tokens(size)
             tokens -= rows * columns
         if tokens:
             line = self.dataset.lines[number]

@@ -59,14 +59,25 @@ def image_size(path: str) -> tuple[int, int]:
         raise ImageError(f"cannot be read ({error.strerror or error})") from error
 
 
-def read_image(path: str, height: int, width: int) -> np.ndarray:
-    """Return the pixels of an image file, resized, uint8 [height, width, 3]. Raises ImageError."""
+def read_image(
+    path: str, height: int, width: int, *, fit: str = "stretch", color: tuple[int, ...] = (0, 0, 0)
+) -> np.ndarray:
+    """Return the pixels of an image file, resized, uint8 [height, width, 3]. Raises ImageError.
+
+    Args:
+        fit: ``stretch``; ``crop``: cover the size with the same ratio of sides, and cut the center out; ``pad``: make a
+            square with borders of ``color``, then ``crop``.
+    """
     try:
         with open_regular(path) as file:
             image = _opened(file)
             from PIL import Image, ImageOps
 
             upright = ImageOps.exif_transpose(image).convert("RGB")
+            if fit == "pad":
+                upright = _square(upright, color)
+            if fit != "stretch":
+                return _cropped(upright, height, width)
             return np.asarray(upright.resize((width, height), Image.Resampling.BICUBIC))
     except ImageError:
         raise
@@ -74,3 +85,24 @@ def read_image(path: str, height: int, width: int) -> np.ndarray:
         raise ImageError(f"cannot be read ({error.strerror or error})") from error
     except Exception as error:  # as above
         raise ImageError(f"is damaged ({error})") from error
+
+
+def _square(image: PillowImage, color: tuple[int, ...]) -> PillowImage:
+    from PIL import Image
+
+    side = max(image.size)
+    square = Image.new("RGB", (side, side), color)
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
+
+
+def _cropped(image: PillowImage, height: int, width: int) -> np.ndarray:
+    from PIL import Image
+
+    if image.height * width <= image.width * height:
+        size = height * image.width // image.height, height
+    else:
+        size = width, width * image.height // image.width
+    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    resized = image.resize(size, Image.Resampling.BICUBIC)
+    return np.asarray(resized.crop((left, top, left + width, top + height)))

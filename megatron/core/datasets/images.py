@@ -1,5 +1,8 @@
-"""Images as patches for the vision tower of Qwen2-VL and its successors: resized to full squares of patches, with a
-number of pixels in a range. Torch-free."""
+"""Images as patches for vision towers. Torch-free.
+
+- Qwen2-VL and its successors: resized to full squares of patches, with a number of pixels in a range
+- CLIP, SigLIP: all of one size
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,8 @@ MAX_RATIO = 200
 """Largest ratio of the longer side to the shorter one."""
 
 
-@dataclass(frozen=True)
-class ImageSettings:
-    """Sizes and colors of patches."""
+class Images:
+    """How image files become patches; subclasses are frozen data classes, which their name depends on."""
 
     patch: int
     """Height and width of a patch, in pixels."""
@@ -26,8 +28,6 @@ class ImageSettings:
     """Height and width of a square, in patches."""
     frames: int
     """An image is repeated so often."""
-    min_pixels: int
-    max_pixels: int
     mean: tuple[float, ...]
     """Mean of each channel, 0 to 1, and its standard deviation."""
     std: tuple[float, ...]
@@ -35,21 +35,27 @@ class ImageSettings:
     @property
     def name(self) -> str:
         """A hash of the settings."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]  # type: ignore[call-overload]
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width, in patches, to which an image of this many pixels is resized: multiples of
-        ``merge``. Raises ImageError for a very long image."""
+        """Return the height and width, in patches, of an image of this many pixels: multiples of ``merge``. Raises
+        ImageError for a very long image."""
         if max(height, width) > MAX_RATIO * min(height, width):
             raise ImageError(f"is {height} x {width} pixels: one side is more than {MAX_RATIO} times the other")
-        step = self.patch * self.merge
-        rows, columns = round(height / step), round(width / step)
-        shrink, grow = math.sqrt(height * width / self.max_pixels), math.sqrt(self.min_pixels / (height * width))
-        if rows * columns * step**2 > self.max_pixels:
-            rows, columns = (max(1, math.floor(side / shrink / step)) for side in (height, width))
-        elif rows * columns * step**2 < self.min_pixels:
-            rows, columns = (math.ceil(side * grow / step) for side in (height, width))
-        return rows * self.merge, columns * self.merge
+        return self.fitting_size(height, width)
+
+    def fitting_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return :meth:`size` of an image that is not very long."""
+        raise NotImplementedError
+
+    def read(self, path: str, size: tuple[int, int]) -> np.ndarray:
+        """Return the pixels of an image file with this ``size`` in patches, uint8 [height, width, 3]. Raises
+        ImageError."""
+        raise NotImplementedError
+
+    def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and columns of the image tokens of an image of ``size`` in patches."""
+        return size[0] // self.merge, size[1] // self.merge
 
     def file_size(self, path: str) -> tuple[int, int]:
         """Return :meth:`size` of an image file. Raises ImageError."""
@@ -59,7 +65,7 @@ class ImageSettings:
         """Return the patches of an image file, fp32 [n, channels * frames * rows * columns], square by square. ``size``
         in patches. Raises ImageError."""
         (rows, columns), merge, patch = size, self.merge, self.patch
-        pixels = read_image(path, rows * patch, columns * patch).astype(np.float32) / np.float32(255)
+        pixels = self.read(path, size).astype(np.float32) / np.float32(255)
         normed = (pixels - np.array(self.mean, dtype=np.float32)) / np.array(self.std, dtype=np.float32)
         squares = normed.reshape(rows // merge, merge, patch, columns // merge, merge, patch, -1)
         ordered = squares.transpose(0, 3, 1, 4, 6, 2, 5)  # square row, square column, row, column, channel, pixel
@@ -70,3 +76,57 @@ class ImageSettings:
         """Return the patches of a grey image, fp32 [n, values]."""
         rows, columns = size
         return np.zeros((rows * columns, 3 * self.frames * self.patch**2), dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class ImageSettings(Images):
+    """Images of different sizes."""
+
+    patch: int
+    merge: int
+    frames: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def fitting_size(self, height: int, width: int) -> tuple[int, int]:
+        step = self.patch * self.merge
+        rows, columns = round(height / step), round(width / step)
+        shrink, grow = math.sqrt(height * width / self.max_pixels), math.sqrt(self.min_pixels / (height * width))
+        if rows * columns * step**2 > self.max_pixels:
+            rows, columns = (max(1, math.floor(side / shrink / step)) for side in (height, width))
+        elif rows * columns * step**2 < self.min_pixels:
+            rows, columns = (math.ceil(side * grow / step) for side in (height, width))
+        return rows * self.merge, columns * self.merge
+
+    def read(self, path: str, size: tuple[int, int]) -> np.ndarray:
+        return read_image(path, size[0] * self.patch, size[1] * self.patch)
+
+
+@dataclass(frozen=True)
+class FixedImages(Images):
+    """Images of one size."""
+
+    patch: int
+    grid: tuple[int, int]
+    """Rows and columns of patches."""
+    fit: str
+    """``crop``, ``pad`` or ``stretch``."""
+    class_tokens: int
+    """Image tokens of an image before those of its patches."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    merge: int = 1
+    frames: int = 1
+
+    def fitting_size(self, height: int, width: int) -> tuple[int, int]:
+        return self.grid
+
+    def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
+        """One row if there is a class token."""
+        return (1, self.class_tokens + size[0] * size[1]) if self.class_tokens else size
+
+    def read(self, path: str, size: tuple[int, int]) -> np.ndarray:
+        color = tuple(int(channel * 255) for channel in self.mean)
+        return read_image(path, size[0] * self.patch, size[1] * self.patch, fit=self.fit, color=color)

@@ -124,6 +124,8 @@ class Family:
     """Prefix of all names except the output layer's; some files omit it."""
     container: Container | None = None
     """Larger models whose files are read too."""
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of names in older or newer files -> prefixes of the family."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Objects of ``config.json`` -> their ``model_type``; the first one has the text model. Rules read the keys of the
     first as they are, of the others with the object's name and a dot in front."""
@@ -159,23 +161,24 @@ class Family:
         no object."""
         if not self.parts:
             return config
-        text, *others = self.parts
+        text = next(iter(self.parts))
         result: dict[str, object] = {}
         for part in self.parts:
             if not isinstance(content := config.get(part, {}), dict):
                 raise refuse(part, content, "expected an object")
             result |= content if part == text else {f"{part}.{name}": value for name, value in content.items()}
+        result[f"{text}.model_type"] = result.pop("model_type", None)
         return {**result, **{name: value for name, value in config.items() if name not in self.parts}}
 
     def nested(self, config: Table) -> dict[str, object]:
         """Return the ``config.json`` of which ``config`` is the flat form."""
         if not self.parts:
             return {**config}
-        text, *others = self.parts
+        text = next(iter(self.parts))
         result: dict[str, Any] = {part: {"model_type": kind} for part, kind in self.parts.items()}
         for name, value in config.items():
             part, dot, key = name.partition(".")
-            if dot and part in others:
+            if dot and part in result:
                 result[part][key] = value
             elif name in (*self.outer, *OUTER):
                 result[name] = value
@@ -269,9 +272,13 @@ class Family:
         """Return the tensors ``names`` of a file -> their names in the family's files, without a tower's tensors."""
         box = self.container
         if box is None:
-            return {name: name for name in names}
+            return {name: self._with_prefix(name) for name in names}
         inside = (name for name in names if not name.startswith(box.tower))
         return {name: re.sub(f"^{re.escape(box.base)}", self.base, name) for name in inside}
+
+    def _with_prefix(self, name: str) -> str:
+        old = next((old for old in self.prefixes if name.startswith(old)), "")
+        return self.prefixes.get(old, "") + name.removeprefix(old)
 
     def tied(self, settings: Mapping[str, object]) -> dict[str, str]:
         """Return {output layer name: embedding name} if they are tied, else an empty dict."""

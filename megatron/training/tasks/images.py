@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -12,9 +13,11 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.config.vision import VisionConfig
 from megatron.core.datasets.image_positions import axes
+from megatron.core.datasets.images import FixedImages
+from megatron.core.datasets.images import Images as ImageSizes
 from megatron.core.datasets.megatron_dataset import Ragged
-from megatron.core.models.vlm.description import patch_values
 from megatron.core.models.vlm.model import Images, VisionLanguageModel
+from megatron.core.models.vlm.towers import class_tokens, patch_values, tower_kind
 from megatron.training.data.batch import Batch
 from megatron.training.data.batches import Batches
 from megatron.training.data.packed_rows import PackedRows
@@ -32,7 +35,8 @@ class ImageRows(PackedRows):
         number of image tokens than the images."""
         vision = self.cfg.group(VisionConfig)
         is_image = batch["tokens"] == vision.image_token_id
-        expected, actual = len(batch["patches"]) // vision.vision_merge_size**2, int(is_image.sum())
+        expected = len(batch["patches"]) // vision.vision_merge_size**2 + class_tokens(vision) * len(batch["sizes"])
+        actual = int(is_image.sum())
         if actual != expected:
             raise UserError(f"tokens: {actual} have --image-token-id, but the images of the batch take {expected}")
         numbers = is_image.flatten().cumsum(0).view_as(is_image) - 1
@@ -63,37 +67,54 @@ class ImageTask(GPTTask):
         return super().make_batches()
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, object]:
-        """Return the random sample of GPT with up to two images per document: image tokens, which have no loss,
-        ``patches`` and ``sizes``; with --mrope-section also ``axes``, the rotary positions."""
+        """Return the random sample of GPT with images: image tokens, which have no loss, ``patches`` and ``sizes``;
+        with --mrope-section also ``axes``, the rotary positions. Documents have up to two images, or one in front if
+        the size of images is fixed."""
         vision, sample = self.cfg.group(VisionConfig), super().random_sample(generator)
-        image, merge = vision.image_token_id, vision.vision_merge_size
+        image, images = vision.image_token_id, tower_kind(vision).images(vision)
         tokens = np.append(np.asarray(sample["tokens"]), np.asarray(sample["labels"])[-1:])
         tokens[tokens == image] = int(image == 0)
         bounds = np.asarray(sample.get("cu_seqlens", [0, len(tokens) - 1])).tolist()
-        squares: list[tuple[int, int]] = []
+        sizes: list[tuple[int, int]] = []
         positions = []
         for first, last in zip(bounds, bounds[1:]):
-            images = _place_images(tokens[first:last], image, generator)
-            positions.append(axes(tokens[first:last] == image, images))
-            squares += images
-        sizes = np.array(squares, dtype=np.int64).reshape(-1, 2) * merge
-        patches = generator.standard_normal((int(sizes.prod(1).sum()), patch_values(vision)), dtype=np.float32)
+            document = _place_images(tokens[first:last], image, images, generator)
+            positions.append(axes(tokens[first:last] == image, map(images.tokens, document)))
+            sizes += document
+        number = sum(rows * columns for rows, columns in sizes)
+        patches = generator.standard_normal((number, patch_values(vision)), dtype=np.float32)
         mask = np.asarray(sample["loss_mask"]) * (tokens[1:] != image)
         sample |= {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask.astype(np.float32)}
         if vision.mrope_section is not None:
             sample["axes"] = np.concatenate(positions)
-        return {**sample, "patches": Ragged(patches), "sizes": Ragged(sizes)}
+        return {
+            **sample,
+            "patches": Ragged(patches),
+            "sizes": Ragged(np.array(sizes, dtype=np.int64).reshape(-1, 2)),
+        }
 
 
-def _place_images(tokens: np.ndarray, image: int | None, generator: np.random.Generator) -> list[tuple[int, int]]:
-    """Write up to two random images into ``tokens`` [s] of a document; return their rows and columns of tokens."""
-    squares, place = [], 0
-    for _ in range(int(generator.integers(0, 3))):
-        rows, columns = generator.integers(1, 4, 2).tolist()
-        place += int(generator.integers(1, 4))
-        if place + rows * columns > len(tokens):
+def _place_images(
+    tokens: np.ndarray, image: int | None, images: ImageSizes, generator: np.random.Generator
+) -> list[tuple[int, int]]:
+    """Write random images into ``tokens`` [s] of a document, as long as they fit; return their sizes in patches."""
+    sizes, place = [], 0
+    for words, size in _random_images(images, generator):
+        count = math.prod(images.tokens(size))
+        place += words
+        if place + count > len(tokens):
             break
-        tokens[place : place + rows * columns] = image
-        place += rows * columns
-        squares.append((rows, columns))
-    return squares
+        tokens[place : place + count] = image
+        place += count
+        sizes.append(size)
+    return sizes
+
+
+def _random_images(images: ImageSizes, generator: np.random.Generator) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield (words before an image, its size in patches)."""
+    if isinstance(images, FixedImages):
+        yield 0, images.grid
+        return
+    for _ in range(int(generator.integers(0, 3))):
+        rows, columns = (generator.integers(1, 4, 2) * images.merge).tolist()
+        yield int(generator.integers(1, 4)), (rows, columns)

@@ -29,7 +29,7 @@ def deep(cfg):
 
 def heads(cfg):
     from megatron.core.config.vision import VisionConfig
-    from megatron.core.models.vlm.description import tower_config
+    from megatron.core.models.vlm.towers import tower_config
 
     return tower_config(cfg.model, cfg.group(VisionConfig)).num_attention_heads
 
@@ -59,16 +59,18 @@ def token(cfg):
     return data_set(cfg)[1].image_token
 
 
-def built(cfg):
-    """Class of the tower."""
+def vision(name):
+    """Ask for a setting."""
     from megatron.core.config.vision import VisionConfig
 
-    return cfg.group(VisionConfig).vision_model_type
+    return lambda cfg: getattr(cfg.group(VisionConfig), name)
 
 
+CLIP = "--vision-model-type clip --image-token-id 5"
+CLIP_IMAGES = f"{CLIP} --sft {MODEL} {FILE}"
 PATCHES = {"base": IMAGES, "without": WITHOUT}
 ROWS = [
-    probe("--vision-model-type qwen", built, "qwen", base="--image-token-id 5"),
+    probe("--vision-model-type qwen", vision("vision_model_type"), "qwen", base="--image-token-id 5"),
     probe("--vision-num-layers 2", count, 2),
     probe("--vision-hidden-size 64", shape("patch_embed.weight"), (64, 1536)),
     probe("--vision-num-attention-heads 8", heads, 8),
@@ -78,6 +80,13 @@ ROWS = [
     probe("--vision-merge-size 3", shape("merger.linear_fc1.weight"), (10368, 10368)),
     probe("--vision-num-positions 16", shape("position_embeddings.weight"), (16, 1152)),
     probe("--vision-deepstack-layers 1 2", deep, 2),
+    probe("--vision-feature-layer -2", count, 23, base=CLIP),
+    probe("--img-h 28 --img-w 42", shape("position_embeddings.weight"), (7, 1024), base=CLIP),
+    probe("--img-h 28", shape("position_embeddings.weight"), (49, 1024), base=CLIP),
+    probe("--img-w 28", shape("position_embeddings.weight"), (49, 1024), base=CLIP),
+    probe("--disable-vision-class-token", setting("class_tokens"), 0, CLIP_IMAGES, without=WITHOUT),
+    probe("--image-fit pad", setting("fit"), "pad", CLIP_IMAGES, without=WITHOUT),
+    probe("--dataloader-seq-length 100", lambda cfg: cfg.data.seq_length, 677, base=CLIP),
     probe("--image-token-id 9", token, 9, **PATCHES),
     probe("--mrope-section 2 1 1", has_axes, True, base=f"{FLAGS} --position-embedding-type rope --mock-data",
           without="--data-path --split"),

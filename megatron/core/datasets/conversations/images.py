@@ -21,7 +21,7 @@ from megatron.core.datasets.conversations.formats import Conversation, Item, Lin
 from megatron.core.datasets.conversations.masks import Tokens
 from megatron.core.datasets.conversations.prepare import CONVERSATIONS, Reader, Report
 from megatron.core.datasets.image_files import ImageError
-from megatron.core.datasets.images import ImageSettings
+from megatron.core.datasets.images import Images
 from megatron.core.tokenizers.base import Tokenizer
 
 MARK = "<image>"
@@ -37,7 +37,7 @@ class ImageReader:
         skips: leave out conversations with unreadable images, and count them, in place of an error.
     """
 
-    def __init__(self, images: ImageSettings, token: int, folder: str, skips: bool) -> None:
+    def __init__(self, images: Images, token: int, folder: str, skips: bool) -> None:
         self.images, self.token, self.folder, self.skips = images, token, folder, skips
 
     @property
@@ -58,7 +58,7 @@ class ImageReader:
         assert isinstance(item, Conversation)
         check_texts(item, tokenizer.detokenize([self.token]))
         try:
-            squares = [self.squares(path) for path in paths]
+            squares = [self.images.tokens(self.size(path)) for path in paths]
         except UserError:
             if not self.skips:
                 raise
@@ -68,13 +68,12 @@ class ImageReader:
         sequences = CONVERSATIONS.sequences(tokenizer, item, report, number)
         return [self._repeated(tokens, counts) for tokens in sequences]
 
-    def squares(self, path: str) -> tuple[int, int]:
-        """Return the rows and columns of squares of an image. Raises UserError with its path."""
+    def size(self, path: str) -> tuple[int, int]:
+        """Return the height and width of an image, in patches. Raises UserError with its path."""
         try:
-            rows, columns = self.images.file_size(self.place(path))
+            return self.images.file_size(self.place(path))
         except ImageError as error:
             raise UserError(f"image {path}: {error}") from error
-        return rows // self.images.merge, columns // self.images.merge
 
     def place(self, path: str) -> str:
         """Return the path of the file ``path`` of a line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.config.sft import FineTuningConfig
@@ -10,6 +11,7 @@ from megatron.core.config.vision import VisionConfig
 from megatron.core.models.family import DataSet, Options, Program
 from megatron.core.models.gpt import family as gpt
 from megatron.core.models.vlm import description, rules
+from megatron.core.models.vlm.towers import TOWERS, image_tokens, tower_kind
 
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
@@ -17,34 +19,51 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
     tuning, vision = cfg.group(FineTuningConfig), cfg.group(VisionConfig)
     if not tuning.sft or cfg.data.mock_data:
         return gpt.data_set(cfg, options)
-    from megatron.core.datasets import image_dataset, images  # imports numpy
+    from megatron.core.datasets import image_dataset  # imports numpy
 
-    settings = images.ImageSettings(
-        patch=vision.vision_patch_size,
-        merge=vision.vision_merge_size,
-        frames=vision.vision_frames,
-        min_pixels=vision.image_min_pixels,
-        max_pixels=vision.image_max_pixels,
-        mean=tuple(vision.image_mean),
-        std=tuple(vision.image_std),
-    )
     return image_dataset.ImageDataset, image_dataset.ImageDatasetConfig(
         **options,
         packing=tuning.sft_packing,
-        images=settings,
+        images=tower_kind(vision).images(vision),
         image_token=vision.image_token_id,
         skip_images=vision.image_errors == "skip",
     )
+
+
+def derive(flat: Any) -> Options:
+    """Return the values of unset flags of the tower, and the length of rows with --dataloader-seq-length. Without
+    --vision-model-type these are Megatron-LM's: sizes of the language model, and image tokens in addition to
+    --seq-length."""
+    values = gpt.FAMILY.derive(flat)
+    kind = flat.vision_model_type or "clip"
+    sizes: dict[str, object] = {}
+    if flat.vision_model_type is None:
+        same = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+        sizes = {f"vision_{name}": getattr(flat, name) for name in same}
+        sizes |= {"vision_patch_size": 16, "img_h": 224, "img_w": 224, "dataloader_seq_length": flat.seq_length}
+    if flat.mock_data:
+        sizes["image_token_id"] = 0
+    sizes = {**TOWERS[kind].sizes, **sizes}
+    values |= {name: value for name, value in sizes.items() if getattr(flat, name) is None}
+    vision = flat.with_settings(**values, vision_model_type=kind)
+    if (words := vision.dataloader_seq_length) is not None and TOWERS[kind].is_fixed:
+        multiple = 2 * flat.context_parallel_size if flat.context_parallel_size > 1 else 1
+        multiple *= flat.tensor_model_parallel_size if flat.sequence_parallel else 1
+        length = -(-(words + image_tokens(vision)) // multiple) * multiple
+        values |= {"seq_length": length, "encoder_seq_length": length}
+        values["max_position_embeddings"] = max(flat.max_position_embeddings or 0, length)
+    return {**values, "vision_model_type": kind}
 
 
 FAMILY = replace(
     gpt.FAMILY,
     name="vlm",
     is_default=False,
-    programs=(Program("vlm", "GPT that reads images", required=("vision_model_type", "image_token_id")),),
+    programs=(Program("vlm", "GPT that reads images"),),
     task="megatron.training.tasks.images:ImageTask",
     data_set=data_set,
     describe=description.describe_settings,
+    derive=derive,
     groups=(*gpt.FAMILY.groups, VisionConfig),
     rules=(*gpt.FAMILY.rules, *collect_rules(rules)),
     weight_settings=(*gpt.FAMILY.weight_settings, *description.SETTINGS),

@@ -23,6 +23,8 @@ class Grids:
     sizes: Tensor
     """int64 [i, 2] on the host."""
     merge: int
+    class_tokens: int = 0
+    """Image tokens of an image before those of its patches."""
 
     @cached_property
     def patches(self) -> Tensor:
@@ -32,7 +34,7 @@ class Grids:
     @property
     def tokens(self) -> Tensor:
         """Image tokens of each image, int64 [i]."""
-        return self.patches // self.merge**2
+        return self.patches // self.merge**2 + self.class_tokens
 
     @property
     def bounds(self) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.vlm.grids import Grids
 from megatron.core.models.vlm.positions import axes_tables
 from megatron.core.models.vlm.spread import GatherImages, gathering, share_images
-from megatron.core.models.vlm.tower import QwenTower
+from megatron.core.models.vlm.towers import tower_kind
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -50,10 +51,10 @@ class Images:
         return Images(patches, self.sizes[images], self.numbers)
 
     @classmethod
-    def none(cls, tower: QwenTower) -> Images:
+    def none(cls, tower: nn.Module) -> Images:
         """Return no images for ``tower``."""
         empty = torch.zeros(0, 2, dtype=torch.int64)
-        return cls(torch.zeros(0, tower.patch_embed.weight.shape[1]), empty, empty)
+        return cls(torch.zeros(0, tower.get_parameter("patch_embed.weight").shape[1]), empty, empty)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class VisionLanguageModel(GPTModel):
     def construction(self, **options: Any) -> Iterator[None]:
         with super().construction(**options):
             if self.pre_process:
-                self.vision = QwenTower(self.config, self.vision_settings)
+                tower = resolve_name(tower_kind(self.vision_settings).module)
+                self.vision = tower(self.config, self.vision_settings)
             yield
             if self.pre_process:
                 self._add_deep_layers(len(self.vision_settings.vision_deepstack_layers or ()))
@@ -157,7 +159,7 @@ class VisionLanguageModel(GPTModel):
         group = self.groups.tp_cp
         if group.size == 1:
             return self._computed(images)
-        grids = Grids(images.sizes, self.vision.merge)
+        grids = Grids(images.sizes, self.vision.merge, self.vision.class_tokens)
         shares = share_images(grids.patches.tolist(), group.size)
         copies = 1 if layout.stream.size > 1 else self.groups.tp.size
         plan = gathering(grids.tokens.tolist(), shares, group, copies)
@@ -168,7 +170,8 @@ class VisionLanguageModel(GPTModel):
         tower = self.vision
         device = tower.patch_embed.weight.device
         if len(images.sizes):
-            return tower(images.patches.to(device, non_blocking=True), Grids(images.sizes, tower.merge))
+            grids = Grids(images.sizes, tower.merge, tower.class_tokens)
+            return tower(images.patches.to(device, non_blocking=True), grids)
         blank = torch.zeros(tower.merge**2, images.patches.shape[1], device=device)
         return tower(blank, Grids(torch.full((1, 2), tower.merge), tower.merge))[:0]
 

@@ -6,16 +6,58 @@ import math
 
 from megatron.core.config.problems import Problems, Settings, problem
 from megatron.core.config.vision import VisionConfig
+from megatron.core.models.vlm.towers import TOWERS, image_tokens, tower_kind
+
+
+def image_token(cfg: Settings) -> Problems:
+    """Texts have an image token."""
+    if cfg.group(VisionConfig).image_token_id is None:
+        yield problem(cfg, "image_token_id", "is required without --mock-data", "give the id of the tokenizer")
 
 
 def tower_sizes(cfg: Settings) -> Problems:
-    """Heads divide the tower's width into multiples of four channels; its learned positions form a square."""
+    """Heads divide the tower's width, for two rotary axes into multiples of four channels."""
     vision = cfg.group(VisionConfig)
-    if vision.vision_hidden_size % (4 * vision.vision_num_attention_heads):
-        reason = f"is not divisible by 4 x {vision.vision_num_attention_heads} heads (--vision-num-attention-heads)"
-        yield problem(cfg, "vision_hidden_size", reason)
-    if math.isqrt(vision.vision_num_positions) ** 2 != vision.vision_num_positions:
-        yield problem(cfg, "vision_num_positions", "is not a square number")
+    unit = 1 if tower_kind(vision).is_fixed else 4
+    if vision.vision_hidden_size % (unit * vision.vision_num_attention_heads):
+        heads = f"{vision.vision_num_attention_heads} heads (--vision-num-attention-heads)"
+        yield problem(cfg, "vision_hidden_size", f"is not divisible by {'4 x ' * (unit > 1)}{heads}")
+    if vision.vision_num_layers + 1 + vision.vision_feature_layer < 1:
+        reason = f"leaves no layer of --vision-num-layers {vision.vision_num_layers}"
+        yield problem(cfg, "vision_feature_layer", reason)
+
+
+def sizes_of_images(cfg: Settings) -> Problems:
+    """Images of a fixed size consist of full patches, and rows have room for one; learned positions of others form a
+    square."""
+    vision = cfg.group(VisionConfig)
+    if not tower_kind(vision).is_fixed:
+        if math.isqrt(vision.vision_num_positions) ** 2 != vision.vision_num_positions:
+            yield problem(cfg, "vision_num_positions", "is not a square number")
+        return
+    for name in ("img_h", "img_w"):
+        if getattr(vision, name) % vision.vision_patch_size:
+            yield problem(cfg, name, f"is not divisible by --patch-dim {vision.vision_patch_size}")
+    tokens = image_tokens(vision)
+    if cfg.data.mock_data and cfg.data.seq_length and cfg.data.seq_length <= tokens:
+        yield problem(cfg, "seq_length", f"has no room for the {tokens} tokens of an image", "make it longer")
+
+
+def settings_of_towers(cfg: Settings) -> Problems:
+    """Settings belong to the tower."""
+    vision = cfg.group(VisionConfig)
+    kind = tower_kind(vision)
+    options: dict[str, object] = {
+        name: None for tower in TOWERS.values() for name in tower.sizes if name not in kind.sizes
+    }
+    options |= {"vision_deepstack_layers": None} if kind.is_fixed else {"vision_feature_layer": -1}
+    options |= {} if kind.is_clip else {"disable_vision_class_token": False}
+    options |= {"vision_merge_size": 1, "vision_frames": 1} if kind.is_fixed else {"dataloader_seq_length": None}
+    for name, value in options.items():
+        if getattr(vision, name) != value:
+            yield problem(
+                cfg, name, f"is not supported with --vision-model-type {vision.vision_model_type}", "remove it"
+            )
 
 
 def axes_of_positions(cfg: Settings) -> Problems:

@@ -27,8 +27,8 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.backends import get_backend
 from megatron.core.models.common.language_model_embedding import FullEmbedding
 from megatron.core.models.common.layer_specs import encoder_spec
-from megatron.core.models.vlm.description import patch_values, tower_config
 from megatron.core.models.vlm.grids import Grids
+from megatron.core.models.vlm.towers import patch_values, tower_config
 from megatron.core.sharding.placement import Partial, declare
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.context import ForwardContext
@@ -42,13 +42,15 @@ ROTARY_BASE = 10000.0
 class QwenTower(nn.Module):
     """Patches [n, p] of images -> embeddings [t, (1 + k) h], k of deep layers after the first h."""
 
+    class_tokens = 0
+
     def __init__(self, language: TransformerConfig, vision: VisionConfig) -> None:
         """Build the tower for the hidden size of ``language``."""
         super().__init__()
         config, groups = replace(tower_config(language, vision), params_dtype=language.params_dtype), SINGLE_PROCESS
         width, joined = config.hidden_size, config.hidden_size * vision.vision_merge_size**2
         self.merge, self.side = vision.vision_merge_size, math.isqrt(vision.vision_num_positions)
-        self.patch_embed = _linear(config, patch_values(vision), width)
+        self.patch_embed = build_linear(config, patch_values(vision), width)
         self.position_embeddings = FullEmbedding(config, vision.vision_num_positions, groups)
         spec = encoder_spec(get_backend("local"), config.num_layers)
         self.blocks = TransformerBlock(config, spec, post_layer_norm=False, groups=groups)
@@ -60,8 +62,7 @@ class QwenTower(nn.Module):
             self.blocks.layers[number].register_forward_hook(self._note)
         self.frequencies: Tensor
         self.register_buffer("frequencies", _frequencies(config.kv_channels), persistent=False)
-        for param in self.parameters():
-            declare(param, mesh={}, grad={"tp": Partial()})
+        declare_partial(self)
 
     def forward(self, patches: Tensor, grids: Grids) -> Tensor:
         """Return the embeddings [t, (1 + k) h] of image tokens, image by image."""
@@ -108,17 +109,26 @@ class Merger(nn.Module):
         super().__init__()
         self.normed = normed
         self.norm = build_norm(config, normed, config.norm_epsilon, groups=SINGLE_PROCESS)
-        self.linear_fc1 = _linear(config, joined, joined)
-        self.linear_fc2 = _linear(config, joined, hidden_size)
+        self.linear_fc1 = build_linear(config, joined, joined)
+        self.linear_fc2 = build_linear(config, joined, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         squares = self.norm(x.reshape(-1, self.normed)).reshape(-1, self.linear_fc1.weight.shape[1])
         return self.linear_fc2(F.gelu(self.linear_fc1(squares)[0]))[0]
 
 
-def _linear(config: TransformerConfig, input_size: int, output_size: int) -> ReplicatedLinear:
+def build_linear(
+    config: TransformerConfig, input_size: int, output_size: int, *, bias: bool = True
+) -> ReplicatedLinear:
+    """Return a linear layer that every rank holds."""
     init = weight_init(config)
-    return ReplicatedLinear(input_size, output_size, config=config, init_method=init, groups=SINGLE_PROCESS)
+    return ReplicatedLinear(input_size, output_size, config=config, init_method=init, bias=bias, groups=SINGLE_PROCESS)
+
+
+def declare_partial(tower: nn.Module) -> None:
+    """Declare that each rank has the gradients of the images that it computed."""
+    for param in tower.parameters():
+        declare(param, mesh={}, grad={"tp": Partial()})
 
 
 def _frequencies(channels: int) -> Tensor:

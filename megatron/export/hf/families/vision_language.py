@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.models.vlm.description import CHANNELS
+from megatron.core.models.vlm.towers import CHANNELS
 from megatron.export.hf.attention_settings import Rope, Window
 from megatron.export.hf.families import gated_delta, llama
 from megatron.export.hf.family import Family
@@ -43,16 +43,12 @@ class AxesRope(gated_delta.TextRope):
 
 
 class Patches(TensorLayout):
-    """Weight of a convolution over full patches: local [v, values], HF [v, channels, frames, rows, columns]."""
+    """Weight of a convolution over full patches: local [v, values], HF [v, channels, (frames,) rows, columns]."""
 
-    def __init__(self, name: str, settings: Table) -> None:
+    def __init__(self, name: str, settings: Table, *, has_frames: bool = True) -> None:
         super().__init__(name)
-        self.values = (
-            CHANNELS,
-            settings["vision_frames"],
-            settings["vision_patch_size"],
-            settings["vision_patch_size"],
-        )
+        frames = (settings["vision_frames"],) if has_frames else ()
+        self.values = (CHANNELS, *frames, settings["vision_patch_size"], settings["vision_patch_size"])
 
     def shape(self, views, ndim):  # type: ignore[no-untyped-def]
         return super().shape(views, ndim) if ndim == 1 else (len(views[0]), *self.values)

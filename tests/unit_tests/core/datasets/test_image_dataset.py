@@ -8,15 +8,18 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoTokenizer
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.image_dataset import ImageDataset, ImageDatasetConfig
 from megatron.core.datasets.image_files import ImageError, image_size
 from megatron.core.datasets.image_positions import axes
-from megatron.core.datasets.images import ImageSettings
+from megatron.core.datasets.images import FixedImages, ImageSettings
 from megatron.core.tokenizers.huggingface import build_huggingface
 from megatron.data.blend import Split
 from tests.test_utils.chats import SPECIAL, assistant, tokenizer_folder, user, write_lines
@@ -63,6 +66,39 @@ def test_patches_equal_those_of_the_processor(tmp_path, height, width, mode, nam
     size = SETTINGS.file_size(tmp_path / name)
     assert (1, *size) == tuple(expected["image_grid_thw"][0])
     np.testing.assert_allclose(SETTINGS.patches(tmp_path / name, size), expected["pixel_values"], rtol=0, atol=2e-6)
+
+
+SIDE = 20
+SHORTEST = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+FITS = {
+    "crop": lambda **more: CLIPImageProcessorPil(**SHORTEST, **more),
+    "pad": lambda **more: LlavaImageProcessorPil(**SHORTEST, do_pad=True, **more),
+    "stretch": lambda **more: SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE}, **more),
+}
+
+
+@pytest.mark.parametrize("height, width", SIZES)
+@pytest.mark.parametrize("fit", FITS)
+def test_images_of_one_size_equal_those_of_the_processors(tmp_path, fit, height, width):
+    picture(height, width).save(tmp_path / "a.png")
+    images = FixedImages(PATCH, (SIDE // PATCH,) * 2, fit, 1, SETTINGS.mean, SETTINGS.std)
+    peer = FITS[fit](image_mean=SETTINGS.mean, image_std=SETTINGS.std)
+    expected = torch.from_numpy(peer(Image.open(tmp_path / "a.png"), return_tensors="np")["pixel_values"])
+    columns = torch.nn.functional.unfold(expected, PATCH, stride=PATCH)[0].T  # rows of patches of the image
+    size = images.file_size(tmp_path / "a.png")
+    assert size == (5, 5)
+    assert images.tokens(size) == (1, 26)
+    np.testing.assert_allclose(images.patches(tmp_path / "a.png", size), columns, rtol=0, atol=2e-6)
+
+
+def test_images_are_cut_to_another_ratio_of_sides(tmp_path):
+    picture(30, 40).save(tmp_path / "a.png")
+    images = FixedImages(PATCH, (5, 3), "crop", 0, (0.0,) * 3, (1.0,) * 3)
+    assert images.tokens(images.file_size(tmp_path / "a.png")) == (5, 3)
+    resized = Image.open(tmp_path / "a.png").resize((26, 20), Image.Resampling.BICUBIC)
+    expected = np.asarray(resized)[:, 7:19] / 255
+    pixels = images.patches(tmp_path / "a.png", (5, 3)).reshape(5, 3, 3, PATCH, PATCH).transpose(0, 3, 1, 4, 2)
+    np.testing.assert_allclose(pixels.reshape(20, 12, 3), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -34,6 +34,7 @@ def pair(side, merge):
     tower = QwenTower(
         language,
         VisionConfig(
+            vision_model_type="qwen", vision_frames=2,
             vision_num_layers=2, vision_hidden_size=WIDTH, vision_num_attention_heads=HEADS, vision_ffn_hidden_size=40,
             vision_patch_size=PATCH, vision_merge_size=merge, vision_num_positions=side**2,
         ),
