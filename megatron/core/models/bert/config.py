@@ -14,7 +14,7 @@ from megatron.core.config.ranges import PositiveInt
 class BertConfig(OptionalGroup):
     """Sentence pairs and packed samples (pretrain_bert.py)"""
 
-    HARMLESS: ClassVar[tuple[str, ...]] = ("bert_binary_head",)
+    HARMLESS: ClassVar[tuple[str, ...]] = ("bert_binary_head", "use_packed_sequence")
 
     bert_binary_head: bool = flag("--bert-no-binary-head", default=True)
     """Train on pairs of texts, with the binary head for their order and token types (pretrain_bert.py)."""
