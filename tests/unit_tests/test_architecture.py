@@ -51,7 +51,7 @@ CORE = {
     # modules with parameters, where its neighbours know kernels alone
     "extensions.transformer_engine": "attention config extensions groups sharding tensor_parallel",
     "models":
-        "attention autograd_context config data datasets description enums extensions extensions.transformer_engine "
+        "attention autograd_context config data datasets description enums extensions extensions.transformer_engine fusions "
         "groups inference parallel_state pipeline_parallel random sharding statistics tensor_parallel transformer",
 }  # fmt: skip
 # nothing in core imports export
