@@ -20,7 +20,7 @@ MAX_RATIO = 200
 
 
 class Images:
-    """How image files become patches; subclasses are frozen data classes, which their name depends on."""
+    """Conversion of image files to patches. Subclasses are frozen data classes, whose fields their name depends on."""
 
     patch: int
     """Height and width of a patch, in pixels."""
@@ -114,7 +114,7 @@ class FixedImages(Images):
     fit: str
     """``crop``, ``pad`` or ``stretch``."""
     class_tokens: int
-    """Image tokens of an image before those of its patches."""
+    """Image tokens of an image before the tokens of its patches."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     merge: int = 1

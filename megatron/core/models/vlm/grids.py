@@ -24,7 +24,7 @@ class Grids:
     """int64 [i, 2] on the host."""
     merge: int
     class_tokens: int = 0
-    """Image tokens of an image before those of its patches."""
+    """Image tokens of an image before the tokens of its patches."""
 
     @cached_property
     def patches(self) -> Tensor:

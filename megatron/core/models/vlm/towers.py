@@ -27,7 +27,7 @@ class TowerKind:
     parameters: Callable[[Config, VisionConfig], Iterator[Param]]
     """Its parameters without the prefix ``vision.``; every rank holds them."""
     images: Callable[[VisionConfig], Images]
-    """How image files become patches. Imports numpy."""
+    """Conversion of image files to patches. Imports numpy."""
     sizes: Mapping[str, object]
     """Values of unset settings. Settings of other towers have no effect on this one."""
     norm_epsilon: float = 1e-6
@@ -73,7 +73,7 @@ def grid(vision: VisionConfig) -> tuple[int, int]:
 
 
 def class_tokens(vision: VisionConfig) -> int:
-    """Return how many image tokens of an image come before those of its patches: 1 for CLIP's class token."""
+    """Return the image tokens of an image before the tokens of its patches: 1 for CLIP's class token."""
     return int(tower_kind(vision).is_clip and not vision.disable_vision_class_token)
 
 
@@ -136,36 +136,25 @@ def _qwen_images(vision: VisionConfig) -> Images:
     from megatron.core.datasets.images import ImageSettings
 
     return ImageSettings(
-        patch=vision.vision_patch_size,
-        merge=vision.vision_merge_size,
-        frames=vision.vision_frames,
-        min_pixels=vision.image_min_pixels,
-        max_pixels=vision.image_max_pixels,
-        mean=tuple(vision.image_mean or ()),
-        std=tuple(vision.image_std or ()),
-    )
+        vision.vision_patch_size, vision.vision_merge_size, vision.vision_frames, vision.image_min_pixels,
+        vision.image_max_pixels, mean=tuple(vision.image_mean or ()), std=tuple(vision.image_std or ()),
+    )  # fmt: skip
 
 
 def _fixed_images(vision: VisionConfig) -> Images:
     from megatron.core.datasets.images import FixedImages
 
     return FixedImages(
-        patch=vision.vision_patch_size,
-        grid=grid(vision),
-        fit=str(vision.image_fit),
-        class_tokens=class_tokens(vision),
-        mean=tuple(vision.image_mean or ()),
-        std=tuple(vision.image_std or ()),
-    )
+        vision.vision_patch_size, grid(vision), str(vision.image_fit), class_tokens(vision),
+        mean=tuple(vision.image_mean or ()), std=tuple(vision.image_std or ()),
+    )  # fmt: skip
 
 
 _HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _SO400M = {
-    "vision_num_layers": 27,
-    "vision_hidden_size": 1152,
-    "vision_num_attention_heads": 16,
+    "vision_num_layers": 27, "vision_hidden_size": 1152, "vision_num_attention_heads": 16,
     "vision_ffn_hidden_size": 4304,
-}
+}  # fmt: skip
 _PLAIN = {"vision_frames": 1, "vision_merge_size": 1}
 TOWERS = {
     "qwen": TowerKind(
