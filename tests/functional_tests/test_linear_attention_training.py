@@ -103,7 +103,7 @@ def test_layout_equals_one_rank(matrix, name):
         ("tp4-sp-packed", "norm_gradients_not_summed"),
         ("cp4-packed", "documents_unknown_to_linear_attention"),
         ("cp2", "states_begin_at_zero_on_every_rank"),
-        ("kimi-cp4", "documents_unknown_to_kimi_delta_attention"),
+        ("kimi-cp4", "documents_unknown_to_linear_attention"),
         ("kimi-cp4", "gradients_of_states_lost_on_all_but_the_last_rank"),
         ("cp2", "gradients_of_states_lost_on_all_but_the_last_rank"),
     ],

@@ -267,13 +267,9 @@ def states_begin_at_zero_on_every_rank(rank):
     ))  # fmt: skip
 
 
-def documents_unknown_to_kimi_delta_attention(rank):
-    return documents_unknown_to_linear_attention(rank, "kimi_delta_attention")
-
-
-def documents_unknown_to_linear_attention(rank, kind="gated_delta_net"):
+def documents_unknown_to_linear_attention(rank):
     """Linear attention does not know where documents begin, except on the first rank."""
-    where = module(f"megatron.core.transformer.ssm.{kind}")
+    where = module("megatron.core.transformer.ssm.delta_mixer")
     correct = where.follows
     return mock.patch.object(where, "follows", lambda *arguments: None if rank else correct(*arguments))
 

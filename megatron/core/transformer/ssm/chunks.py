@@ -64,7 +64,7 @@ def channel_decays(
     left: Tensor, key: Tensor, log_decay: Tensor, follows: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (scores, start, end) of log-decays per key channel. Scores [m, n, b, h, c, c] sum over channels ``left``
-    of token i times ``key`` of token j <= i times its remaining part; start and end [n, b, h, c, k] are those of
+    of token i times ``key`` of token j <= i times its remaining part; start and end [n, b, h, c, k] are as in
     :class:`Decays`.
 
     Scores do not factor into left exp(G) and key exp(-G), G the cumulative sums: the second exponent overflows. Blocks

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, linear
 
@@ -13,114 +17,128 @@ SETTINGS = (
 """Configuration fields that determine the layer's weights and the meaning of their values."""
 
 
+class MixerSizes(NamedTuple):
+    """Sizes of a mixer with an input projection in blocks, a convolution of some of its rows, and an output
+    projection."""
+
+    blocks: int
+    """Groups of heads, which tensor-parallel ranks split."""
+    parts: tuple[int, ...]
+    """Rows of each matrix of ``in_proj`` in a block."""
+    convolved: slice
+    """Parts that the convolution reads."""
+    taps: int
+    """Tokens that the convolution sees."""
+    outputs: int
+    """Channels that ``out_proj`` reads."""
+    has_bias: bool = False
+    """Whether the convolution has a bias."""
+
+
+def delta_sizes(config: Config, per_head: tuple[int, ...]) -> MixerSizes:
+    """Return the sizes of linear attention: queries, keys and values, then rows ``per_head`` of each key head."""
+    heads, values, value = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    parts = (config.linear_key_head_dim, config.linear_key_head_dim, values // heads * value, *per_head)
+    return MixerSizes(heads, parts, slice(3), config.linear_conv_kernel_dim, values * value)
+
+
+def gated_delta_net_rows(config: Config) -> tuple[int, ...]:
+    """Return the rows per key head: gates z, b, a."""
+    per_key = config.linear_num_value_heads // config.linear_num_key_heads
+    return per_key * config.linear_value_head_dim, per_key, per_key
+
+
 def describe_gated_delta_net(config: Config, place: LayerPlace) -> Piece:
-    """Return a ``Piece`` with parameters (global shapes, in construction order) and ops of the gated delta net: input
-    projection, convolution and delta rule, gated norm, output projection. FLOPs of the delta rule are those of the
-    recurrence, 6 per element of the state; chunks do more."""
-    heads, values, tp = config.linear_num_key_heads, config.linear_num_value_heads, config.tensor_model_parallel_size
-    key, value, item = config.linear_key_head_dim, config.linear_value_head_dim, activation_bytes(config)
-    per_key = values // heads
-    mixed = 2 * key + per_key * value
-    parts = (key, key, per_key * value, per_key * value, per_key, per_key)
-    into = linear("in_proj", (heads, sum(parts)), config.hidden_size, 0, bias=False, row_parts=parts)
-    out = linear("out_proj", (config.hidden_size,), values * value, 1, bias=False)
-    vectors = tuple(Param(name, (values,), {"tp": 0}, ndim=1) for name in ("dt_bias", "A_log"))
-    conv = Param("conv1d.weight", (heads, mixed, 1, config.linear_conv_kernel_dim), {"tp": 0}, ndim=3)
-    norm = Param("norm.weight", (value,), ndim=1)
-    width, output = heads * sum(parts) // tp * item, values * value // tp
-    kept = _chunk_bytes(config, mixed * heads, values, key, value, keys=9, matrices=7)
-    chunks = _kept("convolved, decays and chunks", kept, "delta_rule")
-    rule = Op(
-        "recurrence", "delta rule", 6.0 * place.seq_length * values * key * value,
-        traffic=16.0 * item * heads * mixed // tp, gradients=float(width),
-        saved=(chunks,),
-    )  # fmt: skip
-    gated = Op(
-        "norm", "gated norm", traffic=12.0 * item * output, saved=(_kept("normed", 12.0 * output, "gdn_norm_out"),)
-    )
-    normed = (Saved("delta rule", output * item),)
-    ops = (
-        gemm(into[0], config, place.seq_length, gradients=width, saved=(Saved("projections", width),)),
-        rule, gated, gemm(out[0], config, place.seq_length, saved=normed),
-    )  # fmt: skip
-    return Piece("linear attention", (*into, conv, *out, *vectors, norm), ops, settings=SETTINGS)
+    """Return a ``Piece`` with parameters (global shapes) and ops of the gated delta net: input projection, convolution
+    and delta rule, gated norm, output projection. The recurrence counts 6 FLOPs per element of the state; chunks do
+    more."""
+    sizes = delta_sizes(config, gated_delta_net_rows(config))
+    return _describe_delta_mixer(config, place, sizes, (config.linear_num_value_heads,), keys=9, matrices=7)
 
 
 def describe_kimi_delta_attention(config: Config, place: LayerPlace) -> Piece:
-    """Return a ``Piece`` with parameters (global shapes) and ops of Kimi delta attention: input projection, convolution
-    and delta rule, products of low rank, gated norm, output projection. FLOPs as of the gated delta net."""
-    heads, tp, item = config.linear_num_key_heads, config.tensor_model_parallel_size, activation_bytes(config)
-    key, value, hidden = config.linear_key_head_dim, config.linear_value_head_dim, config.hidden_size
-    mixed, parts, tokens = 2 * key + value, (key, key, value, 1), place.seq_length
-    into = linear("in_proj", (heads, sum(parts)), hidden, 0, bias=False, row_parts=parts)
-    conv = Param("conv1d.weight", (heads, mixed, 1, config.linear_conv_kernel_dim), {"tp": 0}, ndim=3)
-    out = linear("out_proj", (hidden,), heads * value, 1, bias=False)
-    low, products = [], []
-    latent = value / (tp if config.sequence_parallel else 1) * item
+    """Return the ``Piece`` of Kimi delta attention: as :func:`describe_gated_delta_net`, with products of low rank."""
+    heads, key, value = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    tp, item = config.tensor_model_parallel_size, activation_bytes(config)
+    latent = Saved("latent", value / (tp if config.sequence_parallel else 1) * item)
+    params: list[Param] = []
+    ops: list[Op] = []
     for name, rows in (("f", key), ("g", value)):
-        down = Param(f"{name}_a_proj.weight", (value, hidden))
+        down, width = Param(f"{name}_a_proj.weight", (value, config.hidden_size)), heads * rows // tp * item
         (up,) = linear(f"{name}_b_proj", (heads, rows), value, 0, bias=False, row_parts=(rows,))
-        wide = heads * rows // tp * item
-        low += [down, up]
-        saved = Saved("latent", latent), Saved("product", wide)
-        products += [gemm(down, config, tokens), gemm(up, config, tokens, gradients=wide, saved=saved)]
-    vectors = Param("dt_bias", (heads, key), {"tp": 0}, ndim=1), Param("A_log", (heads,), {"tp": 0}, ndim=1)
-    norm = Param("norm.weight", (value,), ndim=1)
-    width, output = heads * sum(parts) // tp * item, heads * value // tp
-    kept = _chunk_bytes(config, mixed * heads, heads, key, value, keys=27.5, matrices=1.5)
-    rule = Op(
-        "recurrence", "delta rule", 6.0 * tokens * heads * key * value, traffic=16.0 * item * heads * mixed // tp,
-        gradients=float(width), saved=(_kept("convolved, decays and chunks", kept, "delta_rule"),),
+        product = gemm(up, config, place.seq_length, gradients=width, saved=(latent, Saved("product", width)))
+        params, ops = [*params, down, up], [*ops, gemm(down, config, place.seq_length), product]
+    piece = _describe_delta_mixer(config, place, delta_sizes(config, (1,)), (heads, key), keys=27.5, matrices=1.5)
+    return replace(piece, params=(*piece.params, *params), ops=(*ops, *piece.ops))
+
+
+def _describe_delta_mixer(
+    config: Config, place: LayerPlace, sizes: MixerSizes, biases: tuple[int, ...], *, keys: float, matrices: float
+) -> Piece:
+    """Return the ``Piece`` of a ``DeltaMixer`` with ``dt_bias`` of shape ``biases``; ``keys`` and ``matrices`` as for
+    :func:`_chunk_bytes`."""
+    values, key, value = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    vectors = [Param("norm.weight", (value,), ndim=1)]
+    vectors += [Param(name, rows, {"tp": 0}, ndim=1) for name, rows in (("dt_bias", biases), ("A_log", (values,)))]
+    kept = _chunk_bytes(config, sizes, values, key, value, keys=keys, matrices=matrices)
+    chunks, flops = _kept("convolved, decays and chunks", kept, "delta_rule"), 6.0 * values * key * value
+    return replace(
+        _describe_mixer(config, place, sizes, vectors, chunks, flops, "gdn_norm_out"),
+        name="linear attention", settings=SETTINGS,
     )  # fmt: skip
-    normed = _kept("normed", 12.0 * output, "gdn_norm_out")
-    ops = (
-        gemm(into[0], config, tokens, gradients=width, saved=(Saved("projections", width),)), *products, rule,
-        Op("norm", "gated norm", traffic=12.0 * item * output, saved=(normed,)),
-        gemm(out[0], config, tokens, saved=(Saved("delta rule", output * item),)),
-    )  # fmt: skip
-    return Piece("linear attention", (*into, conv, *out, *low, *vectors, norm), ops, settings=SETTINGS)
 
 
 MAMBA_SETTINGS = ("hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 
 
+def mamba_sizes(config: Config) -> MixerSizes:
+    """Return the sizes of Mamba-2."""
+    groups, state = config.mamba_num_groups, config.mamba_state_dim
+    per_group = config.mamba_num_heads // groups
+    inner = per_group * config.mamba_head_dim
+    return MixerSizes(groups, (inner, inner, state, state, per_group), slice(1, 4), 4, groups * inner, True)
+
+
 def describe_mamba(config: Config, place: LayerPlace) -> Piece:
-    """Return a ``Piece`` with parameters (global shapes, in construction order) and ops of Mamba-2: input projection,
-    convolution and recurrence, gated norm, output projection. The recurrence counts 4 FLOPs per element of the state;
-    chunks do more."""
-    heads, groups, tp = config.mamba_num_heads, config.mamba_num_groups, config.tensor_model_parallel_size
-    state, channels, item = config.mamba_state_dim, config.mamba_head_dim, activation_bytes(config)
-    per_group = heads // groups
-    inner = per_group * channels
-    parts, mixed = (inner, inner, state, state, per_group), inner + 2 * state
-    into = linear("in_proj", (groups, sum(parts)), config.hidden_size, 0, bias=False, row_parts=parts)
-    out = linear("out_proj", (config.hidden_size,), heads * channels, 1, bias=False)
-    vectors = tuple(Param(name, (heads,), {"tp": 0}, ndim=1) for name in ("dt_bias", "A_log", "D"))
-    conv = Param("conv1d.weight", (groups, mixed, 1, 4), {"tp": 0}, ndim=3)
-    conv_bias = Param("conv1d.bias", (groups, mixed), {"tp": 0}, ndim=1)
-    norm = Param("norm.weight", (heads * channels,), {"tp": 0}, ndim=1)
-    width, output = groups * sum(parts) // tp * item, heads * channels // tp
-    kept = _chunk_bytes(config, mixed * groups, heads, state, channels, keys=3.5, matrices=3.7)
-    chunks = _kept("convolved and chunks", kept, "ssm")
-    scan = Op(
-        "recurrence",
-        "state space",
-        4.0 * place.seq_length * heads * state * channels,
-        traffic=16.0 * item * groups * mixed // tp,
-        gradients=float(width),
-        saved=(chunks,),
-    )
-    normed = _kept("normed", 12.0 * output, "mamba_norm_out")
-    gated = Op("norm", "gated norm", traffic=12.0 * item * output, saved=(normed,))
-    saved = (Saved("state space", output * item),)
+    """Return a ``Piece`` with parameters (global shapes) and ops of Mamba-2: input projection, convolution and
+    recurrence, gated norm, output projection. The recurrence counts 4 FLOPs per element of the state; chunks do more.
+    """
+    heads, state, channels, sizes = (
+        config.mamba_num_heads, config.mamba_state_dim, config.mamba_head_dim, mamba_sizes(config)
+    )  # fmt: skip
+    vectors = [Param(name, (heads,), {"tp": 0}, ndim=1) for name in ("dt_bias", "A_log", "D")]
+    vectors.append(Param("norm.weight", (sizes.outputs,), {"tp": 0}, ndim=1))
+    kept = _chunk_bytes(config, sizes, heads, state, channels, keys=3.5, matrices=3.7)
+    chunks, flops = _kept("convolved and chunks", kept, "ssm"), 4.0 * heads * state * channels
+    return replace(
+        _describe_mixer(config, place, sizes, vectors, chunks, flops, "mamba_norm_out"),
+        name="Mamba-2", settings=MAMBA_SETTINGS,
+    )  # fmt: skip
+
+
+def _describe_mixer(
+    config: Config, place: LayerPlace, sizes: MixerSizes, vectors: list[Param], chunks: Saved, flops: float, norm: str
+) -> Piece:
+    """Return the ``Piece`` of a ``RecurrentMixer``, whose recurrence has ``flops`` per token and saves ``chunks``;
+    ``norm`` is the site of its gated norm."""
+    tp, item, channels = config.tensor_model_parallel_size, activation_bytes(config), sum(sizes.parts[sizes.convolved])
+    in_rows = (sizes.blocks, sum(sizes.parts))
+    into = linear("in_proj", in_rows, config.hidden_size, 0, bias=False, row_parts=sizes.parts)
+    out = linear("out_proj", (config.hidden_size,), sizes.outputs, 1, bias=False)
+    conv = [Param("conv1d.weight", (sizes.blocks, channels, 1, sizes.taps), {"tp": 0}, ndim=3)]
+    conv += [Param("conv1d.bias", (sizes.blocks, channels), {"tp": 0}, ndim=1)] if sizes.has_bias else []
+    width, output = math.prod(in_rows) // tp * item, sizes.outputs // tp
+    rule = Op(
+        "recurrence", "recurrence", place.seq_length * flops, traffic=16.0 * item * sizes.blocks * channels // tp,
+        gradients=float(width), saved=(chunks,),
+    )  # fmt: skip
+    normed = _kept("normed", 12.0 * output, norm)
     ops = (
         gemm(into[0], config, place.seq_length, gradients=width, saved=(Saved("projections", width),)),
-        scan,
-        gated,
-        gemm(out[0], config, place.seq_length, saved=saved),
-    )
-    params = (*into, conv, conv_bias, *out, *vectors, norm)
-    return Piece("Mamba-2", params, ops, settings=MAMBA_SETTINGS)
+        rule, Op("norm", "gated norm", traffic=12.0 * item * output, saved=(normed,)),
+        gemm(out[0], config, place.seq_length, saved=(Saved("recurrence", output * item),)),
+    )  # fmt: skip
+    return Piece("mixer", (*into, *conv, *out, *vectors), ops)
 
 
 def _kept(name: str, size: float, site: str) -> Saved:
@@ -129,11 +147,12 @@ def _kept(name: str, size: float, site: str) -> Saved:
 
 
 def _chunk_bytes(
-    config: Config, mixed: int, heads: int, key: int, value: int, *, keys: float, matrices: float
+    config: Config, sizes: MixerSizes, heads: int, key: int, value: int, *, keys: float, matrices: float
 ) -> float:
     """Return the bytes per token on this rank that the plain torch form saves: six tensors of the convolution's
-    ``mixed`` channels, and in fp32 per head ``keys`` tensors of keys, 2.5 of values, ``matrices`` of a chunk, states.
-    Measured (``test_descriptions.py``)."""
+    channels, and in fp32 per head ``keys`` tensors of keys, 2.5 of values, ``matrices`` of a chunk, states. Measured
+    (``test_descriptions.py``)."""
+    mixed = sizes.blocks * sum(sizes.parts[sizes.convolved])
     per_head = 4 * (keys * key + 2.5 * value + matrices * CHUNK + key * value / CHUNK)
     return (6 * mixed * activation_bytes(config) + heads * per_head) / config.tensor_model_parallel_size
 

@@ -21,21 +21,11 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Ones
 from megatron.core.transformer.context import ForwardContext
-from megatron.core.transformer.ssm.description import describe_mamba
+from megatron.core.transformer.ssm.description import describe_mamba, mamba_sizes
 from megatron.core.transformer.ssm.gated_norm import GroupNorm
-from megatron.core.transformer.ssm.mixer import (
-    DECAY_RATE,
-    LAYOUTS,
-    TIME_BIAS,
-    MixerSizes,
-    MixerSubmodules,
-    RecurrentMixer,
-)
+from megatron.core.transformer.ssm.mixer import DECAY_RATE, LAYOUTS, TIME_BIAS, MixerSubmodules, RecurrentMixer
 from megatron.core.transformer.ssm.scans import follows, scan_heads
 from megatron.core.transformer.ssm.state_space import state_space
-
-TAPS = 4
-"""Tokens that the convolution sees."""
 
 
 class MambaMixer(RecurrentMixer):
@@ -56,17 +46,14 @@ class MambaMixer(RecurrentMixer):
     ) -> None:
         """Build ``in_proj``, ``conv1d``, ``dt_bias``, ``A_log``, ``D``, ``norm`` and ``out_proj``. Raises UserError if
         the tensor-parallel size does not divide the groups of heads."""
-        heads, count = config.mamba_num_heads, config.mamba_num_groups
-        assert heads is not None, "follows from the hidden size in hybrid models"
-        per_group, state = heads // count, config.mamba_state_dim
-        inner = per_group * config.mamba_head_dim
-        sizes = MixerSizes(count, (inner, inner, state, state, per_group), slice(1, 4), TAPS, count * inner, True)
+        assert config.mamba_num_heads is not None, "follows from the hidden size in hybrid models"
+        sizes, heads = mamba_sizes(config), config.mamba_num_heads
         super().__init__(config, submodules, layer_number, groups, sizes)
-        self.rows = (inner, inner + 2 * state, per_group)
-        self.state, self.channels, self.per_group = state, config.mamba_head_dim, per_group
+        inner, _, self.state, _, self.per_group = sizes.parts
+        self.channels, self.rows = config.mamba_head_dim, (inner, inner + 2 * self.state, self.per_group)
         self.dt_bias, self.A_log = (self.vector(heads, init=init) for init in (TIME_BIAS, DECAY_RATE))
         self.D = self.vector(heads, init=Ones())
-        self.norm = GroupNorm(heads * self.channels, inner, config, groups)
+        self.norm = GroupNorm(sizes.outputs, inner, config, groups)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the output [s, b, hidden]; reads the layout of ``ctx``."""

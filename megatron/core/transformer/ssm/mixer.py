@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from megatron.core.transformer.initial_values import output_weight_init, weight_
 from megatron.core.transformer.sites import Sited
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.ssm.convolution import ShortConvolution
+from megatron.core.transformer.ssm.description import MixerSizes
 
 LAYOUTS = ANY_ORDER | CACHED
 """Layouts of all recurrent mixers, which scan by ``ctx.layout``."""
@@ -35,23 +35,6 @@ class MixerSubmodules:
 
     in_proj: Slot
     out_proj: Slot
-
-
-class MixerSizes(NamedTuple):
-    """Sizes of :class:`RecurrentMixer`."""
-
-    blocks: int
-    """Groups of heads, which tensor-parallel ranks split."""
-    parts: tuple[int, ...]
-    """Rows of each matrix of ``in_proj`` in a block."""
-    convolved: slice
-    """Parts that the convolution reads."""
-    taps: int
-    """Tokens that the convolution sees."""
-    outputs: int
-    """Channels that ``out_proj`` reads."""
-    has_bias: bool = False
-    """Whether the convolution has a bias."""
 
 
 class RecurrentMixer(Sited, nn.Module):

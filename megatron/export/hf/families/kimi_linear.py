@@ -5,11 +5,9 @@ ones. Keys and tensors have the names of the published files; ``transformers`` w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 from torch import Tensor
 
-from megatron.core.config.linear_attention import has_linear_attention
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.export.hf.attention_settings import FULL
 from megatron.export.hf.families import llama, mixtures
@@ -66,13 +64,14 @@ def _load_linear(config: Table) -> dict[str, object]:
 
 
 def _save_linear(settings: Table) -> dict[str, object]:
-    head, layers = settings["linear_key_head_dim"], range(1, settings["num_layers"] + 1)
+    head = settings["linear_key_head_dim"]
     if settings["linear_value_head_dim"] != head:
         raise refuse("linear_value_head_dim", settings["linear_value_head_dim"], f"the family has that of keys, {head}")
-    kinds = {number: has_linear_attention(SimpleNamespace(**settings), number) for number in layers}  # type: ignore[arg-type]
+    kinds = LAYER_KINDS.save(settings)["layer_types"]
+    assert isinstance(kinds, list)
     return {"linear_attn_config": {
-        "full_attn_layers": [number for number in layers if not kinds[number]],
-        "kda_layers": [number for number in layers if kinds[number]], "head_dim": head,
+        "full_attn_layers": [number for number, kind in enumerate(kinds, 1) if kind == FULL],
+        "kda_layers": [number for number, kind in enumerate(kinds, 1) if kind == LINEAR], "head_dim": head,
         "num_heads": settings["linear_num_key_heads"], "short_conv_kernel_size": settings["linear_conv_kernel_dim"],
     }}  # fmt: skip
 
@@ -130,8 +129,7 @@ KIMI_LINEAR = Family(
         *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES, LINEAR_ATTENTION,
         *same(kv_lora_rank="kv_lora_rank", qk_head_dim="qk_nope_head_dim", qk_pos_emb_head_dim="qk_rope_head_dim",
               v_head_dim="v_head_dim", moe_ffn_hidden_size="moe_intermediate_size"),
-        Computed(("q_lora_rank",), ("q_lora_rank",), lambda config: {"q_lora_rank": config.get("q_lora_rank")},
-                 lambda settings: {"q_lora_rank": settings["q_lora_rank"]}),
+        Same("q_lora_rank", "q_lora_rank", default=None),
         Same("num_attention_heads", "num_key_value_heads", default=lambda config: config["num_attention_heads"]),
         Fixed({"experimental_attention_variant": "kda", "multi_latent_attention": True, "qk_layernorm": True,
                "latent_norm_epsilon": 1e-6, "position_embedding_type": "none", "rope_type": "none",

@@ -13,7 +13,7 @@ from megatron.core.models.common.layer_specs import MIXERS
 from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.ssm import kimi_delta_attention
+from megatron.core.transformer.ssm import delta_mixer
 from megatron.core.transformer.ssm.gated_norm import GatedNorm
 from tests.unit_tests.core.transformer.ssm.recurrences import convolution_by_token, delta_rule_by_token
 
@@ -77,14 +77,14 @@ def decay_after_the_delta(patch):
     def rule(query, key, value, log_decay, *others):
         return correct(query, key, value, F.pad(log_decay[:-1], (0, 0, 0, 0, 0, 0, 1, 0)), *others)
 
-    correct = kimi_delta_attention.delta_rule
-    patch.setattr(kimi_delta_attention, "delta_rule", rule)
+    correct = delta_mixer.delta_rule
+    patch.setattr(delta_mixer, "delta_rule", rule)
 
 
 def one_decay_of_all_channels(patch):
-    correct = kimi_delta_attention.delta_rule
+    correct = delta_mixer.delta_rule
     patch.setattr(
-        kimi_delta_attention, "delta_rule", lambda q, k, v, decay, *others: correct(q, k, v, decay.mean(-1), *others)
+        delta_mixer, "delta_rule", lambda q, k, v, decay, *others: correct(q, k, v, decay.mean(-1), *others)
     )
 
 
