@@ -273,6 +273,18 @@ def test_written_fp8_blocks_have_the_published_form_and_bounded_errors(config, t
     assert all(torch.equal(stored[name].view(torch.uint8), rewritten[name].view(torch.uint8)) for name in linear)
 
 
+def test_prediction_layers_are_written_in_fp8_but_for_their_own_projection(tmp_path):
+    config = {**DEEPSEEK, "num_nextn_predict_layers": 1}
+    model = load_hf(write(tmp_path / "a", random_bf16(config), config))
+    save_hf(model, tmp_path / "b", quantize="fp8-blocks")
+    stored = load_file(tmp_path / "b" / "model.safetensors")
+    assert {f"model.layers.2.{name}_proj.weight_scale_inv" for name in ("self_attn.o", "mlp.experts.3.up")} <= {*stored}
+    others = {"model.layers.2.eh_proj", "model.layers.2.mlp.gate", "model.layers.2.shared_head.head"}
+    skipped = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert others <= {*skipped} and {stored[f"{name}.weight"].dtype for name in others} == {torch.bfloat16}
+    assert load_hf(tmp_path / "b").tensors.keys() == model.tensors.keys()
+
+
 def test_converted_fp8_folders_pass_verification_and_the_comparison_of_logits(tmp_path, capfd):
     config = {**QWEN3, "hidden_size": 136, "intermediate_size": 200}  # incomplete blocks
     source, target = write(tmp_path / "a", random_bf16(config), config), tmp_path / "b"
