@@ -32,6 +32,11 @@ KIMI = (  # as in Kimi Linear: latent attention without positions, the first lay
     f" --experimental-attention-variant kda --linear-attention-freq 4 {KIMI_HEADS} {LATENT} --qk-layernorm"
     " --rope-type none --reset-position-ids --reset-attention-mask"
 )
+KIMI_FP8 = (
+    f"{LLAMA} --num-layers 2 --hybrid-layer-pattern K- --linear-num-key-heads 32 --linear-num-value-heads 32"
+    " --linear-key-head-dim 4 --linear-value-head-dim 16 --micro-batch-size 1 --fp8-format hybrid"
+    " --fp8-recipe tensorwise"
+)
 KIMI_EXPERTS = (
     f"{KIMI} --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
     " --moe-router-load-balancing-type none --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 24"
@@ -78,6 +83,7 @@ LAYOUTS = {
     "hybrid-fp8-tp2-sp": Layout(f"{FP8} tensorwise", f"--tensor-model-parallel-size 2 {SP}", 2),
     "hybrid-fp8-delayed-pp2": Layout(f"{FP8} delayed --fp8-amax-history-len 3", "--pipeline-model-parallel-size 2", 2),
     "olmo-cp2-tp2-sp": Layout(OLMO.replace("--attention-output-gate", ""), f"{CP2} {TP2} {SP}", 4),
+    "kimi-fp8-tp2-sp": Layout(KIMI_FP8, f"--tensor-model-parallel-size 2 {SP}", 2),
     "kimi-tp2-sp": Layout(KIMI, f"{TP2} {SP}", 2),
     "kimi-cp4": Layout(KIMI, CP4, 4),
     "kimi-cp2-heads-tp2": Layout(KIMI, f"{CP2} {TP2} --cp-comm-type a2a", 4),

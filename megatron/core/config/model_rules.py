@@ -104,6 +104,8 @@ def fp8_other_sizes(cfg: ModelSettings) -> Problems:
     elif cfg.kv_channels is not None:
         both = 2 * cfg.kv_channels * max((cfg.num_query_groups or heads) // tp, 1)
         widths.append(("kv_channels", "x 2 x key and value heads is", both))
+    if "kimi_delta_attention" in delta_kinds(cfg):  # products of low rank
+        widths.append(("linear_value_head_dim", "is also the low rank of decays and gates,", cfg.linear_value_head_dim))
     for field, kind, width in widths:
         if width and width % ALIGNED:
             reason = f"{kind} {width} per rank; --fp8-format requires multiples of {ALIGNED}"

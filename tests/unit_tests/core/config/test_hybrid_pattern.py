@@ -11,6 +11,9 @@ SIZES = (
 )
 
 
+KDA = "--experimental-attention-variant kda --linear-num-value-heads 16"
+
+
 def resolved(line):
     return validate_args(parse_args(f"{SIZES} {line}".split()), 2)
 
@@ -42,6 +45,11 @@ def test_pattern_sets_layers_depths_and_stages(line, layout, num_layers, num_dep
     ("--hybrid-layer-pattern M* --mtp-num-layers 1", "which has 0 prediction depths"),
     ("--hybrid-layer-pattern M*/E", "has E exactly if there are --num-experts"),
     ("--hybrid-layer-pattern */+", "has \\+ exactly if --multi-latent-attention"),
+    ("--hybrid-layer-pattern K*", "--linear-num-value-heads 32: differs from --linear-num-key-heads 16"),
+    (f"--num-layers 2 {KDA} --linear-value-head-dim 8 --bf16 --fp8-format hybrid", "decays and gates, 8 per rank"),
+    (f"--num-layers 2 {KDA} --norm-placement mixed --apply-residual-connection-post-layernorm", "mixed"),
+    ("--num-layers 2 --norm-placement mixed", "mixed: is the same as post without linear attention"),
+    ("--multi-latent-attention --kv-lora-rank 8 --num-layers 2 --rope-type none", "requires --position-embedding-type"),
     ("--hybrid-layer-pattern */M --mamba-num-groups 3", "--mamba-num-groups 3: does not divide 8 heads"),
 ])  # fmt: skip
 def test_contradicting_flags_are_rejected(line, message):
