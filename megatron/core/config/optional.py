@@ -156,6 +156,15 @@ class FillInTheMiddleConfig(OptionalGroup):
 
 
 @dataclass(kw_only=True)
+class PackedSamplesConfig(OptionalGroup):
+    """Packed samples"""
+
+    use_packed_sequence: bool = False
+    """Pack the samples of a micro-batch in one row, without padding; attention separates them (pretrain_bert.py). No
+    effect in pretrain_vlm.py, whose rows have no padding."""
+
+
+@dataclass(kw_only=True)
 class MaskedDataConfig(OptionalGroup):
     """Masked words"""
 

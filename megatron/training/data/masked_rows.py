@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
+from megatron.core.config.optional import PackedSamplesConfig
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.bert.description import most_masked, predicted_per_rank
 from megatron.training.data.batch import Batch, on_device, pack_rows, sort_by_length
@@ -40,7 +41,7 @@ class MaskedRows(Batches):
         if self.cfg.training.cuda_graph_impl == "local":
             batches = map(_with_full_rows, batches)
         arguments = super().split(batches, number, size)
-        if self.cfg.group(BertConfig).use_packed_sequence and self.cfg.model.pipeline_model_parallel_size > 1:
+        if self.cfg.group(PackedSamplesConfig).use_packed_sequence and self.cfg.model.pipeline_model_parallel_size > 1:
             read = list(islice(batches, number))
             tokens = (int(batch["padding_mask"].sum()) for batch in read)
             lengths = [math.ceil(count / self._row_multiple) * self._row_multiple for count in tokens]
@@ -74,7 +75,7 @@ class MaskedRows(Batches):
         full_rows = len(batch.pop("full_rows", ()))
         batch, lengths = sort_by_length(batch, batch.pop("padding_mask").sum(1))
         batch["labels"] = batch["labels"].clamp(min=0)
-        if self.cfg.group(BertConfig).use_packed_sequence:
+        if self.cfg.group(PackedSamplesConfig).use_packed_sequence:
             return self._packed(batch, lengths)
         length = batch["text"].shape[1]
         layout = TokenLayout.of(parallel_state.get_process_groups())
@@ -88,7 +89,7 @@ class MaskedRows(Batches):
         add their indices ``predicted`` [b, k], masked tokens first, and gather labels and loss_mask to [b, k]."""
         if (most := predicted_per_rank(self.cfg)) is None:
             return batch
-        if self.cfg.group(BertConfig).use_packed_sequence:  # the length of the single row varies
+        if self.cfg.group(PackedSamplesConfig).use_packed_sequence:  # the length of the single row varies
             most = max(1, int(batch["loss_mask"].count_nonzero()))
         is_masked = batch["loss_mask"].ne(0).byte()  # weights may be negative
         predicted = is_masked.argsort(dim=1, descending=True, stable=True)[:, :most]

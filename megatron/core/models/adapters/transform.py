@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 def is_target(module: str, targets: Sequence[str] | None) -> bool:
     """Return whether the linear layer with the full name ``module`` gets an adapter. ``targets``: last parts of names,
-    or patterns of full names; None: all linear layers of attention and feed-forward networks. Routed experts need a
-    target that names them, such as ``experts.linear_fc1``."""
+    or patterns of full names; None: all linear layers of attention and feed-forward networks. Routed experts and vision
+    towers need a target that names them, such as ``experts.linear_fc1`` or ``vision.*.linear_qkv``."""
     parent, _, last = module.rpartition(".")
-    of_experts = parent.endswith(".experts")
+    part = "experts" if parent.endswith(".experts") else "vision" if module.startswith("vision.") else ""
     if targets is None:
-        return last.startswith("linear_") and not of_experts
-    chosen = [target for target in targets if "experts" in target] if of_experts else targets
+        return last.startswith("linear_") and not part
+    chosen = [target for target in targets if part in target]
     return any(f".{module}".endswith(f".{target}") or fnmatchcase(module, target) for target in chosen)
 
 

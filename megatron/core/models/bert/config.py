@@ -14,16 +14,13 @@ from megatron.core.config.ranges import PositiveInt
 class BertConfig(OptionalGroup):
     """Sentence pairs and packed samples (pretrain_bert.py)"""
 
-    HARMLESS: ClassVar[tuple[str, ...]] = ("bert_binary_head", "use_packed_sequence")
+    HARMLESS: ClassVar[tuple[str, ...]] = ("bert_binary_head",)
 
     bert_binary_head: bool = flag("--bert-no-binary-head", default=True)
     """Train on pairs of texts, with the binary head for their order and token types (pretrain_bert.py)."""
 
     bert_num_tokentypes: PositiveInt | None = None
     """Token types with an embedding; default: 2 with the binary head, else none (pretrain_bert.py)."""
-
-    use_packed_sequence: bool = False
-    """Pack the samples of a micro-batch in one row, without padding; attention separates them (pretrain_bert.py)."""
 
 
 def num_tokentypes(group: BertConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron.core.config.optional import MaskedDataConfig
+from megatron.core.config.optional import MaskedDataConfig, PackedSamplesConfig
 from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.models.bert import description, rules
 from megatron.core.models.bert.config import BertConfig
@@ -38,7 +38,7 @@ FAMILY = ModelFamily(
     data_set=data_set,
     describe=description.describe_settings,
     transformers=lambda cfg: {"encoder": cfg.model},
-    groups=(BertConfig, MaskedDataConfig),
+    groups=(BertConfig, PackedSamplesConfig, MaskedDataConfig),
     rules=(*collect_rules(rules), partial(maskable_tokens, special=3), sinks_exclude_cuda_graphs),  # cls, sep, sep
     tokenizer_type="BertWordPieceLowerCase",
     sequence_tensors=frozenset({"text", "types", "labels", "loss_mask", "position_ids", "document"}),

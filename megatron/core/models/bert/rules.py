@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.config.optional import PackedSamplesConfig
 from megatron.core.config.problems import Problems, Settings, problem
 from megatron.core.models.bert.config import BertConfig, num_tokentypes
 from megatron.core.models.common.masked_data import reads_text
@@ -19,7 +20,7 @@ WITHOUT_MASK = (
 
 def packed_sequences(cfg: Settings) -> Problems:
     """Reject --use-packed-sequence with a nonzero --attention-dropout."""
-    if cfg.group(BertConfig).use_packed_sequence and cfg.model.attention_dropout:
+    if cfg.group(PackedSamplesConfig).use_packed_sequence and cfg.model.attention_dropout:
         reason = "requires attention kernels for variable lengths, which have no dropout"
         yield problem(cfg, "use_packed_sequence", reason, "--attention-dropout 0")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.config.optional import PackedSamplesConfig
 from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.config.vision import VisionConfig
@@ -64,7 +65,7 @@ FAMILY = replace(
     data_set=data_set,
     describe=description.describe_settings,
     derive=derive,
-    groups=(*gpt.FAMILY.groups, VisionConfig),
+    groups=(*gpt.FAMILY.groups, VisionConfig, PackedSamplesConfig),
     rules=(*gpt.FAMILY.rules, *collect_rules(rules)),
     weight_settings=(*gpt.FAMILY.weight_settings, *description.SETTINGS),
     sequence_tensors=gpt.FAMILY.sequence_tensors | {"axes", "image_numbers"},

@@ -98,7 +98,7 @@ GPT = "pretrain_gpt.py, pretrain_moe.py, pretrain_hybrid.py and pretrain_vlm.py"
 @pytest.mark.parametrize("family, text, flag, programs", [
     ("bert", "--num-experts 8", "--num-experts 8", GPT),
     ("t5", DECODER + "--spec my.module layers", "--spec my.module layers", GPT),
-    ("t5", DECODER + "--use-packed-sequence", "--use-packed-sequence", "pretrain_bert.py"),
+    ("t5", DECODER + "--use-packed-sequence", "--use-packed-sequence", "pretrain_bert.py and pretrain_vlm.py"),
 ])  # fmt: skip
 def test_flags_of_other_families_are_rejected_with_their_programs(family, text, flag, programs):
     assert problems(text, family=family) == [f"{flag}: is supported only by {programs}; remove it"]

@@ -57,8 +57,8 @@ def test_a_length_is_named_as_it_was_given():
 
 @pytest.mark.parametrize("family, text, reason", [
     ("bert", "--attention-dropout 0.1", "which have no dropout; --attention-dropout 0"),
-    ("t5", "", "is supported only by pretrain_bert.py"),
-    ("gpt", "", "is supported only by pretrain_bert.py"),
+    ("t5", "", "is supported only by pretrain_bert.py and pretrain_vlm.py"),
+    ("gpt", "", "is supported only by pretrain_bert.py and pretrain_vlm.py"),
 ])  # fmt: skip
 def test_rows_of_several_samples_are_for_some_runs(family, text, reason):
     flags = f"NullTokenizer --vocab-size 99 --mock-data --attention-dropout 0 --use-packed-sequence {text}"
