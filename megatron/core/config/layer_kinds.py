@@ -54,7 +54,7 @@ def layer_kinds(config: Any, layer_number: int) -> tuple[str, ...]:
 
 def recurrent_kinds(config: HybridConfig) -> set[str]:
     """Return the kinds of recurrent mixers that layers may have."""
-    return delta_kinds(config) | {*pattern_kinds(config)} & {"mamba"}
+    return delta_kinds(config) | {*pattern_kinds(config), *depth_kinds(config)} & {"mamba"}
 
 
 def norm_places(config: Any, layer_number: int) -> tuple[bool, bool]:

@@ -1,8 +1,11 @@
 """Patterns of hybrid models: kinds, prediction depths, problems."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron.core.config.hybrid import check_hybrid_pattern
+from megatron.core.config.layer_kinds import norm_places, recurrent_kinds
 from megatron.training.arguments import parse_args, validate_args
 
 SIZES = (
@@ -55,3 +58,14 @@ def test_pattern_sets_layers_depths_and_stages(line, layout, num_layers, num_dep
 def test_contradicting_flags_are_rejected(line, message):
     with pytest.raises(Exception, match=message):
         resolved(line)
+
+
+def test_prediction_depths_count_as_layers():
+    assert recurrent_kinds(resolved("--hybrid-layer-pattern *-/M").model) == {"mamba"}
+    assert recurrent_kinds(resolved("--hybrid-layer-pattern *-/G").model) == {"gated_delta_net"}
+
+
+def test_prediction_depth_has_the_norms_of_the_last_layer():
+    config = SimpleNamespace(norm_placement="mixed", num_layers=2, experimental_attention_variant="gated_delta_net",
+                             linear_attention_freq=2)  # fmt: skip
+    assert [norm_places(config, number) for number in (1, 2, 3)] == [(True, False), (False, True), (False, True)]

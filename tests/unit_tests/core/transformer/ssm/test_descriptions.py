@@ -10,6 +10,7 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.backends import get_backend
 from megatron.core.models.common.layer_specs import MIXERS
+from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.spec_utils import build_module
 
@@ -60,5 +61,32 @@ def test_described_bytes_are_saved(kind, sizes):
 def test_described_parameters_are_those_of_the_mixer(kind):
     mixer, config = built(kind, 32, 128, 8, 2)
     piece = mixer.describe(config, LayerPlace(1, LENGTH))
-    described = {param.name: (param.shape, param.ndim) for param in piece.params}
-    assert described == {name: (param.spec.shape, param.ndim) for name, param in mixer.named_parameters()}
+    described = {param.name: (param.shape, param.ndim, dict(param.mesh)) for param in piece.params}
+    assert described == {
+        name: (param.spec.shape, param.ndim, {axis: place.dim for axis, place in param.spec.mesh.items()})
+        for name, param in mixer.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(("kind", "products"), [
+    ("gated_delta_net", 3), ("kimi_delta_attention", 3),  # S^T k, k v^T, S^T q
+    ("mamba", 2),  # B (dt x)^T, S^T C
+])  # fmt: skip
+def test_described_work_is_that_of_the_recurrence(kind, products):
+    """A product of a state [key, value] with a vector, or of two vectors, has key x value multiplications and sums."""
+    key, value, heads = 32, 128, 8
+    mixer, config = built(kind, key, value, heads, 2)
+    ops = {op.kind: op for op in mixer.describe(config, LayerPlace(1, LENGTH)).ops}
+    assert ops["recurrence"].flops == 2 * products * heads * key * value * LENGTH
+    # bf16: at least two inputs and the output in the forward pass, three inputs and two outputs in the backward pass
+    assert 8 <= ops["norm"].traffic / (2 * heads * value) <= 16
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba"])
+def test_convolution_begins_as_that_of_torch(kind):
+    mixer, _ = built(kind, 32, 128, 8, 2)
+    weight = mixer.conv1d.weight
+    initialize_parameters(mixer, 1, SINGLE_PROCESS)
+    like = torch.nn.Conv1d(weight.shape[0], weight.shape[0], weight.shape[-1], groups=weight.shape[0]).weight
+    assert weight.abs().max().item() == pytest.approx(like.abs().max().item(), rel=0.02)
+    assert weight.float().std().item() == pytest.approx(like.std().item(), rel=0.05)
