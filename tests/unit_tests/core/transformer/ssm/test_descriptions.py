@@ -73,7 +73,7 @@ def test_described_parameters_are_those_of_the_mixer(kind):
     ("mamba", 2),  # B (dt x)^T, S^T C
 ])  # fmt: skip
 def test_described_work_is_that_of_the_recurrence(kind, products):
-    """Each product of a state [key, value] has key x value multiplications and as many sums."""
+    """Each product of a state [key, value] has key x value multiplications and key x value sums."""
     key, value, heads = 32, 128, 8
     mixer, config = built(kind, key, value, heads, 2)
     ops = {op.kind: op for op in mixer.describe(config, LayerPlace(1, LENGTH)).ops}
