@@ -47,9 +47,9 @@ def delta_rule(
     if log_decay.ndim == 3 and kernels_fit(key, value):
         return linear_attention(query, key, value, log_decay, beta, follows, state)
     length, shared = len(value), value.shape[2] // key.shape[2]
-    per_channel = log_decay.ndim == 4
+    per_channel, size = log_decay.ndim == 4, min(size, length)  # one new token needs no full chunk
     if per_channel:
-        size = 1 << (min(size, length) - 1).bit_length()
+        size = 1 << (size - 1).bit_length()
     query, key = (in_chunks(x.to(state.dtype).repeat_interleave(shared, 2), size) for x in (query, key))
     value, beta = in_chunks(value.to(state.dtype), size), in_chunks(beta.to(state.dtype), size).unsqueeze(-1)
     log_decay = log_decay.to(state.dtype)

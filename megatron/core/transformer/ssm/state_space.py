@@ -40,6 +40,7 @@ def state_space(
     if kernels_fit(key, value):
         return linear_attention(query, key, value, log_decay, None, follows, state)
     length, shared = len(value), value.shape[2] // key.shape[2]
+    size = min(size, length)  # one new token needs no full chunk
     query, key = (in_chunks(x.to(state.dtype), size) for x in (query, key))
     scores = (query @ key.mT).repeat_interleave(shared, 2)
     query, key = (x.repeat_interleave(shared, 2) for x in (query, key))
