@@ -69,13 +69,16 @@ def layout_flags(args: argparse.Namespace) -> list[str]:
     return [] if ranks == 1 else [word for flag, size in flags.items() for word in (flag, str(size))]
 
 
-def load_gpt(args: argparse.Namespace) -> TrainedModel:
-    """Return the GPT model of --load on this rank. Collective over the ranks of torchrun."""
+def load_gpt(args: argparse.Namespace, *, images: bool = False) -> TrainedModel:
+    """Return the GPT model of --load on this rank, with ``images`` the vision tower of a Hugging Face folder, too.
+    Collective over the ranks of torchrun."""
     from megatron.core.models.gpt.model import GPTModel
     from megatron.training.trained_model import load_trained_model
 
     layout, tokenizer = layout_flags(args), tokenizer_settings(args)
-    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family, layout, tokenizer)
+    trained = load_trained_model(
+        args.load, args.ckpt_step, "tools/generate.py", args.family, layout, tokenizer, images=images
+    )
     if not isinstance(trained.model, GPTModel):
         raise UserError(f"--load {args.load}: is an encoder-decoder model; use tools/generate.py on one rank")
     return trained

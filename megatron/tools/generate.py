@@ -44,6 +44,13 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         metavar="JSON",
         help="variables of the chat template, such as '{\"enable_thinking\": false}'",
     )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image before the text of each prompt, for models that read images; may be repeated; requires --chat",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=100, help="maximum length of each text, in tokens")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens; 0: all tokens")
@@ -90,6 +97,8 @@ def check_ranges(args: argparse.Namespace) -> None:
     lines = [f"--{name.replace('_', '-')} {value}: {problem}" for name, (value, problem) in problems.items()]
     if args.chat_template_kwargs is not None and not args.chat:
         lines.append("--chat-template-kwargs: requires --chat; add it")
+    if args.image and not args.chat:
+        lines.append(f"--image {args.image[0]}: requires --chat; add it")
     if args.ckpt_step is not None and args.ckpt_step < 0:
         lines.append(f"--ckpt-step {args.ckpt_step}: must not be negative")
     if lines:
@@ -106,15 +115,25 @@ def texts(args: argparse.Namespace) -> Iterator[str]:
     check_ranges(args)
     prompts = load_prompts(args)
     layout, tokenizer = layout_flags(args), tokenizer_settings(args)
-    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family, layout, tokenizer)
+    trained = load_trained_model(
+        args.load, args.ckpt_step, "tools/generate.py", args.family, layout, tokenizer, images=bool(args.image)
+    )
     trained = replace(trained, cuda_graphs=args.cuda_graph_impl == "local", is_chat=args.chat)
     generate = trained.cfg.family.generate
     assert generate is not None, "only families with generate name this tool"
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    if args.image:
+        trained = trained.with_images(args.image)
     if args.chat:
         render, variables = trained.tokenizer.render_chat, args.chat_template_kwargs or {}
-        prompts = [render([{"role": "user", "content": prompt}], **variables) for prompt in prompts]
+        prompts = [render([user_message(prompt, len(args.image))], **variables) for prompt in prompts]
     yield from generate(trained, prompts, args.max_new_tokens, sampling)
+
+
+def user_message(prompt: str, num_images: int) -> dict[str, Any]:
+    """Return the message of a user: images, then ``prompt``."""
+    parts = [{"type": "image"}] * num_images + [{"type": "text", "text": prompt}]
+    return {"role": "user", "content": parts if num_images else prompt}
 
 
 def main(argv: Sequence[str]) -> int:

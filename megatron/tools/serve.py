@@ -32,9 +32,12 @@ from megatron.tools.engine_flags import add_engine_flags, load_gpt, on_first_ran
 
 if TYPE_CHECKING:
     from megatron.core.inference.engine import Engine
+    from megatron.core.inference.server.image_parts import ImageParts
     from megatron.training.trained_model import TrainedModel
 
 MAX_BODY_BYTES = 4 * 2**20
+MAX_IMAGE_BODY_BYTES = 32 * 2**20
+"""Of models that read images: base64 takes 4 bytes for 3."""
 TOKEN_VARIABLE = "MEGATRON_SERVE_TOKEN"
 END_SECONDS = 15
 """Time that the ranks have to end together."""
@@ -60,6 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-requests", type=int, default=512, metavar="N", help="texts that wait or are generated")
     parser.add_argument("--max-prompts", type=int, default=128, metavar="N", help="texts of one request")
     parser.add_argument(
+        "--allowed-image-folder",
+        metavar="DIR",
+        help="folder whose images requests may name by file URLs; default: none",
+    )
+    parser.add_argument(
         "--watchdog-timeout-seconds",
         type=float,
         default=300.0,
@@ -78,6 +86,8 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         raise UserError(f"--port {args.port}: must be between 0 and 65535")
     if args.watchdog_timeout_seconds != 0 and not 1 <= args.watchdog_timeout_seconds <= 10**6:
         raise UserError(f"--watchdog-timeout-seconds {args.watchdog_timeout_seconds}: must be 0, or 1 to 1000000")
+    if args.allowed_image_folder is not None and not Path(args.allowed_image_folder).is_dir():
+        raise UserError(f"--allowed-image-folder {args.allowed_image_folder}: is no folder; give an existing one")
     args.token = read_token(args)
     if not is_loopback(args.host) and args.token is None:
         raise UserError(f"--host {args.host}: other machines can connect; add --token-file FILE")
@@ -123,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron.core.inference.engine import Engine
     from megatron.core.inference.scheduler import Limits
 
-    trained = load_gpt(args)
+    trained = load_gpt(args, images=True)
     limits = Limits(trained.cfg.data.seq_length, max_sequences=args.max_sequences)
     progress = Progress(args.watchdog_timeout_seconds)
     graphs = args.cuda_graph_impl == "local"
@@ -160,6 +170,17 @@ class Progress:
         _exit_at_once()
 
 
+def image_parts(trained: TrainedModel, folder: str | None) -> ImageParts | None:
+    """Return the reader of images of requests; None for a model of text. Raises UserError for ``folder`` without a
+    use."""
+    from megatron.core.inference.server.image_parts import ImageParts
+
+    loader = trained.image_loader
+    if loader is None and folder is not None:
+        raise UserError(f"--allowed-image-folder {folder}: the model reads text only; remove it")
+    return None if loader is None else ImageParts(loader, folder)
+
+
 def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM, on rank 0. After a failure of the engine the process ends here with code 1."""
     from megatron.core.inference.server import app
@@ -168,9 +189,10 @@ def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> in
 
     length = engine.scheduler.limits.max_length
     name = args.model_name or Path(args.load).resolve().name
-    description = Model(name, trained.tokenizer, length, min(args.max_prompts, args.max_requests))
+    images = image_parts(trained, args.allowed_image_folder)
+    description = Model(name, trained.tokenizer, length, min(args.max_prompts, args.max_requests), images)
     service = EngineService(engine, args.max_requests, args.watchdog_timeout_seconds)
-    server = app.Server(service, description, MAX_BODY_BYTES)
+    server = app.Server(service, description, MAX_BODY_BYTES if images is None else MAX_IMAGE_BODY_BYTES)
     try:
         listening = app.listen(args.host, args.port)
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,14 @@ from torch import nn
 from megatron.core.config.errors import UserError
 from megatron.core.config.rope_parameters import parse_rope_parameters
 from megatron.core.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
+from megatron.core.config.vision import PIXELS, VisionConfig
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.inference.image_prompts import ImageLoader
+from megatron.core.inference.images import PromptImages
 from megatron.core.models.family import ModelFamily
 from megatron.core.models.registry import families, get_family
+from megatron.core.models.vlm.towers import tower_kind
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.export.hf import load_hf_settings
@@ -38,9 +42,9 @@ logger = logging.getLogger(__name__)
 ASKED = ("--skip-train", "--micro-batch-size", "1", "--eval-iters", "0")
 """Flags of a run that does not train."""
 
-CHOICE_OF_EXPERTS = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
-"""Settings that a resumed run may change but an inference model must keep as trained, because some balancing types
-select experts differently. Both hold one value per balancing type.
+AS_TRAINED = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", *PIXELS)
+"""Settings that a resumed run may change but an inference model must keep as trained: some balancing types select
+experts differently (both settings hold one value per type), and images must have the size and colors of training.
 """
 
 
@@ -57,10 +61,30 @@ class TrainedModel:
     """Ranks that each hold a part of the model."""
     is_chat: bool = False
     """Whether prompts are rendered conversations, which have all special tokens already."""
+    images: PromptImages | None = None
+    """Images of every prompt."""
 
     def tokenize(self, prompt: str) -> list[int]:
         """Return the ids of a prompt."""
-        return (self.tokenizer.tokenize_chat if self.is_chat else self.tokenizer.tokenize)(prompt)
+        ids = (self.tokenizer.tokenize_chat if self.is_chat else self.tokenizer.tokenize)(prompt)
+        loader = self.image_loader
+        return ids if self.images is None or loader is None else loader.expanded(ids, self.images.sizes)
+
+    @property
+    def image_loader(self) -> ImageLoader | None:
+        """Reader of images; None for a model of text."""
+        if VisionConfig not in self.cfg.family.groups:
+            return None
+        vision = self.cfg.group(VisionConfig)
+        assert vision.image_token_id is not None, "required"
+        return ImageLoader(tower_kind(vision).images(vision), vision.image_token_id)
+
+    def with_images(self, paths: Sequence[str]) -> TrainedModel:
+        """Return the model with the images of ``paths`` in every prompt. Raises UserError: the model reads text only,
+        or an image cannot be read."""
+        if (loader := self.image_loader) is None:
+            raise UserError(f"--image {paths[0]}: the model reads text only; remove it")
+        return replace(self, images=loader.load(paths, loader.sizes(paths)))
 
 
 def load_trained_model(
@@ -70,6 +94,8 @@ def load_trained_model(
     module: str | None = None,
     layout: Sequence[str] = (),
     tokenizer: Mapping[str, str] | None = None,
+    *,
+    images: bool = False,
 ) -> TrainedModel:
     """Return model (evaluation mode), settings and tokenizer of a --save directory, or of a Hugging Face folder if
     there is no checkpoint and ``step`` is None. Loads weights only. With ``layout``, starts torch.distributed.
@@ -83,6 +109,7 @@ def load_trained_model(
         layout: flags of the parallel layout on the ranks of torchrun; empty: the full model on this process.
         tokenizer: ``tokenizer_type`` and ``tokenizer_model``, to use another tokenizer than the run's or the
             folder's.
+        images: read the vision tower of a Hugging Face folder, too, if it has one.
 
     Raises:
         UserError: the model family belongs to another tool, or checkpoint or tokenizer are missing or damaged.
@@ -90,15 +117,14 @@ def load_trained_model(
     if module is not None:
         get_family(module)
     if step is None and (Path(folder) / "config.json").is_file() and find_checkpoint(folder) is None:
-        return _load_hugging_face(folder, tool, [*layout, *_tokenizer_flags(tokenizer, None)])
+        return _load_hugging_face(folder, tool, [*layout, *_tokenizer_flags(tokenizer, None)], images)
     stored = load_checkpoint_args(folder, step)
     family = _checked_family(stored, folder, tool)
     argv = ["--load", folder, "--use-checkpoint-args", "--exit-on-missing-checkpoint", "--finetune", *ASKED, *layout]
     argv += [] if step is None else ["--ckpt-step", str(step)]
     argv += _tokenizer_flags(tokenizer, stored.get("tokenizer_type"))
     parsed = apply_checkpoint_args(parse_args(argv, needs_data=False, model_family=family.name))
-    balancing = {name: stored[name] for name in CHOICE_OF_EXPERTS if name in stored}
-    parsed = parsed.with_settings(**balancing)
+    parsed = parsed.with_settings(**{name: stored[name] for name in AS_TRAINED if name in stored})
     names, checkpoint = [field.name for field in fields(TokenizerConfig)], find_checkpoint(folder, step)
     settings, built_tokenizer = TokenizerConfig(**{name: getattr(parsed.flat, name) for name in names}), None
     if not tokenizer and checkpoint is not None:
@@ -143,11 +169,12 @@ def _start(cfg: PretrainConfig, layout: Sequence[str]) -> tuple[PretrainConfig, 
     return resolved, initialize_megatron(resolved)
 
 
-def _load_hugging_face(folder: str, tool: str, layout: Sequence[str]) -> TrainedModel:
+def _load_hugging_face(folder: str, tool: str, layout: Sequence[str], images: bool) -> TrainedModel:
     """Return the model of a Hugging Face folder on this process's device, in evaluation mode, with settings from its
     config.json. Sequence lengths are the model's maximum positions; with dynamic or longrope scaling, the length up to
     which rotary frequencies are constant. Raises UserError for a family of another tool, or without a tokenizer."""
-    family = _checked_family(load_hf_settings(folder), folder, tool)
+    readers = [family.name for family in families().values() if images and VisionConfig in family.groups]
+    family = _checked_family(load_hf_settings(folder, next(iter(readers), None)), folder, tool)
     cfg = apply_hf_settings(
         parse_args(["--load-hf", folder, *ASKED, *layout], needs_data=False, model_family=family.name)
     )

@@ -1,8 +1,12 @@
 """Greedy text after images equals ``generate`` of ``transformers``."""
 
+import base64
 import functools
+import json
 import random
+import zlib
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,7 +49,7 @@ def prompts():
             ids += [IMAGE] * (height * width // 4) + [rng.randrange(11, VOCAB) for _ in range(rng.randrange(1, 9))]
         count = sum(height * width for height, width in sizes)
         patches = torch.randn(count, PATCH, generator=generator).numpy()
-        requests.append((ids, PromptImages(patches, sizes) if sizes else None))
+        requests.append((ids, PromptImages(patches, sizes, [(h // 2, w // 2) for h, w in sizes]) if sizes else None))
     requests[-1] = requests[0][0], requests[-1][1]
     return requests
 
@@ -148,3 +152,146 @@ def test_ranks_generate_what_one_rank_does(gloo_pool, name):
     (first, values), *rest = gloo_pool.run(scores, 2, RANKS[name])
     assert len(tokens) == len(IMAGES) and first == tokens and all(other[0] == [] for other in rest)
     torch.testing.assert_close(values, logprobs, atol=2e-5, rtol=0)
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}[<|image|>]{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "<assistant>"
+)
+PROCESSOR = {
+    "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "image_mean": [0.4, 0.5, 0.6],
+    "image_std": [0.3, 0.2, 0.25], "size": {"shortest_edge": 64, "longest_edge": 1024},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Hugging Face folder with tokenizer, chat template and processor; (path, model of transformers)."""
+    from tests.test_utils.tiny_tokenizers import byte_level_bpe
+
+    path = tmp_path_factory.mktemp("folder") / "hf"
+    model = peer("qwen3_vl", vocab_size=400, image_token_id=1, max_position_embeddings=256).eval()
+    model.save_pretrained(path)
+    byte_level_bpe(path / "tokenizer.json", 400, special=("<|endoftext|>", "<|image|>"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": CHAT}))
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return path, model
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Paths of two images, of other sizes than the model reads."""
+    from PIL import Image
+
+    path, generator = tmp_path_factory.mktemp("pictures"), np.random.default_rng(1)
+    for name, size in (("a.png", (20, 13)), ("b.bmp", (90, 41))):
+        Image.fromarray(generator.integers(0, 255, (*size, 3), dtype=np.uint8)).save(path / name)
+    return [path / "a.png", path / "b.bmp"]
+
+
+def expected_text(folder, paths, text, count):
+    """Greedy text of transformers' model and image processor after a rendered conversation."""
+    from PIL import Image
+    from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor
+
+    path, model = folder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    inputs = Qwen2VLImageProcessor(**PROCESSOR)([Image.open(path) for path in paths], return_tensors="pt")
+    ids, grids = [], iter(inputs["image_grid_thw"].prod(1) // 4)
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        ids += [token] * int(next(grids) if token == 1 else 1)
+    kinds = (torch.tensor([ids]) == 1).int()
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
+    output = model.generate(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, **options, **inputs)
+    return tokenizer.decode(output[0, len(ids) :]), len(ids)
+
+
+def test_the_command_line_answers_questions_about_files(folder, pictures, capsys):
+    from megatron.console import run_tool
+
+    command = ["--load", str(folder[0]), "--chat", "--prompt", "What?", "--max-new-tokens", "5", "--temperature", "0"]
+    images = [word for path in pictures for word in ("--image", str(path))]
+    assert run_tool("generate", [*command, *images]) == 0
+    text, _ = expected_text(folder, pictures, "<user>[<|image|>][<|image|>]What?<assistant>", 5)
+    assert capsys.readouterr().out == f"<user>[<|image|>][<|image|>]What?<assistant>{text}\n"
+    for words, reason in (
+        (["--image", str(folder[0] / "config.json")], "is no readable image"),
+        (["--image", "missing.png"], "image missing.png: cannot be read"),
+        ([*images, "--chat-template-kwargs", "{}", "--prompt", "<|image|>"], "3 image tokens for 2 images"),
+    ):
+        assert run_tool("generate", [*command, *words]) == 2
+        assert reason in capsys.readouterr().err
+    assert run_tool("generate", ["--load", str(folder[0]), *images]) == 2
+    assert "requires --chat" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def ask(folder, pictures):
+    """Sends image parts and a text to a server of the folder; returns its answer."""
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("uvicorn")
+    from megatron.tools.serve import image_parts
+    from megatron.training.trained_model import load_trained_model
+    from tests.test_utils.model_server import running_server
+
+    trained = load_trained_model(str(folder[0]), None, "tools/generate.py", images=True)
+    images = image_parts(trained, str(pictures[0].parent))
+    with running_server(trained.tokenizer, model=trained.model, max_bytes=2**20, images=images) as (url, _):
+
+        def send(urls, text="What?", **values):
+            parts = [{"type": "image_url", "image_url": {"url": item}} for item in urls]
+            content = [*parts, {"type": "text", "text": text}]
+            form = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 5, **values}
+            return httpx.post(f"{url}/v1/chat/completions", json=form, timeout=60)
+
+        yield send
+    assert images._num_bytes == 0
+
+
+def data_url(data):
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def test_the_server_answers_questions_about_data_and_files(ask, folder, pictures):
+    text, count = expected_text(folder, pictures, "<user>[<|image|>][<|image|>]What?<assistant>", 5)
+    other, _ = expected_text(folder, pictures[::-1], "<user>[<|image|>][<|image|>]What?<assistant>", 5)
+    for urls, expected in (
+        ([data_url(path.read_bytes()) for path in pictures], text),
+        ([f"file://{path}" for path in pictures], text),
+        ([f"file://{path}" for path in pictures[::-1]], other),
+    ):
+        answer = ask(urls, ignore_eos=True).json()
+        assert answer["choices"][0]["message"]["content"] == expected
+        assert answer["usage"]["prompt_tokens"] == count
+
+
+def test_the_server_rejects_hostile_images(ask, pictures, tmp_path):
+    below = pictures[0].parent
+    (tmp_path / "secret.png").write_bytes(pictures[0].read_bytes())
+    (below / "link.png").symlink_to(tmp_path / "secret.png")
+    header = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
+    bomb = header + zlib.crc32(header[12:]).to_bytes(4, "big") + b"\x00\x00\x00\x00IDAT" + b"\x35\xaf\x06\x1e"
+    good = data_url(pictures[0].read_bytes())
+    for urls, reason in (
+        (["http://127.0.0.1/a.png"], "is not loaded; send a data URL"),
+        (["/etc/passwd"], "is not loaded; send a data URL"),
+        (["data:image/png,abc"], "must be data:image/...;base64"),
+        (["data:image/png;base64,????"], "is not base64"),
+        ([good, data_url(b"no image")], "image 2: is no readable image"),
+        ([data_url(pictures[0].read_bytes()[:200])], "image 1: cannot be read (image file is truncated)"),
+        ([data_url(bomb)], "image 1: has"),
+        ([f"file://{tmp_path}/secret.png"], "is not below --allowed-image-folder"),
+        ([f"file://{below}/../{tmp_path.name}/secret.png"], "is not below --allowed-image-folder"),
+        ([f"file://{below}/%2e%2e/secret.png"], "is not below --allowed-image-folder"),
+        ([f"file://{below}/link.png"], "is not below --allowed-image-folder"),
+        ([f"file://elsewhere{below}/a.png"], "is not below --allowed-image-folder"),
+        ([f"file://{below}/none.png"], "cannot be read"),
+        ([f"file://{below}"], "cannot be read"),
+        ([good] * 40, "the model takes 96"),
+    ):
+        answer = ask(urls)
+        assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+        assert answer.json()["error"]["param"] == "messages" and answer.json()["error"]["type"]
+    assert "3 image tokens for 1 image" in ask([good], "<|image|> <|image|>").json()["error"]["message"]
+    assert ask([good]).status_code == 200

@@ -45,11 +45,12 @@ SIZES = [(4, 6), (2, 2), (6, 4)]
 """Height and width of the images in patches; the first row has two."""
 
 
-def peer(kind, dtype=torch.float32):
-    """A small model of transformers with random weights."""
+def peer(kind, dtype=torch.float32, image_token_id=IMAGE, **changes):
+    """A small model of transformers with random weights; ``changes`` in its text configuration."""
     name, more, vision = KINDS[kind]
-    text = {**TEXT, **more} if kind != "qwen3_vl" else {**PLAIN, **more}
-    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config={**VISION, **vision}, **TOKENS)
+    text = {**(TEXT if kind != "qwen3_vl" else PLAIN), **more, **changes}
+    tokens = {**TOKENS, "image_token_id": image_token_id}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config={**VISION, **vision}, **tokens)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).to(dtype)
     generator = torch.Generator().manual_seed(1)

@@ -34,13 +34,21 @@ def tiny_model(vocab_size):
 
 @contextmanager
 def running_server(
-    tokenizer, token=None, max_requests=20, max_bytes=20_000, pages=80, model=None, limit=60, max_connections=4096
+    tokenizer,
+    token=None,
+    max_requests=20,
+    max_bytes=20_000,
+    pages=80,
+    model=None,
+    limit=60,
+    max_connections=4096,
+    images=None,
 ):
     """Yield (its address, its service)."""
     model = model or tiny_model(tokenizer.vocab_size)
     engine = Engine(model, Limits(LENGTH, 64, 8), num_pages=pages, page_size=8)
     service = EngineService(engine, max_requests, limit)
-    server = app.Server(service, Model("tiny", tokenizer, LENGTH, 8), max_bytes)
+    server = app.Server(service, Model("tiny", tokenizer, LENGTH, 8, images), max_bytes)
     program = app.build_program(server, token, max_connections)
     service.program = program  # for tests that end it
     with app.listen("127.0.0.1", 0) as listening:

@@ -9,6 +9,9 @@ from megatron.core.config.cli import flag
 from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.ranges import Dim, Layers, NonNegativeInt, PositiveFloat, Probability, Range
 
+PIXELS = ("image_min_pixels", "image_max_pixels", "image_mean", "image_std")
+"""Settings by which images become patches."""
+
 
 @dataclass(kw_only=True)
 class VisionConfig(OptionalGroup):

@@ -6,7 +6,8 @@ is dropped), resized with bicubic interpolation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, BinaryIO
+from io import BytesIO
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from megatron.core.safe_files import open_regular
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
+Source: TypeAlias = str | bytes
+"""Path or content of a file."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Others start programs (EPS) or are rare."""
 MAX_PIXELS = 1 << 27
@@ -48,10 +51,14 @@ def _opened(file: BinaryIO) -> PillowImage:
     return image
 
 
-def image_size(path: str) -> tuple[int, int]:
+def _file(source: Source) -> BinaryIO:
+    return BytesIO(source) if isinstance(source, bytes) else open_regular(source)
+
+
+def image_size(source: Source) -> tuple[int, int]:
     """Return height and width of an image file, without decoding it. Raises ImageError."""
     try:
-        with open_regular(path) as file:
+        with _file(source) as file:
             image = _opened(file)
             turned = image.getexif().get(ORIENTATION) in SIDEWAYS
             return (image.width, image.height) if turned else (image.height, image.width)
@@ -60,7 +67,7 @@ def image_size(path: str) -> tuple[int, int]:
 
 
 def read_image(
-    path: str, height: int, width: int, *, fit: str = "stretch", color: tuple[int, ...] = (0, 0, 0)
+    source: Source, height: int, width: int, *, fit: str = "stretch", color: tuple[int, ...] = (0, 0, 0)
 ) -> np.ndarray:
     """Return the pixels of an image file, resized, uint8 [height, width, 3]. Raises ImageError.
 
@@ -69,7 +76,7 @@ def read_image(
             square with borders of ``color``, then ``crop``.
     """
     try:
-        with open_regular(path) as file:
+        with _file(source) as file:
             image = _opened(file)
             from PIL import Image, ImageOps
 

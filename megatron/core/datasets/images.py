@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from megatron.core.datasets.image_files import ImageError, image_size, read_image
+from megatron.core.datasets.image_files import ImageError, Source, image_size, read_image
 
 MAX_RATIO = 200
 """Largest ratio of the longer side to the shorter one."""
@@ -48,7 +48,7 @@ class Images:
         """Return :meth:`size` of an image that is not very long."""
         raise NotImplementedError
 
-    def read(self, path: str, size: tuple[int, int]) -> np.ndarray:
+    def read(self, source: Source, size: tuple[int, int]) -> np.ndarray:
         """Return the pixels of an image file with this ``size`` in patches, uint8 [height, width, 3]. Raises
         ImageError."""
         raise NotImplementedError
@@ -61,11 +61,11 @@ class Images:
         """Return :meth:`size` of an image file. Raises ImageError."""
         return self.size(*image_size(path))
 
-    def patches(self, path: str, size: tuple[int, int]) -> np.ndarray:
+    def patches(self, source: Source, size: tuple[int, int]) -> np.ndarray:
         """Return the patches of an image file, fp32 [n, channels * frames * rows * columns], square by square. ``size``
         in patches. Raises ImageError."""
         (rows, columns), merge, patch = size, self.merge, self.patch
-        pixels = self.read(path, size).astype(np.float32) / np.float32(255)
+        pixels = self.read(source, size).astype(np.float32) / np.float32(255)
         normed = (pixels - np.array(self.mean, dtype=np.float32)) / np.array(self.std, dtype=np.float32)
         squares = normed.reshape(rows // merge, merge, patch, columns // merge, merge, patch, -1)
         ordered = squares.transpose(0, 3, 1, 4, 6, 2, 5)  # square row, square column, row, column, channel, pixel
@@ -100,8 +100,8 @@ class ImageSettings(Images):
             rows, columns = (math.ceil(side * grow / step) for side in (height, width))
         return rows * self.merge, columns * self.merge
 
-    def read(self, path: str, size: tuple[int, int]) -> np.ndarray:
-        return read_image(path, size[0] * self.patch, size[1] * self.patch)
+    def read(self, source: Source, size: tuple[int, int]) -> np.ndarray:
+        return read_image(source, size[0] * self.patch, size[1] * self.patch)
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,6 @@ class FixedImages(Images):
         """One row if there is a class token."""
         return (1, self.class_tokens + size[0] * size[1]) if self.class_tokens else size
 
-    def read(self, path: str, size: tuple[int, int]) -> np.ndarray:
+    def read(self, source: Source, size: tuple[int, int]) -> np.ndarray:
         color = tuple(int(channel * 255) for channel in self.mean)
-        return read_image(path, size[0] * self.patch, size[1] * self.patch, fit=self.fit, color=color)
+        return read_image(source, size[0] * self.patch, size[1] * self.patch, fit=self.fit, color=color)

@@ -135,7 +135,7 @@ class Engine:
             raise UserError("images: the model reads text only; remove them")
         if model.config.batch_invariant_mode:
             raise UserError("images: are not supported with batch_invariant_mode; remove it")
-        return PlacedImages(request.prompt, request.images, self._vision.image_token_id, self._vision.vision_merge_size)
+        return PlacedImages(request.prompt, request.images, self._vision.image_token_id)
 
     def cancel(self, number: int) -> None:
         """End request ``number`` and free its pages; nothing if it has ended."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -28,6 +28,15 @@ class PromptImages:
     """fp32 [m, p], square by square."""
     sizes: Sequence[tuple[int, int]]
     """Height and width of each image, in patches."""
+    squares: Sequence[tuple[int, int]]
+    """Rows and columns of the tokens of each image."""
+    hashes: list[bytes] = field(init=False)
+    """A hash of each image, 64 bytes."""
+
+    def __post_init__(self) -> None:
+        parts = np.split(self.patches, _bounds(self.sizes)[1:-1])
+        hashes = [blake2b(str(size).encode() + part.tobytes()).digest() for size, part in zip(self.sizes, parts)]
+        object.__setattr__(self, "hashes", hashes)
 
 
 class StepImages(NamedTuple):
@@ -57,41 +66,36 @@ class PlacedImages:
     """Images at the tokens of their prompt.
 
     Args:
-        token: id of an image token. An image has one per square of ``merge`` x ``merge`` patches.
+        token: id of an image token.
 
     Raises UserError if the prompt has too few or too many image tokens, or text within an image.
     """
 
-    def __init__(self, prompt: Sequence[int], images: PromptImages, token: int, merge: int) -> None:
-        self.images, self.merge = images, merge
+    def __init__(self, prompt: Sequence[int], images: PromptImages, token: int) -> None:
+        self.images = images
         is_image = np.array(prompt) == token
-        squares = [(rows // merge, columns // merge) for rows, columns in images.sizes]
-        self.bounds = np.cumsum([0, *(rows * columns for rows, columns in squares)])
+        self.bounds = _bounds(images.squares)
         """First token of each image among all image tokens, and their number."""
         places = np.flatnonzero(is_image)
         if len(places) != self.bounds[-1]:
             counts = f"{counted(len(places), 'image token')}, its images have {self.bounds[-1]}"
-            raise UserError(f"prompt: has {counts}; repeat token {token} for every square of patches")
+            raise UserError(f"prompt: has {counts}; repeat token {token} as often")
         pieces = np.split(places, self.bounds[1:-1])
         if any(len(piece) and piece[-1] - piece[0] >= len(piece) for piece in pieces):
             raise UserError("prompt: the tokens of an image are not consecutive; write all tokens of an image in a row")
         self.numbers = np.where(is_image, is_image.cumsum() - 1, -1)
-        self.axes = axes(is_image, squares)
+        self.axes = axes(is_image, images.squares)
         self.shift = int(self.axes.max()) + 1 - len(prompt)
         """Rotary position less index of every token after the prompt."""
         names = np.array(prompt, np.int64)
-        for image, piece in enumerate(pieces):
-            digest = blake2b(str(squares[image]).encode() + self.patches(image, image + 1).tobytes()).digest()
+        for digest, piece in zip(images.hashes, pieces):
             names[piece] = np.resize(np.frombuffer(digest, np.int64), len(piece)) | np.int64(-(2**63))
         self.key_ids: list[int] = names.tolist()
         """The prompt for keys of cached pages: a negative hash of its pixels in place of every image token."""
 
-    def patches(self, first: int, last: int) -> np.ndarray:
-        """Return the patches of the images from ``first`` to ``last``, exclusive."""
-        return self.images.patches[slice(*(self.bounds[[first, last]] * self.merge**2))]
-
-    def part(self, start: int, stop: int) -> StepImages:
-        """Return positions and images of the tokens from ``start`` to ``stop`` of prompt and text."""
+    def part(self, start: int, stop: int) -> tuple[StepImages, int]:
+        """Return positions and images of the tokens from ``start`` to ``stop`` of prompt and text, and the number of
+        tokens of these images."""
         positions = np.arange(start, stop)[:, None].repeat(3, 1) + self.shift
         numbers = np.full(stop - start, -1)
         count = max(len(self.axes) - start, 0)
@@ -101,7 +105,14 @@ class PlacedImages:
         if len(selected):
             first, last = np.searchsorted(self.bounds, selected[[0, -1]], "right") - (1, 0)
             numbers[numbers >= 0] -= self.bounds[first]
-        return StepImages(positions, numbers, [*self.images.sizes[first:last]], self.patches(first, last))
+        patches = self.images.patches[slice(*_bounds(self.images.sizes)[[first, last]])]
+        num_tokens = int(self.bounds[last] - self.bounds[first])
+        return StepImages(positions, numbers, [*self.images.sizes[first:last]], patches), num_tokens
+
+
+def _bounds(sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return the sums of rows x columns before each of ``sizes``, and of all."""
+    return np.cumsum([0, *(rows * columns for rows, columns in sizes)])
 
 
 def step_images(parts: Sequence[tuple[PlacedImages | None, int, int]]) -> StepImages | None:
@@ -115,10 +126,10 @@ def step_images(parts: Sequence[tuple[PlacedImages | None, int, int]]) -> StepIm
             positions.append(np.arange(start, stop)[:, None].repeat(3, 1))
             numbers.append(np.full(stop - start, -1))
             continue
-        part = images.part(start, stop)
+        part, num_tokens = images.part(start, stop)
         positions.append(part.axes)
         numbers.append(np.where(part.numbers < 0, -1, part.numbers + total))
         sizes += part.sizes
         patches.append(part.patches)
-        total += len(part.patches) // images.merge**2
+        total += num_tokens
     return StepImages(np.concatenate(positions), np.concatenate(numbers), sizes, np.concatenate(patches))

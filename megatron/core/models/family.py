@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
     from megatron.core.datasets.megatron_dataset import MegatronDataset
+    from megatron.core.inference.images import PromptImages
     from megatron.core.inference.sampling import Sampling
 
 Options = dict[str, Any]
@@ -41,6 +42,8 @@ class TrainedModel(Protocol):
     def cuda_graphs(self) -> bool: ...
     @property
     def num_ranks(self) -> int: ...
+    @property
+    def images(self) -> PromptImages | None: ...
     def tokenize(self, prompt: str) -> list[int]: ...
 
 

@@ -14,6 +14,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.export.hf import families
 from megatron.export.hf.family import Family
+from megatron.export.hf.image_processor import read_image_settings
 from megatron.export.hf.quantization import KEY, weight_format
 from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG
@@ -141,6 +142,8 @@ def load_settings(folder: Path, model_family: object = None) -> tuple[Family, di
         known = keys_of_transformers(family.architecture)
         unread = [key for key in family.unknown_keys(config) if key.rpartition(".")[2] not in known]
         settings = family.load_settings({key: value for key, value in config.items() if key not in unread})
+        if "vision_model_type" in settings:
+            settings |= read_image_settings(folder)
         ids = read_end_ids(folder)
         return family, settings | ({"end_token_ids": ids} if ids else {}), unread
     except (TypeError, LookupError, ValueError, ArithmeticError, AttributeError) as error:

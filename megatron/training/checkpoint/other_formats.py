@@ -29,6 +29,7 @@ from megatron.core.config.mup import MupConfig
 from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.optional import CustomLayersConfig, MultiplierConfig, RopeScalingConfig
 from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.core.config.vision import PIXELS
 from megatron.core.description.model import weight_shapes
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_json
@@ -79,10 +80,8 @@ COMPUTATION = {
     "encoder_num_layers",
 }
 OF_FAMILIES = {name for family in families().values() for name in family.weight_settings}
-MODEL = {"seq_length", *OF_FAMILIES, *(field.name for group in GROUPS for field in dataclasses.fields(group))} - {
-    *LAYOUT,
-    *COMPUTATION,
-}
+OF_GROUPS = {field.name for group in GROUPS for field in dataclasses.fields(group)}
+MODEL = {"seq_length", *PIXELS, *OF_FAMILIES, *OF_GROUPS} - {*LAYOUT, *COMPUTATION}
 """Settings of a model, excluding its parallel layout and kernels."""
 FIXED = {*ARCHITECTURE, *SIZES, "vocab_size"} - {"seq_length", "decoder_seq_length", "max_position_embeddings"}
 """Settings in which the command line must not contradict the weights."""

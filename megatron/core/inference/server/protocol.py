@@ -11,6 +11,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.server.fields import Fields, RequestError, checked_type, strings
+from megatron.core.inference.server.image_parts import ImageParts
 from megatron.core.inference.server.request_fields import MAX_STOPS, MAX_TOP_LOGPROBS, MEGATRON, PATHS
 from megatron.core.safe_files import parse_json
 from megatron.core.tokenizers.base import Tokenizer
@@ -32,6 +33,8 @@ class Model:
     tokenizer: Tokenizer
     max_length: int
     max_prompts: int
+    images: ImageParts | None = None
+    """Reader of image parts; None: the model reads text only."""
     fingerprint: str = field(default_factory=lambda: f"fp_{secrets.token_hex(5)}")
     """OpenAI's ``system_fingerprint``: answers to a request with a seed are equal while it does not change."""
 
@@ -108,11 +111,12 @@ def read_chat(fields: Fields, info: Model) -> Job:
     check_model(fields, info)
     if info.tokenizer.chat is None:
         raise RequestError("this model's tokenizer has no chat template; use /v1/completions", "messages")
-    messages = [_message(message) for message in checked_type("messages", fields.raw("messages"), list)]
+    messages = [_message(message, info) for message in checked_type("messages", fields.raw("messages"), list)]
     if not messages:
         raise RequestError("messages: must have at least one message", "messages")
     if not any(DEVELOPER in template for template in info.tokenizer.chat.templates.values()):
         messages = [{**message, "role": "system"} if message["role"] == DEVELOPER else message for message in messages]
+    messages, sources = (messages, []) if info.images is None else info.images.split(messages)
     text = info.tokenizer.render_chat(messages, **_chat_options(fields, info.tokenizer))
     logprobs, top = fields.get("logprobs", bool, False), fields.optional("top_logprobs", int, high=MAX_TOP_LOGPROBS)
     if top and not logprobs:
@@ -121,7 +125,11 @@ def read_chat(fields: Fields, info: Model) -> Job:
     max_new_tokens = next((limit for limit in limits if limit is not None), info.max_length)
     ids = info.tokenizer.tokenize_chat(text) or [info.tokenizer.eod]
     template = replace(_template(fields, info, max_new_tokens, 1), top_logprobs=top or 0)
-    return _finish(fields, Job([ids], [text], template, logprobs=logprobs, is_chat=True), info)
+    if info.images is None:
+        return _finish(fields, Job([ids], [text], template, logprobs=logprobs, is_chat=True), info)
+    ids, sizes = info.images.expanded(ids, sources)
+    job = _finish(fields, Job([ids], [text], template, logprobs=logprobs, is_chat=True), info)
+    return replace(job, template=replace(job.template, images=info.images.load(sources, sizes)))
 
 
 def read_megatron(fields: Fields, info: Model) -> Job:
@@ -233,9 +241,9 @@ def _prompts(value: Any, info: Model) -> tuple[list[list[int]], list[str]]:
     return prompts, [info.tokenizer.detokenize(prompt) for prompt in prompts]
 
 
-def _message(value: object) -> dict[str, object]:
-    """Return a chat message whose content is text, or a list of text parts. Only one with tool calls may lack it.
-    Arguments of tool calls become objects, which templates write in their own form."""
+def _message(value: object, info: Model) -> dict[str, Any]:
+    """Return a chat message whose content is text, or a list of text parts and images. Only one with tool calls may
+    lack it. Arguments of tool calls become objects, which templates write in their own form."""
     message = checked_type("messages", value, dict)
     # clients send a message of an answer again with null for the keys that it lacks
     message = {key: part for key, part in message.items() if part is not None or key == "content"}
@@ -246,9 +254,12 @@ def _message(value: object) -> dict[str, object]:
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         for part in content:
-            if checked_type("messages.content", part, dict).get("type") != "text":
-                raise RequestError("messages.content: only parts of type text are supported", "messages")
-            checked_type("messages.content", part.get("text"), str)
+            kind = checked_type("messages.content", part, dict).get("type")
+            if kind == "text":
+                checked_type("messages.content", part.get("text"), str)
+            elif kind != "image_url" or info.images is None:
+                kinds = "text is" if info.images is None else "text or image_url are"
+                raise RequestError(f"messages.content: only parts of type {kinds} supported", "messages")
     elif content is not None or not calls:
         checked_type("messages.content", content, str)
     if calls is not None:

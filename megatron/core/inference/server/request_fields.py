@@ -61,7 +61,10 @@ COMPLETION: Rules = {
 }
 CHAT: Rules = {
     **COMMON,
-    "messages": _used("text, or parts of type text; role `developer` is `system` for a template without it; required"),
+    "messages": _used(
+        "text, or parts of type text, and `image_url` if the model reads images; role `developer` is `system` for a "
+        "template without it; required"
+    ),
     "max_completion_tokens": _used("at least 1; default: the model's length"),
     "max_tokens": _used("the same, without `max_completion_tokens`"),
     "logprobs": _used("true or false; default false"),

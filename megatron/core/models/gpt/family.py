@@ -101,25 +101,26 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
     ends = tokenizer.end_ids
     texts = [trained.tokenize(prompt) or [tokenizer.eod] for prompt in prompts]
     problem, several = model_problem(trained.model), trained.num_ranks > 1
+    needs_cache = several or trained.images is not None
     longest = length if problem is None else -1
-    if several and (problem or max(map(len, texts)) > length):
+    if needs_cache and (problem or max(map(len, texts)) > length):
         problem = problem or f"a prompt has {max(map(len, texts))} tokens, the model takes {length}"
-        raise UserError(f"{problem}; several ranks generate only with a cache: use one")
+        fix = "use one" if several else "give fewer or smaller images, or another model"
+        raise UserError(f"{problem}; {'several ranks' if several else 'images'} need a cache: {fix}")
     batch = [ids for ids in texts if len(ids) <= longest]
     completions: Iterator[Completion] = iter(())
     if batch:
         limits = Limits(length, max_sequences=min(len(batch), 256))
         engine = Engine(trained.model, limits, cuda_graphs=trained.cuda_graphs)
-        completions = engine.stream(
-            Request(prompt=ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=ends) for ids in batch
-        )
+        options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop_tokens": ends}
+        completions = engine.stream(Request(prompt=ids, images=trained.images, **options) for ids in batch)
         if not engine.is_first_rank:
             list(completions)
             return
     for prompt, ids in zip(prompts, texts):
         completion = next(completions) if len(ids) <= longest else Completion(finish_reason="length")
         tokens = list(completion.tokens)
-        if completion.finish_reason == "length" and not several:
+        if completion.finish_reason == "length" and not needs_cache:
             tokens += inference.generate(
                 trained.model,
                 ids + tokens,
