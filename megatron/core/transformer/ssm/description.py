@@ -80,10 +80,13 @@ def _describe_delta_mixer(
     values, key, value = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
     vectors = [Param("norm.weight", (value,), ndim=1)]
     vectors += [Param(name, rows, {"tp": 0}, ndim=1) for name, rows in (("dt_bias", biases), ("A_log", (values,)))]
+    kernels = len(biases) == 1 and _has_kernels(config, key, value)
     kept = _chunk_bytes(config, sizes, values, key, value, keys=keys, matrices=matrices)
+    if kernels:  # inputs of the convolution, its outputs; unit vectors and values
+        kept = _kernel_bytes(config, sizes, values, tensors=3, wide=0)
     chunks, flops = _kept("convolved, decays and chunks", kept, "delta_rule"), 6.0 * values * key * value
     return replace(
-        _describe_mixer(config, place, sizes, vectors, chunks, flops, "gdn_norm_out"),
+        _describe_mixer(config, place, sizes, vectors, chunks, flops, "gdn_norm_out", kernels=kernels),
         name="linear attention", settings=SETTINGS,
     )  # fmt: skip
 
@@ -108,19 +111,24 @@ def describe_mamba(config: Config, place: LayerPlace) -> Piece:
     )  # fmt: skip
     vectors = [Param(name, (heads,), {"tp": 0}, ndim=1) for name in ("dt_bias", "A_log", "D")]
     vectors.append(Param("norm.weight", (sizes.outputs,), {"tp": 0}, ndim=1))
+    kernels = _has_kernels(config, state, channels)
     kept = _chunk_bytes(config, sizes, heads, state, channels, keys=3.5, matrices=3.7)
+    if kernels:  # inputs of the convolution, its outputs; x in fp32, dt x
+        kept = _kernel_bytes(config, sizes, heads, tensors=2, wide=4 + activation_bytes(config))
     chunks, flops = _kept("convolved and chunks", kept, "ssm"), 4.0 * heads * state * channels
     return replace(
-        _describe_mixer(config, place, sizes, vectors, chunks, flops, "mamba_norm_out"),
+        _describe_mixer(config, place, sizes, vectors, chunks, flops, "mamba_norm_out", kernels=kernels),
         name="Mamba-2", settings=MAMBA_SETTINGS,
     )  # fmt: skip
 
 
 def _describe_mixer(
-    config: Config, place: LayerPlace, sizes: MixerSizes, vectors: list[Param], chunks: Saved, flops: float, norm: str
-) -> Piece:
+    config: Config, place: LayerPlace, sizes: MixerSizes, vectors: list[Param], chunks: Saved, flops: float, norm: str,
+    *, kernels: bool,
+) -> Piece:  # fmt: skip
     """Return the ``Piece`` of a ``RecurrentMixer``, whose recurrence has ``flops`` per token and saves ``chunks``;
-    ``norm`` is the site of its gated norm."""
+    ``norm`` is the site of its gated norm. Plain torch saves three fp32 tensors there, ``kernels`` the input, which
+    stays if the norm is recomputed."""
     tp, item, channels = config.tensor_model_parallel_size, activation_bytes(config), sum(sizes.parts[sizes.convolved])
     in_rows = (sizes.blocks, sum(sizes.parts))
     into = linear("in_proj", in_rows, config.hidden_size, 0, bias=False, row_parts=sizes.parts)
@@ -132,10 +140,11 @@ def _describe_mixer(
         "recurrence", "recurrence", place.seq_length * flops, traffic=16.0 * item * sizes.blocks * channels // tp,
         gradients=float(width), saved=(chunks,),
     )  # fmt: skip
-    normed = _kept("normed", 12.0 * output, norm)
+    normed = _kept("normed", 0.0 if kernels else 12.0 * output, norm)
+    saved = (normed, Saved("recurrence", output * item)) if kernels else (normed,)
     ops = (
         gemm(into[0], config, place.seq_length, gradients=width, saved=(Saved("projections", width),)),
-        rule, Op("norm", "gated norm", traffic=12.0 * item * output, saved=(normed,)),
+        rule, Op("norm", "gated norm", traffic=(6.0 if kernels else 12.0) * item * output, saved=saved),
         gemm(out[0], config, place.seq_length, saved=(Saved("recurrence", output * item),)),
     )  # fmt: skip
     return Piece("mixer", (*into, *conv, *out, *vectors), ops)
@@ -144,6 +153,18 @@ def _describe_mixer(
 def _kept(name: str, size: float, site: str) -> Saved:
     """Return what a site saves, which it recomputes or offloads if it is named."""
     return Saved(name, size, (site,), (site,))
+
+
+def _has_kernels(config: Config, key: int, value: int) -> bool:
+    """Whether kernels compute the recurrence on Hopper GPUs (``fusions/linear_attention.py``)."""
+    return config.bf16 and key in (16, 32, 64, 128) and value % 16 == 0
+
+
+def _kernel_bytes(config: Config, sizes: MixerSizes, heads: int, *, tensors: int, wide: int) -> float:
+    """Return the bytes per token on this rank that the layer saves with kernels: ``tensors`` of the convolution's
+    channels, ``wide`` bytes per channel of the outputs, numbers per head. Measured (``test_descriptions.py``)."""
+    mixed = tensors * activation_bytes(config) * sizes.blocks * sum(sizes.parts[sizes.convolved])
+    return (mixed + wide * sizes.outputs + 40 * heads) / config.tensor_model_parallel_size
 
 
 def _chunk_bytes(

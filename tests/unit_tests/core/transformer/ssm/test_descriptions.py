@@ -7,12 +7,15 @@ from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import LayerPlace
 from megatron.core.enums import AttnMaskType
+from megatron.core.fusions import gated_norm as gated_norm_kernels
+from megatron.core.fusions import linear_attention, short_convolution
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.backends import get_backend
 from megatron.core.models.common.layer_specs import MIXERS
 from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.ssm import convolution, delta_rule, description, gated_norm, state_space
 
 LENGTH = 256
 SIZES = [(32, 128, 8, 2), (64, 64, 8, 4), (128, 32, 4, 2), (128, 128, 8, 2)]
@@ -35,10 +38,40 @@ def built(kind, key, value, heads, groups):
     return build_module(spec, config, layer_number=1, groups=SINGLE_PROCESS), config
 
 
+class NoKernel:
+    """A kernel whose launches do nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: None
+
+
+def enable_kernels(patch):
+    """Let layers allocate and save what they do with kernels on a GPU."""
+    pytest.importorskip("triton")
+    for module in (linear_attention, short_convolution, gated_norm_kernels):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            patch.setattr(module, name, NoKernel())
+    for rule in (delta_rule, state_space):
+        patch.setattr(rule, "kernels_fit", lambda key, value: True)
+    patch.setattr(gated_norm, "_has_kernel", lambda x, size: True)
+    patch.setattr(
+        convolution, "_activated", lambda x, follows, tail, *weights: (
+            short_convolution.convolution_silu(x, follows, tail, *weights), tail
+        ),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ["gated_delta_net", "kimi_delta_attention", "mamba"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_described_bytes_are_saved(kind, sizes):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_described_bytes_are_saved(kind, sizes, kernels, monkeypatch):
+    if kernels:
+        enable_kernels(monkeypatch)
+    monkeypatch.setattr(description, "_has_kernels", lambda *sizes: kernels)
+    if kernels and kind == "kimi_delta_attention":
+        pytest.skip("chunks in plain torch")
     mixer, config = built(kind, *sizes)
+    length = 4096 if kernels else LENGTH  # kernels save one state per sequence
     parameters, saved, alive = {param.data_ptr() for param in mixer.parameters()}, {}, []
 
     def pack(x):
@@ -48,12 +81,12 @@ def test_described_bytes_are_saved(kind, sizes):
             saved[storage.data_ptr()] = storage.nbytes()
         return x
 
-    x = torch.randn(LENGTH, 1, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(length, 1, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         mixer(x, ForwardContext(TokenLayout()))
-    described = mixer.describe(config, LayerPlace(1, LENGTH))
+    described = mixer.describe(config, LayerPlace(1, length))
     bytes_per_token = sum(kept.bytes for op in described.ops for kept in op.saved)
-    without_input = (sum(saved.values()) - x.untyped_storage().nbytes()) / LENGTH  # the norm's, in a layer
+    without_input = (sum(saved.values()) - x.untyped_storage().nbytes()) / length  # the norm's, in a layer
     assert bytes_per_token == pytest.approx(without_input, rel=0.1)
 
 
