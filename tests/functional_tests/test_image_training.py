@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from tests.test_utils.gpt_runs import train
 from tests.test_utils.layout_table import CP2, CP4, FSDP, GATHER, LLAMA, PP2, SP, TP2
-from tests.test_utils.layouts import Layout
+from tests.test_utils.layouts import MODEL, VOCAB_SIZE, Layout, configure
 
 TOWER = (
     "--vision-model-type qwen --image-token-id 7 --vision-num-layers 2 --vision-hidden-size 16 --patch-dim 4"
@@ -67,3 +68,43 @@ def test_layout_equals_one_rank(matrix, name):
 )
 def test_planted_error_is_found(matrix, name, fault):
     assert not matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=1, family="vlm"), fault).equal
+
+
+# ---- adapters, resuming
+
+VOCABULARY = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE), "--mock-data"]
+LORA = "--lora-rank 2 --lora-alpha 8"
+WITH_TOWER = f"{LORA} --lora-target-modules linear_qkv vision.blocks.*.linear_proj vision.merger.linear_fc1"
+
+
+@pytest.fixture(scope="module")
+def base(gloo_pool, tmp_path_factory):
+    """Folder of a trained model."""
+    folder = tmp_path_factory.mktemp("base")
+    argv = [*MODEL, *CLIP.split(), *VOCABULARY, "--train-iters", "2", "--lr-warmup-iters", "0", "--save", str(folder)]
+    assert gloo_pool.run(train, 1, [*argv, "--micro-batch-size", "4"], True, "vlm") == [0]
+    return folder
+
+
+@pytest.mark.parametrize("targets, layout", [(LORA, TP2), (WITH_TOWER, f"{TP2} {SP}"), (WITH_TOWER, CP2)])
+def test_adapters_equal_one_rank(matrix, base, targets, layout):
+    row = Layout(f"{CLIP} --pretrained-checkpoint {base} {targets}", layout, 2, steps=2, family="vlm")
+    verdict = matrix.verdict(row)
+    assert verdict.equal, verdict.first
+    cfg = configure(row.argv, 2, "fp64", "vlm")
+    adapters = {param.name for param in cfg.describe(VOCAB_SIZE).params() if ".adapter." in param.name}
+    of_tower = {name.split(".adapter.")[0] for name in adapters if name.startswith("vision.")}
+    layers = {f"vision.blocks.layers.{layer}.self_attention.linear_proj" for layer in (0, 1)}
+    assert of_tower == (set() if targets == LORA else {*layers, "vision.merger.linear_fc1"})
+    assert any("linear_qkv" in name for name in adapters)
+
+
+def test_resuming_with_images_changes_no_byte(gloo_pool, tmp_path):
+    argv = [*MODEL, *CLIP.split(), *VOCABULARY, "--train-iters", "4", "--save-interval", "2", "--hidden-dropout", "0.1"]
+
+    def run(folder, *flags):
+        assert gloo_pool.run(train, 1, [*argv, "--save", str(folder), *flags], False, "vlm") == [0]
+        return (folder / "metrics.jsonl").read_bytes()
+
+    run(tmp_path / "parts", "--exit-interval", "2")
+    assert run(tmp_path / "parts", "--load", str(tmp_path / "parts")) == run(tmp_path / "complete")
