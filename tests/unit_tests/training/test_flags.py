@@ -33,6 +33,7 @@ DIFFERENT = {
     "--optimizer choices": "others are not available yet",
     "--position-embedding-type choices": "others are not available yet",
     "--fp8-recipe choices": "in another order",
+    "--rope-type choices": "none: latent attention without positions",
     "--transformer-impl choices": "others are not available yet",
     "--rotary-base type": "bases of published models are not always whole",
     "--moe-layer-freq type": "a pattern of layers, as of --window-attn-skip-freq",

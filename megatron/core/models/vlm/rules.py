@@ -63,7 +63,7 @@ def settings_of_towers(cfg: Settings) -> Problems:
 def axes_of_positions(cfg: Settings) -> Problems:
     """Three sections fill the rotary pairs, and every axis finds its pairs in the interleaved order."""
     sections = cfg.group(VisionConfig).mrope_section
-    if sections is None:
+    if sections is None or cfg.model.kv_channels is None:  # another rule reports the missing size
         return
     pairs = int(cfg.model.kv_channels * cfg.embeddings.rotary_percent) // 2
     if len(sections) != 3 or min(sections) < 1 or sum(sections) != pairs:
