@@ -16,6 +16,7 @@ from megatron.core.inference.images import PromptImages
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import Limits
+from tests.functional_tests import test_llava_models
 from tests.functional_tests.test_image_models import IMAGE, KINDS, VISION, VOCAB, local_model, peer
 
 LENGTH, NEW = 96, 6
@@ -96,6 +97,26 @@ def test_scores_of_a_prompt_equal_a_forward_pass(models, kind):
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     actual = torch.tensor([score.logprob for score in completion.prompt_scores[1:]])
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind, tokens", [("clip-class-token", (1, 10)), ("siglip-mistral", (3, 3))])
+def test_greedy_text_of_llava_equals_that_of_transformers(kind, tokens, tmp_path):
+    foreign = test_llava_models.peer(kind).eval()
+    foreign.save_pretrained(tmp_path)
+    rng, generator = random.Random(3), torch.Generator().manual_seed(4)
+    requests, expected = [], []
+    for count in (1, 0, 2):
+        ids = [rng.randrange(11, VOCAB) for _ in range(5)]
+        for _ in range(count):
+            ids += [IMAGE] * tokens[0] * tokens[1] + [rng.randrange(11, VOCAB) for _ in range(3)]
+        pixels = torch.randn(count, 3, 12, 12, generator=generator)
+        patches = torch.nn.functional.unfold(pixels, 4, stride=4).transpose(1, 2).flatten(0, 1).numpy()
+        requests.append(request(ids, PromptImages(patches, [(3, 3)] * count, [tokens] * count) if count else None))
+        more = {"pixel_values": pixels} if count else {}
+        options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **more}
+        expected.append(foreign.generate(input_ids=torch.tensor([ids]), **options)[0, len(ids) :].tolist())
+    engine = Engine(local_model(tmp_path), Limits(max_length=LENGTH, max_tokens=7), num_pages=99, page_size=4)
+    assert [completion.tokens for completion in engine.generate(requests)] == expected
 
 
 def test_wrong_image_tokens_are_rejected(models):

@@ -419,7 +419,8 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
 
 def test_graphs_are_recorded_before_the_server_takes_requests(tokenizer, monkeypatch, capsys):
     engine = Engine(tiny_model(tokenizer.vocab_size), Limits(LENGTH, 64, 2), num_pages=20, page_size=8)
-    program, trained = SimpleNamespace(run=lambda sockets: None), SimpleNamespace(tokenizer=tokenizer)
+    trained = SimpleNamespace(tokenizer=tokenizer, image_loader=None)
+    program = SimpleNamespace(run=lambda sockets: None)
     args = parse_command_line(["--load", "mine", "--port", "0"])
     monkeypatch.setattr(app, "build_program", lambda server, token: program)
     for count in (5, 0):
