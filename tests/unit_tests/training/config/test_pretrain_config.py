@@ -6,6 +6,7 @@ import pytest
 
 from megatron.core.config.groups import FlagGroup, frozen_group
 from megatron.core.config.lora import LoraConfig
+from megatron.core.config.optional import PackedSamplesConfig
 from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models.bert.config import BertConfig
@@ -45,7 +46,7 @@ def test_copies_have_other_values_in_every_form():
 def test_only_groups_without_an_attribute_are_read_by_kind():
     cfg = resolved("--bert-no-binary-head")
     assert {*cfg.family_groups} == {
-        BertConfig, EncoderDecoderConfig, FineTuningConfig, LoraConfig, PreferenceConfig
+        BertConfig, EncoderDecoderConfig, FineTuningConfig, LoraConfig, PackedSamplesConfig, PreferenceConfig
     }  # fmt: skip
     assert cfg.group(BertConfig).bert_binary_head is False
 
