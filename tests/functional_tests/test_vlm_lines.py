@@ -1,10 +1,13 @@
 """Command lines of Megatron-LM's pretrain_vlm.py (its functional tests) pass the dry run with the same shapes."""
 
+import numpy as np
 import pytest
 
 from megatron.core.config.vision import VisionConfig
+from megatron.core.tokenizers import build_tokenizer
 from megatron.training import entry
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.tasks.images import ImageTask
 
 COMMON = (
     "--attention-dropout 0.0 --hidden-dropout 0.0 --log-params-norm --log-num-zeros-in-grad"
@@ -45,6 +48,16 @@ def test_a_line_has_the_shapes_of_megatron_lm(name, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert entry.read_settings("vlm", "pretrain_vlm.py", [*arguments, "--dry-run"]) is None
     assert "the settings are consistent" in capsys.readouterr().out
+
+
+def test_mock_data_has_an_image_in_front():
+    arguments = f"{LINES['te_tp1_pp1'][0]} {COMMON} {HERE}".split()
+    cfg = validate_args(parse_args(arguments, model_family="vlm"), 8)
+    sample = ImageTask(cfg, build_tokenizer(cfg.tokenizer)).random_sample(np.random.default_rng(1))
+    assert np.flatnonzero(sample["tokens"] == 0).tolist() == list(range(577))
+    assert not sample["loss_mask"][:576].any() and sample["loss_mask"][576:].any()
+    assert sample["sizes"].values.tolist() == [[24, 24]]
+    assert sample["patches"].values.shape == (576, 3 * 14 * 14)
 
 
 def test_rows_are_rounded_up_for_context_parallel_ranks():

@@ -16,6 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from megatron.core.config.errors import UserError
+from megatron.core.datasets.conversations.images import item_paths
 from megatron.core.datasets.image_dataset import ImageDataset, ImageDatasetConfig
 from megatron.core.datasets.image_files import ImageError, image_size
 from megatron.core.datasets.image_positions import axes
@@ -199,10 +200,10 @@ def text(words):
     return {"type": "text", "text": words}
 
 
-def dataset(path, tokenizer, length=64, **settings):
+def dataset(path, tokenizer, length=64, path_to_cache=None, **settings):
     config = ImageDatasetConfig(
         random_seed=1, sequence_length=length, tokenizer=tokenizer, split="1", images=SETTINGS,
-        image_token=tokenizer.tokenize("<|image_pad|>")[0], path_to_cache=None, **settings,
+        image_token=tokenizer.tokenize("<|image_pad|>")[0], path_to_cache=path_to_cache, **settings,
     )  # fmt: skip
     source = ImageDataset.build_low_level_dataset(path, config)
     lines = np.arange(ImageDataset.numel_low_level_dataset(source))
@@ -279,15 +280,30 @@ def test_a_cut_is_before_an_image(tmp_path, tokenizer):
     ours, _ = tokenizer
     picture(40, 40).save(tmp_path / "a.png")
     turn = [user([text("x" * 9), part("a.png")]), assistant("y")]
-    path = write_lines(tmp_path / "chats.jsonl", [{"messages": turn * 4}])
+    first = [user([text("x" * 30), part("a.png")]), assistant("y")] * 4
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": first}, {"messages": turn * 4}])
     lengths = set()
     for length in range(70, 200, 3):
-        row = dataset(path, ours, length)[0]
-        is_image = row["tokens"] == ours.tokenize("<|image_pad|>")[0]
-        assert is_image.sum() == 25 * len(row["sizes"].values), length
-        assert len(row["patches"].values) == 100 * len(row["sizes"].values)
-        lengths.add(len(row["sizes"].values))
+        rows = dataset(path, ours, length, str(tmp_path / "cache"))
+        cuts = [int(rows.dataset.cut_lengths(np.array([number]), length)[0]) for number in (0, 1)]
+        assert rows.dataset.cut_lengths(np.array([0, 1]), length).tolist() == cuts
+        for row in (rows[number] for number in range(len(rows))):
+            is_image = row["tokens"] == ours.tokenize("<|image_pad|>")[0]
+            assert is_image.sum() == 25 * len(row["sizes"].values), length
+            assert len(row["patches"].values) == 100 * len(row["sizes"].values)
+            lengths.add(len(row["sizes"].values))
     assert {1, 2, 3} <= lengths
+    assert (tmp_path / "cache").is_dir() and not (tmp_path / "chats.jsonl.cache").exists()
+
+
+@pytest.mark.parametrize("keys", [
+    {"type": "image", "path": "a.png"}, {"type": "image", "url": "file://a.png"}, {"type": "image", "image": "a.png"},
+    {"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "image": None, "path": "a.png"},
+])  # fmt: skip
+def test_a_path_has_one_of_four_keys(keys):
+    from megatron.core.datasets.conversations.formats import Conversation
+
+    assert item_paths(Conversation([user([text("x"), keys]), assistant("y")])) == ["a.png"]
 
 
 def marks(value):
@@ -325,3 +341,9 @@ def test_unreadable_images_are_skipped_on_request(tmp_path, tokenizer):
     rows = dataset(write_lines(tmp_path / "other.jsonl", lines[1:]), tokenizer[0])
     with pytest.raises(UserError, match="line 2: image b.jpg: .*--image-errors skip"):
         [rows[index] for index in range(len(rows))]
+
+
+def test_one_side_may_be_200_times_the_other():
+    assert SETTINGS.size(1, 200) and SETTINGS.size(200, 1)
+    with pytest.raises(ImageError, match="201 pixels"):
+        SETTINGS.size(1, 201)

@@ -10,6 +10,7 @@ from megatron.core.config.vision import VisionConfig
 from megatron.core.models.vlm.clip import ClipTower
 from megatron.core.models.vlm.description import tower_parameters
 from megatron.core.models.vlm.grids import Grids
+from megatron.core.models.vlm.spread import share_images
 
 HEADS, WIDTH, HIDDEN, PATCH, SIDE, LAYERS = 2, 24, 20, 4, 12, 3
 KINDS = {"clip": (CLIPVisionConfig, CLIPVisionModel), "siglip": (SiglipVisionConfig, SiglipVisionModel)}
@@ -97,3 +98,8 @@ def test_embeddings_and_gradients_equal_those_of_transformers(kind, layer, drops
     ).items():
         actual = parameters[name].grad
         torch.testing.assert_close(actual, value.reshape(actual.shape), rtol=1e-8, atol=1e-8)
+
+
+def test_the_largest_images_are_shared_first():
+    assert share_images([1, 1, 1, 3], 2) == [[3], [0, 1, 2]]
+    assert share_images([2, 2], 3) == [[0], [1], []]
