@@ -144,7 +144,7 @@ def _describe_mixer(
     saved = (normed, Saved("recurrence", output * item)) if kernels else (normed,)
     ops = (
         gemm(into[0], config, place.seq_length, gradients=width, saved=(Saved("projections", width),)),
-        rule, Op("norm", "gated norm", traffic=(6.0 if kernels else 12.0) * item * output, saved=saved),
+        rule, Op("norm", "gated norm", traffic=(8.0 if kernels else 12.0) * item * output, saved=saved),
         gemm(out[0], config, place.seq_length, saved=(Saved("recurrence", output * item),)),
     )  # fmt: skip
     return Piece("mixer", (*into, *conv, *out, *vectors), ops)
