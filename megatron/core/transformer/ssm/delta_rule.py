@@ -16,9 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.linear_attention import kernels_fit, linear_attention
+from megatron.core.fusions.linear_attention import linear_attention
 from megatron.core.transformer.ssm.chunks import channel_decays, decays, from_chunks, in_chunks
 from megatron.core.transformer.ssm.description import CHUNK
+from megatron.core.transformer.ssm.kernel_check import kernels_serve
 
 
 def delta_rule(
@@ -44,7 +45,7 @@ def delta_rule(
         state: before the first token, [b, h, k, v]; the computation has its dtype, fp32 or fp64.
         size: tokens of a chunk, with decays per channel rounded to a power of two; results differ by rounding only.
     """
-    if log_decay.ndim == 3 and kernels_fit(key, value):
+    if log_decay.ndim == 3 and kernels_serve(delta_rule, key, value):
         return linear_attention(query, key, value, log_decay, beta, follows, state)
     length, shared = len(value), value.shape[2] // key.shape[2]
     per_channel, size = log_decay.ndim == 4, min(size, length)  # one new token needs no full chunk

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.linear_attention import kernels_fit, linear_attention
+from megatron.core.fusions.linear_attention import linear_attention
 from megatron.core.transformer.ssm.chunks import decays, from_chunks, in_chunks
 from megatron.core.transformer.ssm.description import CHUNK
+from megatron.core.transformer.ssm.kernel_check import kernels_serve
 
 
 def state_space(
@@ -37,7 +38,7 @@ def state_space(
         state: before the first token, [b, h, k, v]; the computation has its dtype, fp32 or fp64.
         size: tokens of a chunk; results differ by rounding only.
     """
-    if kernels_fit(key, value):
+    if kernels_serve(state_space, key, value):
         return linear_attention(query, key, value, log_decay, None, follows, state)
     length, shared = len(value), value.shape[2] // key.shape[2]
     size = min(size, length)  # one new token needs no full chunk

@@ -52,7 +52,7 @@ def enable_kernels(patch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             patch.setattr(module, name, NoKernel())
     for rule in (delta_rule, state_space):
-        patch.setattr(rule, "kernels_fit", lambda key, value: True)
+        patch.setattr(rule, "kernels_serve", lambda rule, key, value: True)
     patch.setattr(gated_norm, "_has_kernel", lambda x, size: True)
     patch.setattr(
         convolution, "_activated", lambda x, follows, tail, *weights: (

@@ -1,0 +1,58 @@
+"""Kernels that give wrong results are found before they compute a model."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron.core.fusions import linear_attention as fusion
+from megatron.core.transformer.ssm import delta_rule, kernel_check, state_space
+
+SIZES = {"key": torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16), "value": torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """The kernels are chosen for bf16, and computed by the interpreter in fp32, as it has no bf16."""
+    kernels = fusion.linear_attention
+    monkeypatch.setattr(kernel_check, "kernels_fit", lambda key, value: key.dtype == torch.bfloat16)
+    monkeypatch.setattr(
+        kernel_check, "linear_attention", lambda *inputs: kernels(*(x if x is None else x.float() for x in inputs))
+    )
+    monkeypatch.setattr(kernel_check, "_are_right", kernel_check._are_right.__wrapped__)
+
+
+def changed(place, factor):
+    """Kernels whose gradient of one input is wrong."""
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * factor
+
+    correct = kernel_check.linear_attention
+    return lambda *inputs: correct(*inputs[:place], Wrong.apply(inputs[place]), *inputs[place + 1 :])
+
+
+RULES = {"delta": delta_rule.delta_rule, "states": state_space.state_space}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_right_kernels_serve_and_wrong_gradients_do_not(on_a_gpu, rule, monkeypatch, caplog):
+    assert kernel_check.kernels_serve(RULES[rule], **SIZES)
+    assert not kernel_check.kernels_serve(RULES[rule], **{name: x.float() for name, x in SIZES.items()})
+    for place, name in ((1, "keys"), (3, "decays")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel_check, "linear_attention", changed(place, 1.1))
+            caplog.clear()
+            assert not kernel_check.kernels_serve(RULES[rule], **SIZES)
+            assert f"wrong results on cpu ({name}: relative error 0.1" in caplog.text
+
+
+def test_results_that_are_not_finite_are_wrong(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(kernel_check, "linear_attention", changed(2, float("nan")))
+    assert not kernel_check.kernels_serve(delta_rule.delta_rule, **SIZES)
