@@ -15,7 +15,7 @@ from tests.test_utils.foreign_models import LAYERS, LENGTH, MIXTURES, MODELS, VO
 
 pytest.importorskip("transformers", reason="pip install transformers: it is what the reference is compared with")
 
-UNKNOWN = ("--attention-output-gate", "--hybrid-layer-pattern")
+UNKNOWN = ("--attention-output-gate", "--hybrid-layer-pattern", "--experimental-attention-variant")
 """Flags that the reference does not know: linear attention has recurrences of its own as a definition."""
 FAMILIES = {
     name: model for name, model in {**MODELS, **MIXTURES}.items() if not any(flag in model.flags for flag in UNKNOWN)

@@ -411,7 +411,7 @@ class Window(Rule):
         """Return ``window_size`` and the pattern of layers with a window: from ``layer_types`` if the family has them,
         else from the first layer and the interval. Both None if the width is null (absent: the default) or the switch
         is not on. A width of n tokens becomes (n - 1, 0)."""
-        count, width = config["num_hidden_layers"], config.get("sliding_window", self.default)
+        count, width = get(config, ("num_hidden_layers",)), config.get("sliding_window", self.default)
         if width is None or (self.switch and not config.get("use_sliding_window")):
             return {"window_size": None, "window_attn_skip_freq": None}
         first = get(config, (self.first,), 28) if self.first else 0

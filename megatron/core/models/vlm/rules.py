@@ -19,9 +19,12 @@ def tower_sizes(cfg: Settings) -> Problems:
     """Heads divide the tower's width, for two rotary axes into multiples of four channels."""
     vision = cfg.group(VisionConfig)
     unit = 1 if tower_kind(vision).is_fixed else 4
-    if vision.vision_hidden_size % (unit * vision.vision_num_attention_heads):
-        heads = f"{vision.vision_num_attention_heads} heads (--vision-num-attention-heads)"
-        yield problem(cfg, "vision_hidden_size", f"is not divisible by {'4 x ' * (unit > 1)}{heads}")
+    width, heads = vision.vision_hidden_size, vision.vision_num_attention_heads
+    if None in (width, heads, vision.vision_num_layers):  # sizes of the language model, which are missing
+        return
+    if width % (unit * heads):
+        reason = f"is not divisible by {'4 x ' * (unit > 1)}{heads} heads (--vision-num-attention-heads)"
+        yield problem(cfg, "vision_hidden_size", reason)
     if vision.vision_num_layers + 1 + vision.vision_feature_layer < 1:
         reason = f"leaves no layer of --vision-num-layers {vision.vision_num_layers}"
         yield problem(cfg, "vision_feature_layer", reason)
