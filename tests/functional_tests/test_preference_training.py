@@ -201,9 +201,10 @@ def one_rank(gloo_pool, data, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("reference", ["", LORA], ids=["model", "base"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_equals_one_rank(gloo_pool, data, one_rank, tmp_path, name, reference):
+@pytest.mark.parametrize("name, kind", zip(LAYOUTS, ["model", "base"] * len(LAYOUTS)))
+def test_layout_equals_one_rank(gloo_pool, data, one_rank, tmp_path, name, kind):
+    """The full program; ``test_preference_layouts.py`` has both kinds of references in every layout."""
+    reference = LORA if kind == "base" else ""
     ranks, layout = LAYOUTS[name]
     many = records(gloo_pool, tmp_path, ranks, [*data, *DROPOUT, *layout.split(), *reference.split()])
     one = one_rank(reference)
