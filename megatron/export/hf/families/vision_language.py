@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -84,19 +83,13 @@ def _tower(settings: Table) -> Weights:
 def _inside(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``weights`` with the names of a text model within a larger one."""
 
-    def renamed(name: str) -> str:
+    def inside(name: str) -> str:
         return name.replace("model.", gated_delta.BASE, 1) if name.startswith("model.") else name
 
-    result: dict[str, Any] = {}
-    for local, layout in weights.items():
-        if isinstance(layout, str):
-            result[local] = renamed(layout)
-            continue
-        result[local] = copy(layout)
-        result[local].names = tuple(map(renamed, layout.names))
-        if hasattr(layout, "ungated"):
-            result[local].ungated = renamed(layout.ungated)
-    return result
+    return {
+        local: inside(layout) if isinstance(layout, str) else layout.renamed([*map(inside, layout.names)])
+        for local, layout in weights.items()
+    }
 
 
 def _output_size(config: Table) -> dict[str, object]:
