@@ -96,7 +96,7 @@ def forward_and_backward(rule: Rule, inputs: list[Tensor], grad: Tensor) -> tupl
 
 
 def relative_errors(rule: Rule, inputs: list[Tensor], grad: Tensor) -> list[float]:
-    """Return the errors of the outputs and of every gradient against plain torch in fp64."""
+    """Return the errors of the outputs and all gradients against plain torch in fp64."""
     exact = [x.detach().double().requires_grad_() for x in inputs]
     right = forward_and_backward(partial(by_chunks, torch.float64), exact, grad)
     actual = forward_and_backward(rule, inputs, grad)
@@ -117,7 +117,7 @@ def measure(name: str, rule: Rule, inputs: list[Tensor], repeats: int, *, errors
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if errors:
             row["errors"] = relative_errors(rule, inputs, grad)
-    except Exception as error:  # a package that refuses this GPU or Triton, or too little memory: part of the answer
+    except Exception as error:  # a package without support of this GPU or Triton, or too little memory: a result too
         row["failure"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         torch.cuda.empty_cache()
     return row

@@ -54,7 +54,7 @@ class VisionConfig(OptionalGroup):
     """Width of images, as --img-h."""
 
     image_fit: Literal["crop", "pad", "stretch"] | None = None
-    """How images get the size of --img-h x --img-w. crop (clip): cover it, and cut the center out; pad (LLaVA 1.5): to
+    """Resizing of images to --img-h x --img-w. crop (clip): cover it, and cut the center out; pad (LLaVA 1.5): to
     a square in the mean color, then crop; stretch (siglip)."""
 
     vision_frames: Dim = flag()

@@ -23,7 +23,7 @@ class Request:
     prompt: Sequence[int]
     """Token ids; at least one."""
     images: PromptImages | None = None
-    """Images at the image tokens of the prompt, of which each image has one per square of patches."""
+    """Images of the prompt, which has one image token per square of patches."""
     max_new_tokens: int = 16
     """0: score the prompt only."""
     sampling: Sampling = PLAIN
