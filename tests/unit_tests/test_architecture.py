@@ -98,6 +98,7 @@ def _packages():
         "megatron.export": {f"megatron.core.{name}" for name in EXPORT.split()},
         "megatron.compat": {"*"},
         "megatron.tools": {"*"},
+        "megatron.post_training": {*library, *(f"megatron.training.{name}" for name in TRAINING)},
         "megatron.console": {
             "megatron.core.config",
             "megatron.core.dist_checkpointing",
