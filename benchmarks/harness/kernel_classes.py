@@ -16,12 +16,12 @@ GEMM_OTHER = "GEMM, which one unknown"
 ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention forward", "attention backward"
 NORM, ROPE, ACTIVATION, CROSS_ENTROPY = "norm", "rope", "activation", "cross entropy"
 EMBEDDING, DROPOUT, OPTIMIZER, COMMUNICATION = "embedding", "dropout", "optimizer", "communication"
-COPIES, OTHER = "copies and fills", "other elementwise"
+LINEAR_ATTENTION, COPIES, OTHER = "linear attention", "copies and fills", "other elementwise"
 IDLE = "idle"
 
 CLASSES = (
-    GEMM_FORWARD, GEMM_DGRAD, GEMM_WGRAD, GEMM_OTHER, ATTENTION_FORWARD, ATTENTION_BACKWARD, NORM, ROPE, ACTIVATION,
-    CROSS_ENTROPY, EMBEDDING, DROPOUT, OPTIMIZER, COPIES, OTHER, COMMUNICATION,
+    GEMM_FORWARD, GEMM_DGRAD, GEMM_WGRAD, GEMM_OTHER, ATTENTION_FORWARD, ATTENTION_BACKWARD, LINEAR_ATTENTION, NORM,
+    ROPE, ACTIVATION, CROSS_ENTROPY, EMBEDDING, DROPOUT, OPTIMIZER, COPIES, OTHER, COMMUNICATION,
 )  # fmt: skip
 
 _GEMM, _ATTENTION = "GEMM", "attention"
@@ -41,6 +41,7 @@ RULES: tuple[Rule, ...] = (  # the first that matches counts
         OPTIMIZER, r"adam|multi_tensor_apply",
         r"(^|/)optimizer(/|$)|Optimizer\.step|aten::_(foreach|fused_adam|fused_sgd)",
     ),
+    Rule(LINEAR_ATTENTION, scope=r"_LinearAttention|_ConvolutionSiLU"),  # by scope: others too have a _forward_kernel
     # before GEMM: flash kernels carry "cutlass" and "wgmma" in their names
     Rule(
         _ATTENTION, r"flash|fmha|sdpa|mha_(fprop|bprop)|merge_(attention|kernel)",
@@ -53,7 +54,7 @@ RULES: tuple[Rule, ...] = (  # the first that matches counts
     Rule(CROSS_ENTROPY, r"cross_?entropy|log_?softmax|nll_loss|xent", r"(?i)cross_?entropy|log_softmax|nll_loss"),
     Rule(
         NORM, r"(layer|rms)_?norm|GammaBeta|norm_(fwd|bwd|forward|backward)|rsqrt",
-        r"(?i)(layer|rms)_?norm|L2Norm|_Normalize",
+        r"(?i)(layer|rms)_?norm|L2Norm|_Normalize|_GatedNorm",
     ),
     Rule(ROPE, r"rope|rotary", r"(?i)rope\b|rotary"),
     Rule(ACTIVATION, r"silu|glu_|gelu|relu|gated", r"(?i)silu|glu\b|gelu|_gated|squared_?relu|aten::relu"),
@@ -100,9 +101,7 @@ def _first_match(kernel: str, scope: str) -> str:
     return next(matching, OTHER)
 
 
-def gemm_class(
-    shape: tuple[int, int, int] | None, weights: Collection[tuple[int, int]], backward: bool
-) -> str:
+def gemm_class(shape: tuple[int, int, int] | None, weights: Collection[tuple[int, int]], backward: bool) -> str:
     """Return which of a linear layer's three GEMMs (m, k) x (k, n) is, by the (output, input) sizes of the weights.
 
     Forward X W^T has (k, n) = (input, output), the input gradient dY W (output, input), the weight gradient dY^T X

@@ -10,6 +10,8 @@ Bytes per token and channel, e bytes per element:
     residual + norm   forward 4 e (branch and stream in, stream and normed out), backward 4 e
     rope              queries and keys in and out, forward and backward
     gated activation  forward 3 e per channel of its output, backward 5 e; plain ones 2 e and 3 e
+    linear attention  16 e per channel of queries, keys and values: convolution 5 e, recurrence with the states of
+                      chunks 8 e, vectors of length 1
     cross entropy     logits read in forward; read, and their gradient written, in backward
     Adam              gradient read twice (norm, update), both moments and the fp32 weight read and written, the latter
                       as a bf16 weight and 16 bits more
@@ -150,6 +152,9 @@ def limits(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) -> dict[st
     _add_gemms(work, share, ceilings)
     _add_attention(work, share, ceilings)
     bandwidth = ceilings["copy_terabytes_per_second"] * 1e12
+    # of linear attention, memory takes longer: 5 times at keys and values of 128 channels
+    recurrent = sum(op.flops * (1 + op.backward) for op in share.ops if op.kind == "recurrence")
+    work[kinds.LINEAR_ATTENTION].add(flops=recurrent * share.flops_per_op)
     for name, size in _least_bytes(share).items():
         work[name].add(bytes=size, seconds=size / bandwidth)
     work[kinds.COMMUNICATION].add(seconds=bubble_seconds(cfg, vocab_size, sum(each.ms for each in work.values()) / 1e3))
@@ -174,7 +179,7 @@ def _add_attention(work: dict[str, Work], share: Share, ceilings: Mapping[str, A
 
 TRAFFIC = {
     "norm": kinds.NORM, "rotary": kinds.ROPE, "activation": kinds.ACTIVATION, "cross entropy": kinds.CROSS_ENTROPY,
-    "embedding": kinds.EMBEDDING,
+    "embedding": kinds.EMBEDDING, "recurrence": kinds.LINEAR_ATTENTION,
 }  # fmt: skip
 """Kinds of operations to classes of kernels."""
 

@@ -32,7 +32,7 @@ def test_variants_are_possible_where_their_packages_are(variant):
     assert all("not installed" in problem.reason or "NVIDIA GPU" in problem.reason for problem in problems)
 
 
-@pytest.mark.parametrize("name", ["one", "gpt-345m", "tp4-sp", "cp4-s32768", "dp2-tp2"])
+@pytest.mark.parametrize("name", ["one", "gpt-345m", "tp4-sp", "cp4-s32768", "dp2-tp2", "gdn"])
 def test_limits_count_the_model_flops(name):
     """Attention kernels compute seven GEMMs; six count as model FLOPs. All ranks of these rows do the same work."""
     cfg = config_of(name)
@@ -40,7 +40,16 @@ def test_limits_count_the_model_flops(name):
     gemms = sum(work[kind].flops for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD))
     attention = (work[kinds.ATTENTION_FORWARD].flops + work[kinds.ATTENTION_BACKWARD].flops) * 6 / 7
     expected = cfg.describe(cfg.tokenizer.vocab_size).flops_per_sample * cfg.training.global_batch_size / cfg.world_size
-    assert gemms + attention == pytest.approx(expected, rel=1e-9)
+    assert gemms + attention + work[kinds.LINEAR_ATTENTION].flops == pytest.approx(expected, rel=1e-9)
+
+
+def test_linear_attention_is_limited_by_memory():
+    cfg = config_of("gdn")
+    work = roofline.limits(cfg, cfg.tokenizer.vocab_size, CEILINGS)[kinds.LINEAR_ATTENTION]
+    layers, channels = cfg.model.num_layers * 3 // 4, 2 * 16 * 128 + 32 * 128
+    assert work.bytes == 16 * 2 * channels * layers * 8192 * cfg.training.global_batch_size
+    assert work.ms == pytest.approx(work.bytes / CEILINGS["copy_terabytes_per_second"] / 1e9)
+    assert work.ms > 4 * work.flops / 700e9
 
 
 def test_optimizer_bytes_follow_the_formats_and_are_shared_out():
