@@ -15,7 +15,8 @@ def filled(*shape, dtype, seed=0, device="cpu"):
 def results(function, inputs, upstream, dtype):
     """Outputs of ``function`` and the gradients of its tensors under ``upstream`` gradients (None: unused output)."""
     leaves = [None if x is None else x.to(DEVICE, dtype, copy=True).requires_grad_() for x in inputs]
-    outputs = function(*leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: [x], list.pop):  # as recomputation: read once
+        outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     used = [(y, grad.to(y.device, y.dtype)) for y, grad in zip(outputs, upstream) if grad is not None]
     torch.autograd.backward(*zip(*used))

@@ -301,12 +301,16 @@ def check_function(relative, node):
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_house_rules(path):
-    """``global`` only in parallel_state, optional imports only in their homes, nothing printed by the library."""
+    """``global`` only in parallel_state, optional imports only in their homes, nothing printed by the library. A
+    backward pass reads saved tensors once; recomputation requires this."""
     relative = str(path.relative_to(ROOT))
     library = relative.startswith("megatron/")
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Global):
             assert relative == "megatron/core/parallel_state.py", f"{relative}:{node.lineno}: global"
+        if isinstance(node, ast.FunctionDef):
+            reads = [x for x in ast.walk(node) if isinstance(x, ast.Attribute) and x.attr == "saved_tensors"]
+            assert len(reads) <= 1, f"{relative}::{node.name} reads saved_tensors twice"
         if isinstance(node, ast.Try) and library and f"{relative}::import" not in EXCEPTIONS:
             imports = [child for statement in node.body for child in ast.walk(statement)
                        if isinstance(child, ast.Import | ast.ImportFrom)]

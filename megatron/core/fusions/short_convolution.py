@@ -145,9 +145,9 @@ class _ConvolutionSiLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, _, tail, weight, bias = ctx.saved_tensors
+        x, follows, tail, weight, bias = ctx.saved_tensors
         (length, batch, channels), taps = x.shape, weight.shape[1]
-        tensors, constants = _arguments(*ctx.saved_tensors)
+        tensors, constants = _arguments(x, follows, tail, weight, bias)
         tiles = triton.cdiv(length + 3, _TOKENS)
         grad_x, grad_tail = torch.empty_like(x), torch.empty_like(tail)
         partial = torch.empty((tiles, batch, taps + 1, channels), dtype=torch.float32, device=x.device)

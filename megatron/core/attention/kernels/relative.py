@@ -48,9 +48,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        bias, tile = ctx.saved_tensors[-1], ctx.tile
-        *grads, of_pairs = relative_attention_backward(grad, ctx.saved_tensors, ctx.scale, ctx.pairs)
-        return of_distances(of_pairs, bias, tile), *grads, None, None, None
+        saved = ctx.saved_tensors  # recomputation lets them be read once
+        *grads, of_pairs = relative_attention_backward(grad, saved, ctx.scale, ctx.pairs)
+        return of_distances(of_pairs, saved[-1], ctx.tile), *grads, None, None, None
 
 
 class RelativeAttention:
