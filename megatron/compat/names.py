@@ -5,7 +5,8 @@ Each row has three columns, separated by tabs: a module of Megatron-LM, where it
 library, or ``absent: REASON`` for a capability that does not exist: such names can be imported, annotated, subclassed
 and compared with, and raise a ``UserError`` when they are called. ``module: REASON; FIX`` stands for a module that does
 not exist, ``family: MODELS`` for one whose model family does not: importing it, or a module below it, raises a
-``MissingModule``. Nothing is imported before a name is used.
+``MissingModule``; if the module has other rows or a file, only modules below it that have none. Nothing is imported
+before a name is used.
 
 Modules that exist here serve the names of the table through ``megatron.serve_other_names(__name__)``. The other modules
 of the table come from :class:`Finder`, which Python asks after all others. Standard library only.
@@ -55,7 +56,7 @@ def attribute(module: str, name: str) -> Any:
     class or function that raises UserError when called. Raises AttributeError for a name that is not in the table."""
     sources = table().get(module, {})
     source = sources.get(name)
-    if source is None and ALL in sources and not name.startswith("__"):
+    if source is None and ALL in sources and not name.startswith("__") and not _missing(module):
         source = sources[ALL]._replace(name=name)
     if source is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -98,6 +99,18 @@ def _packages() -> frozenset[str]:
     return frozenset(".".join(part[:end]) for part in parts for end in range(1, len(part)))
 
 
+def _missing(module: str) -> str:
+    """Return the reason why ``module`` does not exist: of its row, or of the nearest package that has one."""
+    while module:
+        text = table().get(module, {}).get(ALL, NameSource("", "")).module
+        if text.startswith(FAMILY):
+            return f"{text.removeprefix(FAMILY)} are not available here; use Megatron-LM for this program"
+        if text.startswith(MODULE):
+            return text.removeprefix(MODULE)
+        module = module.rpartition(".")[0]
+    return ""
+
+
 class Finder:
     """Finder and loader of modules that exist in the table only; appended to ``sys.meta_path``."""
 
@@ -105,8 +118,8 @@ class Finder:
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for a module of the table or a parent of one."""
-        if not fullname.startswith("megatron.") or fullname not in table().keys() | _packages():
+        """Return a spec for a module of the table, a parent of one, or a module below one that does not exist."""
+        if not fullname.startswith("megatron.") or not (fullname in table().keys() | _packages() or _missing(fullname)):
             return None
         return ModuleSpec(fullname, cls(), is_package=True)  # type: ignore[arg-type]  # importlib.abc takes 17 ms to import
 
@@ -118,14 +131,13 @@ class Finder:
         source. Raises MissingModule for modules that do not exist here."""
         module.__doc__ = "Names of Megatron-LM (``megatron.compat.names``)."
         names = table().get(module.__name__, {})
-        if ALL in names and names[ALL].module.startswith((FAMILY, MODULE)):
+        public = [name for name in names if name != ALL]
+        reason = _missing(module.__name__)
+        if reason and not public and module.__name__ not in _packages():
             from megatron.core.config.errors import MissingModule
 
-            kind, _, text = names[ALL].module.partition(": ")
-            family = f"{text} are not available here; use Megatron-LM for this program"
-            raise MissingModule(module.__name__, family if kind == "family" else text)
-        public = [name for name in names if name != ALL]
-        if ALL in names:
+            raise MissingModule(module.__name__, reason)
+        if ALL in names and not reason:
             public += [name for name in vars(import_module(names[ALL].module)) if not name.startswith("_")]
         module.__all__ = public  # type: ignore[attr-defined]
         serve_other_names(module.__name__)

@@ -62,6 +62,29 @@ def make_sharded_tensors_for_checkpoint(
     return with_leading_dims(sharded, sharded_offsets)
 
 
+def make_tp_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    tp_axis: int = 0,
+    replica_id: object = None,
+    prepend_offsets: Offsets = (),
+    tp_group: dist.ProcessGroup | None = None,
+    **_: object,
+) -> ShardedTensor:
+    """Return the stored form of ``tensor``, whose dim ``tp_axis`` tensor-parallel ranks (default: the running
+    program's) split evenly. ``prepend_offsets``: see :func:`make_sharded_tensors_for_checkpoint`. Megatron-LM's other
+    arguments have no effect: replicas are recognized."""
+    sharded = make_sharded_tensors_for_checkpoint({key: tensor}, "", {key: tp_axis}, prepend_offsets, tp_group=tp_group)
+    return sharded[key]
+
+
+def make_sharded_tensor_for_checkpoint(
+    tensor: Tensor, key: str, prepend_offsets: Offsets = (), replica_id: object = None, **_: object
+) -> ShardedTensor:
+    """Return the stored form of ``tensor``, which all tensor-parallel ranks hold; arguments: see above."""
+    return make_sharded_tensors_for_checkpoint({key: tensor}, "", sharded_offsets=prepend_offsets)[key]
+
+
 def sharded_state_dict_default(
     module: nn.Module,
     prefix: str = "",

@@ -54,7 +54,7 @@ class Llama3Scaling:
         return 1.0
 
 
-def sharpening(factor: float, mscale: float) -> float:
+def sharpening(factor: float, mscale: float = 1.0) -> float:
     """Return YaRN's mscale: the square root of the inverse attention temperature, for extension by ``factor``."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron import serve_other_names
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.activations import select_activation
 from megatron.core.groups.process_groups import ProcessGroups
@@ -87,3 +88,6 @@ class MLP(Segmented):
             summing = leave(self.linear_fc2, activated, ctx)
         yield
         return finish(self.linear_fc2, summing, ctx)
+
+
+serve_other_names(__name__)

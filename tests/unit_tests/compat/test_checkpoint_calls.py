@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing import CheckpointError, serialization
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 
 
 @pytest.fixture
@@ -38,6 +39,8 @@ def _halves(rank, world_size, folder):
     plain = nn.Module()
     plain.register_parameter("scale", nn.Parameter(torch.full((2,), 7.0)))
     state |= sharded_state_dict_default(plain, "plain.")
+    state["one"] = make_tp_sharded_tensor_for_checkpoint(local["weight"], "one", 1, prepend_offsets=((0, 0, 1),))
+    state["both"] = make_sharded_tensor_for_checkpoint(torch.full((2,), 5.0), "both")
     dist_checkpointing.save(state, folder)
     parallel_state.destroy_model_parallel()
     return {name: tensor.offsets for name, tensor in state.items()}
@@ -47,9 +50,11 @@ def test_shards_of_two_ranks_are_the_full_tensors(gloo_pool, tmp_path, single):
     offsets = gloo_pool.run(_halves, 2, str(tmp_path / "saved"))
     assert [rank["linear.weight"] for rank in offsets] == [(0, 0), (0, 2)]
     full = {"linear.weight": torch.zeros(3, 4), "linear.bias": torch.zeros(3), "layers.w": torch.zeros(2, 2)}
+    full |= {"one": torch.zeros(1, 3, 4), "both": torch.zeros(2)}
     state = make_sharded_tensors_for_checkpoint({**full, "plain.scale": torch.zeros(2)}, "", {"linear.weight": 1})
     loaded = dist_checkpointing.load(state, tmp_path / "saved")
     assert torch.equal(loaded["linear.weight"], torch.arange(12.0).view(3, 4))
+    assert torch.equal(loaded["one"][0], loaded["linear.weight"]) and loaded["both"].tolist() == [5, 5]
     assert loaded["layers.w"].tolist() == [[0, 0], [1, 1]] and loaded["plain.scale"].tolist() == [7, 7]
 
 
