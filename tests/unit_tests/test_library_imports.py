@@ -10,34 +10,39 @@ from megatron.core.config.errors import MissingModule
 NAMES = {
     "megatron.core": "parallel_state mpu tensor_parallel dist_checkpointing",
     "megatron.core.package_info": "__version__",
-    "megatron.core.utils": "StragglerDetector divide flatten_batch_for_packed_sequences get_attr_wrapped_model get_batch_on_this_cp_rank "
-    "get_batch_on_this_hybrid_cp_rank get_batch_on_this_tp_rank get_model_config get_te_version "
-    "get_thd_batch_on_this_cp_rank get_torch_version is_te_min_version is_torch_min_version",
-    "megatron.core.parallel_state": "get_hybrid_data_context_parallel_groups "
-    "initialize_model_parallel destroy_model_parallel model_parallel_is_initialized "
-    "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_tensor_model_parallel_group "
-    "get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size get_pipeline_model_parallel_group "
-    "get_data_parallel_rank get_data_parallel_world_size get_data_parallel_group get_context_parallel_rank "
-    "get_context_parallel_world_size get_context_parallel_group get_expert_model_parallel_rank "
-    "get_expert_model_parallel_world_size get_expert_model_parallel_group is_pipeline_first_stage "
-    "is_pipeline_last_stage is_initialized get_model_parallel_group get_tensor_model_parallel_src_rank "
-    "get_data_parallel_src_rank get_virtual_pipeline_model_parallel_rank "
-    "get_virtual_pipeline_model_parallel_world_size set_virtual_pipeline_model_parallel_rank "
-    "get_expert_tensor_parallel_rank get_expert_data_parallel_rank",
+    "megatron.core.utils":
+        "StragglerDetector divide flatten_batch_for_packed_sequences get_attr_wrapped_model get_batch_on_this_cp_rank "
+        "get_batch_on_this_hybrid_cp_rank get_batch_on_this_tp_rank get_model_config get_te_version "
+        "get_thd_batch_on_this_cp_rank get_torch_version is_te_min_version is_torch_min_version",
+    "megatron.core.parallel_state":
+        "get_hybrid_data_context_parallel_groups "
+        "initialize_model_parallel destroy_model_parallel model_parallel_is_initialized "
+        "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_tensor_model_parallel_group "
+        "get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size get_pipeline_model_parallel_group "
+        "get_data_parallel_rank get_data_parallel_world_size get_data_parallel_group get_context_parallel_rank "
+        "get_context_parallel_world_size get_context_parallel_group get_expert_model_parallel_rank "
+        "get_expert_model_parallel_world_size get_expert_model_parallel_group is_pipeline_first_stage "
+        "is_pipeline_last_stage is_initialized get_model_parallel_group get_tensor_model_parallel_src_rank "
+        "get_data_parallel_src_rank get_virtual_pipeline_model_parallel_rank "
+        "get_virtual_pipeline_model_parallel_world_size set_virtual_pipeline_model_parallel_rank "
+        "get_expert_tensor_parallel_rank get_expert_data_parallel_rank",
     "megatron.core.mpu": "initialize_model_parallel get_data_parallel_rank",
     "megatron.core.models.gpt": "GPTModel",
     "megatron.core.models.gpt.gpt_model": "GPTModel",
-    "megatron.core.models.gpt.gpt_layer_specs": "get_gpt_layer_local_spec get_gpt_layer_with_transformer_engine_spec get_gpt_decoder_block_spec "
-    "get_gpt_mtp_block_spec get_gpt_decoder_layer_specs get_gpt_layer_with_inference_spec",
-    "megatron.core.models.gpt.experimental_attention_variant_module_specs": "get_transformer_block_with_experimental_attention_variant_spec "
-    "get_transformer_layer_with_experimental_attention_variant_spec",
+    "megatron.core.models.gpt.gpt_layer_specs":
+        "get_gpt_layer_local_spec get_gpt_layer_with_transformer_engine_spec get_gpt_decoder_block_spec "
+        "get_gpt_mtp_block_spec get_gpt_decoder_layer_specs get_gpt_layer_with_inference_spec",
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs":
+        "get_transformer_block_with_experimental_attention_variant_spec "
+        "get_transformer_layer_with_experimental_attention_variant_spec",
     "megatron.core.models.hybrid.hybrid_model": "HybridModel",
     "megatron.core.transformer.multi_token_prediction": "get_mtp_ranks mtp_on_this_rank",
     "megatron.core.transformer": "TransformerConfig MLATransformerConfig",
     "megatron.core.transformer.transformer_config": "TransformerConfig MLATransformerConfig",
     "megatron.core.transformer.module": "MegatronModule",
     "megatron.core.model_parallel_config": "ModelParallelConfig",
-    "megatron.core.tensor_parallel": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding vocab_parallel_cross_entropy broadcast_data",
+    "megatron.core.tensor_parallel":
+        "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding vocab_parallel_cross_entropy broadcast_data",
     "megatron.core.tensor_parallel.random": "model_parallel_cuda_manual_seed",
     "megatron.core.pipeline_parallel": "get_forward_backward_func",
     "megatron.core.pipeline_parallel.schedules": "get_forward_backward_func",
@@ -45,10 +50,11 @@ NAMES = {
     "megatron.core.distributed.finalize_model_grads": "finalize_model_grads",
     "megatron.core.optimizer": "get_megatron_optimizer OptimizerConfig",
     "megatron.core.optimizer_param_scheduler": "OptimizerParamScheduler",
-    "megatron.core.num_microbatches_calculator": "get_num_microbatches get_current_global_batch_size get_current_running_global_batch_size "
-    "get_micro_batch_size update_num_microbatches init_num_microbatches_calculator "
-    "reconfigure_num_microbatches_calculator unset_num_microbatches_calculator "
-    "destroy_num_microbatches_calculator",
+    "megatron.core.num_microbatches_calculator":
+        "get_num_microbatches get_current_global_batch_size get_current_running_global_batch_size "
+        "get_micro_batch_size update_num_microbatches init_num_microbatches_calculator "
+        "reconfigure_num_microbatches_calculator unset_num_microbatches_calculator "
+        "destroy_num_microbatches_calculator",
     "megatron.core.timers": "Timers Timer",
     "megatron.core.dist_checkpointing": "save load",
     "megatron.core.datasets.utils": "compile_helpers",
@@ -67,10 +73,12 @@ NAMES = {
     "megatron.core.models.mamba": "MambaModel",
     "megatron.training.datasets.sft_dataset": "SFTDataset",
     "megatron.training.datasets.fim_dataset": "GPTFIMDataset GPTFIMDatasetConfig",
-    "megatron.training": "get_args get_timers get_tokenizer print_rank_0 print_rank_last pretrain get_model initialize_megatron "
-    "inprocess_restart set_startup_timestamps",
+    "megatron.training":
+        "get_args get_timers get_tokenizer print_rank_0 print_rank_last pretrain get_model initialize_megatron "
+        "inprocess_restart set_startup_timestamps",
     "megatron.training.training": "pretrain get_model set_startup_timestamps update_seqlen_stats_from_cu_seqlens",
-    "megatron.training.argument_utils": "gpt_config_from_args hybrid_config_from_args pretrain_cfg_container_from_args PretrainConfigContainer",
+    "megatron.training.argument_utils":
+        "gpt_config_from_args hybrid_config_from_args pretrain_cfg_container_from_args PretrainConfigContainer",
     "megatron.training.distillation": "LossFuncCallable",
     "megatron.legacy.model": "BertModel GPTModel T5Model",
     "megatron.training.program": "run",
