@@ -56,7 +56,7 @@ def attribute(module: str, name: str) -> Any:
     class or function that raises UserError when called. Raises AttributeError for a name that is not in the table."""
     sources = table().get(module, {})
     source = sources.get(name)
-    if source is None and ALL in sources and not name.startswith("__") and not _missing(module):
+    if source is None and ALL in sources and not name.startswith("__") and not missing_reason(module):
         source = sources[ALL]._replace(name=name)
     if source is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -99,7 +99,7 @@ def _packages() -> frozenset[str]:
     return frozenset(".".join(part[:end]) for part in parts for end in range(1, len(part)))
 
 
-def _missing(module: str) -> str:
+def missing_reason(module: str) -> str:
     """Return the reason why ``module`` does not exist: of its row, or of the nearest package that has one."""
     while module:
         text = table().get(module, {}).get(ALL, NameSource("", "")).module
@@ -119,7 +119,7 @@ class Finder:
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec for a module of the table, a parent of one, or a module below one that does not exist."""
-        if not fullname.startswith("megatron.") or not (fullname in table().keys() | _packages() or _missing(fullname)):
+        if not fullname.startswith("megatron.") or not (fullname in table().keys() | _packages() or missing_reason(fullname)):
             return None
         return ModuleSpec(fullname, cls(), is_package=True)  # type: ignore[arg-type]  # importlib.abc takes 17 ms to import
 
@@ -132,7 +132,7 @@ class Finder:
         module.__doc__ = "Names of Megatron-LM (``megatron.compat.names``)."
         names = table().get(module.__name__, {})
         public = [name for name in names if name != ALL]
-        reason = _missing(module.__name__)
+        reason = missing_reason(module.__name__)
         if reason and not public and module.__name__ not in _packages():
             from megatron.core.config.errors import MissingModule
 
