@@ -19,7 +19,7 @@ def open_namespace(path: list[str]) -> list[str]:
     rank 0, if one of them has NVIDIA's ``megatron.core``; modules of Megatron-LM then still come from ``path`` only.
 
     Raises:
-        ImportError: megatron-core is installed in the folder of this package, where files of both overwrite the duplicates.
+        ImportError: megatron-core is installed in the same folder: files of one package overwrite the other.
     """
     home = Path(path[0])
     if installed := sorted(home.parent.glob("megatron_core-*.dist-info")):
@@ -43,7 +43,7 @@ def open_namespace(path: list[str]) -> list[str]:
 
 
 class MissingModules(Finder):
-    """Finder that answers first for modules of Megatron-LM that do not exist here, so that no other folder is searched."""
+    """Finder that answers first for modules of Megatron-LM that do not exist here; other folders are not searched."""
 
     @classmethod
     def find_spec(

@@ -368,7 +368,7 @@ def test_parallel_state_pulls_in_few_modules():
                "print(sum(name.startswith('megatron') and not hasattr(module, '__path__') "
                "for name, module in sys.modules.items()))")
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert int(result.stdout) <= 11, "at most 11 modules beside packages"
+    assert int(result.stdout) <= 12, "at most 12 modules beside packages"
 
 
 FORBIDDEN_WORDS = ["/work/", "nexus", "issue #"]

@@ -1,4 +1,4 @@
-"""Distributions with modules named ``megatron.…`` next to this package, in processes with a path of their own."""
+"""Other distributions with modules named ``megatron.…``: each import runs in a new process."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ for name in ("core.only_theirs", "rl"):
 
 
 def test_megatron_core_in_the_same_folder_is_an_error(tmp_path):
-    """Its files would replace ours: pip checks no other distribution's files."""
+    """pip does not check whether two distributions have the same files."""
     (tmp_path / "megatron").symlink_to(ROOT / "megatron")
     (tmp_path / "megatron_core-0.16.1.dist-info").mkdir()
     _, err = python("import megatron", tmp_path, code=1)
