@@ -56,3 +56,12 @@ def test_right_kernels_serve_and_wrong_gradients_do_not(on_a_gpu, rule, monkeypa
 def test_results_that_are_not_finite_are_wrong(on_a_gpu, monkeypatch):
     monkeypatch.setattr(kernel_check, "linear_attention", changed(2, float("nan")))
     assert not kernel_check.kernels_serve(delta_rule.delta_rule, **SIZES)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_recomputation_and_offload_do_not_see_the_small_problem(on_a_gpu, rule):
+    """Recomputation counts the saved tensors of a layer: only its first run contains the small problem."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+        assert kernel_check.kernels_serve(RULES[rule], **SIZES)
+    assert not saved
