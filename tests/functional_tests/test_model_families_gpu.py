@@ -1,4 +1,4 @@
-"""DeepSeek-V3, GPT-OSS, BERT, T5 in small: a run on a GPU, through its kernels, has the losses of the run on a CPU."""
+"""Models of several families in small: a run on a GPU, through its kernels, has the losses of the run on a CPU."""
 
 import os
 import subprocess
@@ -37,6 +37,11 @@ FAMILIES = {
         "--swiglu --qk-layernorm --kv-channels 64 --position-embedding-type rope --group-query-attention"
         " --num-query-groups 2 --num-experts 16 --moe-router-topk 8 --moe-ffn-hidden-size 128 --moe-grouped-gemm"
         " --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 --moe-permute-fusion"
+    ),
+    "recomputed delta nets": (
+        "--swiglu --position-embedding-type rope --experimental-attention-variant gated_delta_net"
+        " --linear-attention-freq 3 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 64"
+        " --linear-value-head-dim 64 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ),
 }
 
