@@ -26,6 +26,7 @@ from megatron.core.config.optional import (
     VariableLengthConfig,
 )
 from megatron.core.config.preferences import PreferenceConfig
+from megatron.core.config.quantization import QuantizationConfig
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.models import registry
@@ -100,6 +101,7 @@ class FlatConfig(
     CheckpointConfig,
     UpcyclingConfig,
     LoraConfig,
+    QuantizationConfig,
     FineTuningConfig,
     PreferenceConfig,
     LoggingConfig,

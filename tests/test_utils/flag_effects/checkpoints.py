@@ -203,6 +203,7 @@ CHECKPOINTS = [
     row("--lora-dropout 0.5", changes("weights"), keeps("initial"), base=ADAPTERS),
     row("--lora-use-rslora", changes("weights"), keeps("initial"), base=ADAPTERS),
     row("--lora-use-dora", gives(shape(f"{QKV}.lora_magnitude"), (4, 24)), base=ADAPTERS),
+    row("--export-quant-cfg fp8", changes("losses", "gradients"), keeps("initial")),
     row("--load-hf {hf}", accepts, gives(modules("TransformerLayer"), 2), says("loaded 22688 parameters"),
         without=ARCHITECTURE),
     row("--save-hf-interval 2", says("iter_0000002 in Hugging Face's format"),

@@ -26,7 +26,9 @@ from megatron.core.config.optional import (
 )
 from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.problems import Settings, collect_rules
+from megatron.core.config.quantization import QuantizationConfig
 from megatron.core.config.sft import FineTuningConfig
+from megatron.core.models import quantization
 from megatron.core.models.adapters import rules as adapter_rules
 from megatron.core.models.family import DataSet, ModelFamily, Options, Program, TrainedModel
 from megatron.core.models.gpt import custom_layers, description, hybrid_rules, preference_rules, rules, sft_rules
@@ -166,10 +168,11 @@ FAMILY = ModelFamily(
         VariableLengthConfig,
         FillInTheMiddleConfig,
         LoraConfig,
+        QuantizationConfig,
         FineTuningConfig,
         PreferenceConfig,
     ),
-    rules=collect_rules(rules, adapter_rules, hybrid_rules, sft_rules, preference_rules),
+    rules=collect_rules(rules, adapter_rules, quantization, hybrid_rules, sft_rules, preference_rules),
     derive=lambda flat: {**hybrid_rules.derived(flat), **sft_rules.derived(flat), **preference_rules.derived(flat)},
     companions="megatron.training.checkpoint.reference_settings:reference_companions",
     weight_settings=LORA_SETTINGS,
