@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=93_901, any_uses=862, skips=284)
+CEILING = Size(lines=94_129, any_uses=862, skips=285)
 
 
 def main() -> None:
