@@ -48,6 +48,13 @@ GATED_DELTA_NETS = (
     f"{LLAMA_8B} {_DELTA_NETS} --linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128 "
     "--linear-value-head-dim 128"
 )
+# a tower of 0.45 billion parameters; ten images of 256 tokens are 31 % of a row of 8192
+IMAGES = "--vision-model-type qwen --images-per-row 10 --img-h 512 --img-w 512 --mrope-section 24 20 20"
+TINY_IMAGES = (
+    "--vision-model-type qwen --images-per-row 5 --img-h 16 --img-w 24 --mrope-section 2 1 1 --patch-dim 4 "
+    "--vision-num-layers 2 --vision-hidden-size 48 --vision-num-attention-heads 4 --vision-ffn-hidden-size 80 "
+    "--vision-num-positions 16 --init-method-std 0.1"
+)
 TINY_EXPERTS = (
     f"{_EXPERTS} --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --num-experts 4 --vocab-size 500"
 )
@@ -178,6 +185,11 @@ ROWS: dict[str, Row] = {
     "gdn-s131072": Row(1, 4, 131072, 1, RECOMPUTED, shape=GATED_DELTA_NETS, tiny=TINY_DELTA_NETS, seconds=90),
     "dense-s32768": Row(1, 8, 32768, 2, seconds=90),
     "dense-s131072": Row(1, 4, 131072, 1, RECOMPUTED, seconds=90),
+    # the language model and the tokens of "one"
+    "one-images": Row(
+        1, 16, 8192, 8, "--num-workers 2", shape=f"{LLAMA_8B} {IMAGES}", tiny=f"{TINY_LLAMA} {TINY_IMAGES}",
+        family="vlm", seconds=90,
+    ),
     "dp2-pp2": Row(4, 32, 8192, 32, f"--pipeline-model-parallel-size 2 {ZERO}", iters=8, seconds=130),
 }  # fmt: skip
 
@@ -203,9 +215,7 @@ VARIANTS: dict[str, str] = {
     "te": "--transformer-impl transformer_engine",
     "fp8-tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "fp8-param-gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --use-distributed-optimizer",
-    "fp8-delayed": (
-        "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
-    ),
+    "fp8-delayed": ("--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"),
     "fp8-blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
     "flash": "--attention-backend flash",
     "cudnn": "--attention-backend fused",

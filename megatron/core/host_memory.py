@@ -15,6 +15,13 @@ from torch import Tensor
 from megatron.core.config.errors import UserError
 
 
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    """Return ``x`` on ``device``. A copy to a GPU goes through pinned memory, so that the host does not wait for the
+    kernels before it."""
+    # the pinned copy may be freed at once: torch's host allocator reuses it only after the copy to the device
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)
+
+
 class HostMemory:
     """Allocator of zeroed host tensors that live as long as this object; pinned if ``device`` is a GPU. Pages of
     ordinary memory are registered: torch's pinned allocator would round sizes up to a power of two, and keep the memory
@@ -72,9 +79,7 @@ class SideStream:
     def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None
 
-    def run(
-        self, work: Callable[[], object], after: Iterable[torch.cuda.Event | None] = ()
-    ) -> torch.cuda.Event | None:
+    def run(self, work: Callable[[], object], after: Iterable[torch.cuda.Event | None] = ()) -> torch.cuda.Event | None:
         """Queue the operations of ``work`` once the events ``after`` have completed. Return the event of completion.
         The caller keeps all tensors alive until then."""
         if self._stream is None:

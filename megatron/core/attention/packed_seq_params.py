@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import AnyGroup
+from megatron.core.host_memory import copied
 
 
 def is_on_host(x: Tensor) -> bool:
@@ -147,8 +148,8 @@ class PackedSeqParams:
         if queries is None or queries.device == device:
             return self
         self.all_bounds()
-        moved = queries.to(device, non_blocking=True)
-        of_keys = moved if keys is None or keys is queries else keys.to(device, non_blocking=True)
+        moved = copied(queries, device)
+        of_keys = moved if keys is None or keys is queries else copied(keys, device)
         return replace(self, cu_seqlens_q=moved, cu_seqlens_kv=of_keys)
 
     @property

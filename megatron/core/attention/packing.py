@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.tiles import Tile
+from megatron.core.host_memory import copied
 
 Group = tuple[Tile, ...]
 
@@ -69,15 +70,15 @@ def group_tiles(tiles: tuple[Tile, ...]) -> tuple[Group, ...]:
 @functools.lru_cache(maxsize=64)
 def segments(group: Group, batch: int, device: torch.device) -> Segments:
     """Return the token indices, cumulative bounds, longest segments and window of ``group`` for tensors [s, batch, ...]
-    flattened to [s * batch], on ``device`` by non-blocking copies. Cached for all layers: do not write to the
+    flattened to [s * batch], on ``device``, without a wait. Cached for all layers: do not write to the
     tensors."""
     queries = [(tile.query, tile.num_queries, tile.row or 0) for tile in group]
     keys = [(tile.key, tile.num_keys, tile.row or 0) for tile in group]
     return Segments(
-        _token_index(queries, batch).to(device, non_blocking=True),
-        _token_index(keys, batch).to(device, non_blocking=True),
-        _bounds(queries).to(device, non_blocking=True),
-        _bounds(keys).to(device, non_blocking=True),
+        copied(_token_index(queries, batch), device),
+        copied(_token_index(keys, batch), device),
+        copied(_bounds(queries), device),
+        copied(_bounds(keys), device),
         max(length for _, length, _ in queries),
         max(length for _, length, _ in keys),
         kernel_window(group[0]),

@@ -48,10 +48,16 @@ class VisionConfig(OptionalGroup):
     """Height and width of a patch, in pixels. Default: qwen and Megatron-LM 16, clip and siglip 14."""
 
     img_h: Dim = flag("--img-h")
-    """Height of images for clip (default 336) and siglip (384), in pixels: a multiple of the patch size."""
+    """Height of images for clip (default 336) and siglip (384), in pixels: a multiple of the patch size. For qwen, the
+    height of the images of --images-per-row: a multiple of the patch size times --vision-merge-size."""
 
     img_w: Dim = flag("--img-w")
     """Width of images, as --img-h."""
+
+    images_per_row: NonNegativeInt | None = None
+    """Images of --img-h x --img-w pixels in a row: so many has a row of --mock-data, and the reported FLOPs, the dry
+    run and the planner count the tower's operations for them. Default: 1 for clip and siglip with --mock-data; else
+    operations are not counted, and --mock-data has a random number of small images for qwen."""
 
     image_fit: Literal["crop", "pad", "stretch"] | None = None
     """Resizing of images to --img-h x --img-w. crop (clip): cover it, and cut the center out; pad (LLaVA 1.5): to

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.storage import Copy, FSDPStorage, Remainder, Storage
+from megatron.core.host_memory import copied
 
 _KINDS = (Storage, FSDPStorage, Copy, Remainder)
 """Built-in kinds, which kernels read and write."""
@@ -163,7 +164,7 @@ def _tables(group: Operands, rows: Sequence[tuple[int, ...]]) -> Iterator[Table]
         which = torch.repeat_interleave(torch.arange(len(rows_of_format)), counts)
         block = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
         chunks = torch.stack([which, block], dim=1).to(torch.int32)
-        yield Table(kind, _to_device(table, device), _to_device(chunks, device))
+        yield Table(kind, copied(table, device), copied(chunks, device))
 
 
 def _format(storage: Storage, operands: tuple[Tensor, ...], row: tuple[int, ...]) -> Format:
@@ -175,11 +176,6 @@ def _format(storage: Storage, operands: tuple[Tensor, ...], row: tuple[int, ...]
     kept_bits = 0 if extra is None else 8 * extra.element_size()
     alignment = 1 if any(number % 16 for number in row) else 16
     return Format(weight.dtype, kept_bits, storage.nudges_ties, tuple(operand.dtype for operand in operands), alignment)
-
-
-def _to_device(table: Tensor, device: torch.device) -> Tensor:
-    # the pinned copy may be freed at once: torch's host allocator reuses it only after the copy to the device
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def is_read_by_kernels(storage: Storage) -> bool:

@@ -15,6 +15,7 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import AnyGroup
+from megatron.core.host_memory import copied
 from megatron.core.parallel_state import resolve_group
 from megatron.training.initialize import training_device
 
@@ -98,9 +99,7 @@ def pack_rows(batch: dict[str, Tensor], lengths: Tensor, multiple: int) -> tuple
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Copy a batch to ``device``; for a GPU through pinned memory, asynchronously, so that the host does not wait."""
-    if device.type == "cuda":
-        batch = {name: value if value.is_cuda else value.pin_memory() for name, value in batch.items()}
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+    return {name: copied(value, device) for name, value in batch.items()}
 
 
 def on_device(batch: dict[str, Tensor], documents: PackedSeqParams | None = None) -> Batch:

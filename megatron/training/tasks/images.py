@@ -13,11 +13,10 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.config.vision import VisionConfig
 from megatron.core.datasets.image_positions import axes
-from megatron.core.datasets.images import FixedImages
 from megatron.core.datasets.images import Images as ImageSizes
 from megatron.core.datasets.megatron_dataset import Ragged
 from megatron.core.models.vlm.model import Images, VisionLanguageModel
-from megatron.core.models.vlm.towers import class_tokens, patch_values, tower_kind
+from megatron.core.models.vlm.towers import class_tokens, grid, image_tokens, patch_values, tower_kind
 from megatron.training.data.batch import Batch
 from megatron.training.data.batches import Batches
 from megatron.training.data.packed_rows import PackedRows
@@ -68,17 +67,19 @@ class ImageTask(GPTTask):
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, object]:
         """Return the random sample of GPT with images: image tokens, which have no loss, ``patches`` and ``sizes``;
-        with --mrope-section also ``axes``, the rotary positions. Documents have up to two images, or one in front if
-        the size of images is fixed."""
+        with --mrope-section also ``axes``, the rotary positions. A row has --images-per-row images (at most: none
+        crosses the end of a document), else documents have up to two of random sizes."""
         vision, sample = self.cfg.group(VisionConfig), super().random_sample(generator)
         image, images = vision.image_token_id, tower_kind(vision).images(vision)
+        equal = None if vision.images_per_row is None else [*_equal_images(vision, self.cfg.data.seq_length)]
         tokens = np.append(np.asarray(sample["tokens"]), np.asarray(sample["labels"])[-1:])
         tokens[tokens == image] = int(image == 0)
         bounds = np.asarray(sample.get("cu_seqlens", [0, len(tokens) - 1])).tolist()
         sizes: list[tuple[int, int]] = []
         positions = []
         for first, last in zip(bounds, bounds[1:]):
-            document = _place_images(tokens[first:last], image, images, generator)
+            chosen = [*_random_images(images, generator)] if equal is None else equal
+            document = _place_images(tokens[first:last], image, images, chosen)
             positions.append(axes(tokens[first:last] == image, map(images.tokens, document)))
             sizes += document
         number = sum(rows * columns for rows, columns in sizes)
@@ -95,15 +96,18 @@ class ImageTask(GPTTask):
 
 
 def _place_images(
-    tokens: np.ndarray, image: int | None, images: ImageSizes, generator: np.random.Generator
+    tokens: np.ndarray, image: int | None, images: ImageSizes, chosen: list[tuple[int, tuple[int, int]]]
 ) -> list[tuple[int, int]]:
-    """Write random images into ``tokens`` [s] of a document, as long as they fit; return their sizes in patches."""
+    """Write ``chosen`` images (words before it, size) into ``tokens`` [s] of a document, as long as they fit, and
+    remove these; return their sizes in patches."""
     sizes, place = [], 0
-    for words, size in _random_images(images, generator):
+    while chosen:
+        words, size = chosen[0]
         count = math.prod(images.tokens(size))
         place += words
         if place + count > len(tokens):
             break
+        del chosen[0]
         tokens[place : place + count] = image
         place += count
         sizes.append(size)
@@ -111,10 +115,16 @@ def _place_images(
 
 
 def _random_images(images: ImageSizes, generator: np.random.Generator) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield (words before an image, its size in patches)."""
-    if isinstance(images, FixedImages):
-        yield 0, images.grid
-        return
+    """Yield (words before an image, its size in patches) of up to two images."""
     for _ in range(int(generator.integers(0, 3))):
         rows, columns = (generator.integers(1, 4, 2) * images.merge).tolist()
         yield int(generator.integers(1, 4)), (rows, columns)
+
+
+def _equal_images(vision: VisionConfig, length: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield (words before an image, its size in patches) of --images-per-row images, the first in front, the others at
+    equal distances."""
+    number = vision.images_per_row or 0
+    words = (length - number * image_tokens(vision)) // max(number, 1)
+    for image in range(number):
+        yield words if image else 0, grid(vision)

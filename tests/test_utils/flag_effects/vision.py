@@ -27,6 +27,11 @@ def deep(cfg):
     return len({param.name.split(".")[2] for param in cfg.describe(64).params() if ".deep_mergers." in param.name})
 
 
+def flops_of_patches(cfg):
+    """Forward FLOPs of the tower's first layer in a row."""
+    return sum(op.flops for op in cfg.describe(64).embedding.ops if op.name == "vision.patch_embed")
+
+
 def heads(cfg):
     from megatron.core.config.vision import VisionConfig
     from megatron.core.models.vlm.towers import tower_config
@@ -87,6 +92,7 @@ ROWS = [
     probe("--disable-vision-class-token", setting("class_tokens"), 0, CLIP_IMAGES, without=WITHOUT),
     probe("--image-fit pad", setting("fit"), "pad", CLIP_IMAGES, without=WITHOUT),
     probe("--dataloader-seq-length 100", lambda cfg: cfg.data.seq_length, 677, base=CLIP),
+    probe("--images-per-row 2 --img-h 64 --img-w 32", flops_of_patches, 2 * 2 * 8 * 1536 * 1152),
     probe("--image-token-id 9", token, 9, **PATCHES),
     probe("--mrope-section 2 1 1", has_axes, True, base=f"{FLAGS} --position-embedding-type rope --mock-data",
           without="--data-path --split"),

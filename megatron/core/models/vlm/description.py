@@ -1,6 +1,6 @@
 """Description of models that read images. Torch-free.
 
-The tower's parameters belong to the embedding. Its operations depend on the images and are not counted.
+The tower's parameters and operations belong to the embedding.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from megatron.core.config.problems import Settings
 from megatron.core.config.vision import VisionConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.models.gpt import description as gpt
+from megatron.core.models.vlm.operations import tower_operations
 from megatron.core.models.vlm.towers import tower_parameters
 
 SETTINGS = (
@@ -25,6 +26,8 @@ SETTINGS = (
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
     """Return the description of the model that ``cfg`` defines."""
     described = gpt.describe_settings(cfg, vocab_size)
-    params = (*described.embedding.params, *tower_parameters(cfg.model, cfg.group(VisionConfig)))
-    settings = (*described.embedding.settings, *SETTINGS)
-    return replace(described, embedding=replace(described.embedding, params=params, settings=settings))
+    embedding, vision = described.embedding, cfg.group(VisionConfig)
+    params = (*embedding.params, *tower_parameters(cfg.model, vision))
+    ops = (*embedding.ops, *tower_operations(cfg.model, vision, cfg.data.seq_length))
+    settings = (*embedding.settings, *SETTINGS)
+    return replace(described, embedding=replace(embedding, params=params, ops=ops, settings=settings))

@@ -44,6 +44,8 @@ def derive(flat: Any) -> Options:
         sizes |= {"vision_patch_size": 16, "img_h": 224, "img_w": 224, "dataloader_seq_length": flat.seq_length}
     if flat.mock_data:
         sizes["image_token_id"] = 0
+        if TOWERS[kind].is_fixed:
+            sizes["images_per_row"] = 1
     sizes = {**TOWERS[kind].sizes, **sizes}
     values |= {name: value for name, value in sizes.items() if getattr(flat, name) is None}
     vision = flat.with_settings(**values, vision_model_type=kind)

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.problems import Settings
 from megatron.core.config.vision import VisionConfig
-from megatron.core.description.model import ModelDescription, Piece
+from megatron.core.description.model import ModelDescription, Op, Piece
 from megatron.core.models.transforms import ModelTransform
+from megatron.core.models.vlm.operations import PROJECTION, TOWER
 
 if TYPE_CHECKING:
     from torch import nn
 
     from megatron.core.groups.process_groups import ProcessGroups
-
-TOWER, PROJECTION = "vision.", "vision.merger."
 
 
 class Freezing(ModelTransform):
@@ -41,9 +40,14 @@ class Freezing(ModelTransform):
 
     def _changed(self, piece: Piece) -> Piece:
         params = tuple(replace(param, frozen=self.freezes(param.name)) for param in piece.params)
-        is_frozen = self.vision.freeze_LM
-        ops = tuple(replace(op, backward=1.0) if is_frozen and op.kind == "gemm" else op for op in piece.ops)
-        return replace(piece, params=params, ops=ops)
+        return replace(piece, params=params, ops=tuple(map(self._changed_op, piece.ops)))
+
+    def _changed_op(self, op: Op) -> Op:
+        if not self.freezes(op.name):
+            return op
+        if op.name.startswith(TOWER) and self.vision.freeze_ViT:  # nothing before it has a gradient
+            return replace(op, backward=0.0, saved=(), gradients=0.0)
+        return replace(op, backward=1.0) if op.kind == "gemm" else op
 
 
 def freezing(cfg: Settings) -> Freezing | None:

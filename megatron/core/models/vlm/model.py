@@ -21,6 +21,7 @@ from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.config.vision import VisionConfig
+from megatron.core.host_memory import copied
 from megatron.core.inference.images import StepImages
 from megatron.core.models.common.settings import LanguageModelSettings
 from megatron.core.models.gpt.model import GPTModel
@@ -134,8 +135,8 @@ class VisionLanguageModel(GPTModel):
         """Return ``images`` of a step of generation as inputs of :meth:`forward_context`; the step has ``rows`` rows,
         padding included."""
         missing, device = rows - len(images.numbers), next(self.parameters()).device
-        numbers = F.pad(torch.from_numpy(images.numbers), (0, missing), value=-1)[None].to(device)
-        axes = F.pad(torch.from_numpy(images.axes), (0, 0, 0, missing))[None].to(device)
+        numbers = copied(F.pad(torch.from_numpy(images.numbers), (0, missing), value=-1)[None], device)
+        axes = copied(F.pad(torch.from_numpy(images.axes), (0, 0, 0, missing))[None], device)
         sizes = torch.tensor(images.sizes, dtype=torch.int64).reshape(-1, 2)
         return {"images": Images(torch.from_numpy(images.patches), sizes, numbers), "axes": axes}
 
@@ -149,8 +150,10 @@ class VisionLanguageModel(GPTModel):
             return words + self._computed(Images.none(self.vision)).sum().to(words.dtype)  # of [0, h]: zero
         embeddings = self._gathered(images, context.layout).to(words.dtype)
         numbers = context.layout.stream_part(images.numbers.t())
-        first, *deep = embeddings[numbers.clamp(min=0)].split(words.shape[-1], dim=-1)
+        # words read different rows: the gradients of a row, zero for words, are added one after another
+        other = torch.arange(numbers.numel(), device=numbers.device).view_as(numbers) % len(embeddings)
         is_word = numbers.unsqueeze(-1) < 0
+        first, *deep = embeddings[numbers.where(numbers >= 0, other)].split(words.shape[-1], dim=-1)
         context.deep.extend(x.masked_fill(is_word, 0.0) for x in deep)
         return torch.where(is_word, words, first)
 
@@ -171,7 +174,7 @@ class VisionLanguageModel(GPTModel):
         device = tower.patch_embed.weight.device
         if len(images.sizes):
             grids = Grids(images.sizes, tower.merge, tower.class_tokens)
-            return tower(images.patches.to(device, non_blocking=True), grids)
+            return tower(copied(images.patches, device), grids)
         blank = torch.zeros(tower.merge**2, images.patches.shape[1], device=device)
         return tower(blank, Grids(torch.full((1, 2), tower.merge), tower.merge))[:0]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.rotary import RotaryEmbedding, RotaryTables
+from megatron.core.host_memory import copied
 
 
 def pair_axes(sections: Sequence[int], pairs: int) -> Tensor:
@@ -23,7 +24,7 @@ def pair_axes(sections: Sequence[int], pairs: int) -> Tensor:
 def axes_tables(rotary: RotaryEmbedding, positions: Tensor, sections: Sequence[int]) -> RotaryTables:
     """Return the tables [s, b, 1, r / 2] at ``positions`` int64 [b, s, 3] (time, row, column)."""
     frequencies = rotary.frequencies(positions.device)
-    axes = pair_axes(sections, len(frequencies)).to(positions.device)
+    axes = copied(pair_axes(sections, len(frequencies)), positions.device)
     turned = positions.transpose(0, 1).index_select(-1, axes)
     angles = (turned.double() / rotary.interpolation * frequencies).unsqueeze(2)
     return RotaryTables(angles.cos().to(rotary.dtype), angles.sin().to(rotary.dtype))

@@ -37,22 +37,29 @@ def sizes_of_images(cfg: Settings) -> Problems:
     if not tower_kind(vision).is_fixed:
         if math.isqrt(vision.vision_num_positions) ** 2 != vision.vision_num_positions:
             yield problem(cfg, "vision_num_positions", "is not a square number")
-        return
+        if not vision.images_per_row:
+            return
+    unit = vision.vision_patch_size * vision.vision_merge_size
+    factors = f"--patch-dim {vision.vision_patch_size}"
+    factors += f" x --vision-merge-size {vision.vision_merge_size}" * (vision.vision_merge_size > 1)
     for name in ("img_h", "img_w"):
-        if getattr(vision, name) % vision.vision_patch_size:
-            yield problem(cfg, name, f"is not divisible by --patch-dim {vision.vision_patch_size}")
-    tokens = image_tokens(vision)
-    if cfg.data.mock_data and cfg.data.seq_length and cfg.data.seq_length <= tokens:
-        yield problem(cfg, "seq_length", f"has no room for the {tokens} tokens of an image", "make it longer")
+        if getattr(vision, name) is None:
+            yield problem(cfg, name, "is required with --images-per-row")
+            return
+        if getattr(vision, name) % unit:
+            yield problem(cfg, name, f"is not divisible by {factors}")
+    number, tokens = vision.images_per_row or 0, image_tokens(vision)
+    if cfg.data.seq_length and cfg.data.seq_length <= number * tokens:
+        images = "an image" if number == 1 else f"{number} images"
+        yield problem(cfg, "seq_length", f"has no room for the {tokens} tokens of {images}", "make it longer")
 
 
 def settings_of_towers(cfg: Settings) -> Problems:
     """Settings belong to the tower."""
     vision = cfg.group(VisionConfig)
     kind = tower_kind(vision)
-    options: dict[str, object] = {
-        name: None for tower in TOWERS.values() for name in tower.sizes if name not in kind.sizes
-    }
+    sizes = {*kind.sizes, *(("img_h", "img_w") if vision.images_per_row else ())}
+    options: dict[str, object] = {name: None for tower in TOWERS.values() for name in tower.sizes if name not in sizes}
     options |= {"vision_deepstack_layers": None} if kind.is_fixed else {"vision_feature_layer": -1}
     options |= {} if kind.is_clip else {"disable_vision_class_token": False}
     options |= {"vision_merge_size": 1, "vision_frames": 1} if kind.is_fixed else {"dataloader_seq_length": None}

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core.autograd_context import AutogradContext
 from megatron.core.groups import collective_names
 from megatron.core.groups.process_groups import Group
+from megatron.core.host_memory import copied
 
 
 def share_images(patches: Sequence[int], ranks: int) -> list[list[int]]:
@@ -62,13 +63,13 @@ class GatherImages(torch.autograd.Function):
         padded[: len(mine)] = mine
         parts = mine.new_empty((plan.group.size * plan.most, mine.shape[1]))
         collective_names.all_gather(parts, padded, group=plan.group.handle)
-        return parts[plan.order.to(mine.device, non_blocking=True)]
+        return parts[copied(plan.order, mine.device)]
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         plan = ctx.plan
         parts = grad.new_zeros((plan.group.size * plan.most, grad.shape[1]))
-        parts[plan.order.to(grad.device, non_blocking=True)] = grad / plan.copies
+        parts[copied(plan.order, grad.device)] = grad / plan.copies
         result = grad.new_empty((plan.most, grad.shape[1]))
         collective_names.reduce_scatter(result, parts, group=plan.group.handle)
         return result[: ctx.count], None

@@ -24,6 +24,7 @@ from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.config.vision import VisionConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.host_memory import copied
 from megatron.core.models.backends import get_backend
 from megatron.core.models.common.language_model_embedding import FullEmbedding
 from megatron.core.models.common.layer_specs import encoder_spec
@@ -67,7 +68,7 @@ class QwenTower(nn.Module):
     def forward(self, patches: Tensor, grids: Grids) -> Tensor:
         """Return the embeddings [t, (1 + k) h] of image tokens, image by image."""
         device = patches.device
-        entries, weights = (x.to(device, non_blocking=True) for x in grids.resampled(self.side))
+        entries, weights = (copied(x, device) for x in grids.resampled(self.side))
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))[0]
         positions = (self.position_embeddings(entries) * weights.to(x.dtype).unsqueeze(-1)).sum(1)
         context = ForwardContext(layout=self._layout(grids, device), rotary_pos_emb=self._rotary(grids, device))
@@ -82,7 +83,7 @@ class QwenTower(nn.Module):
     def _layout(self, grids: Grids, device: torch.device) -> TokenLayout:
         """Every image is a document."""
         bounds, longest = grids.bounds, int(grids.patches.max())
-        places = bounds.to(device, non_blocking=True)
+        places = copied(bounds, device)
         return TokenLayout().with_documents(
             PackedSeqParams(
                 cu_seqlens_q=places,
@@ -95,7 +96,7 @@ class QwenTower(nn.Module):
 
     def _rotary(self, grids: Grids, device: torch.device) -> RotaryTables:
         """Half of the pairs of channels turn by the row, half by the column."""
-        coordinates = grids.coordinates.to(device, non_blocking=True)
+        coordinates = copied(grids.coordinates, device)
         angles = (coordinates.unsqueeze(-1) * self.frequencies).flatten(1)[:, None, None]
         wide = torch.promote_types(self.patch_embed.weight.dtype, torch.float32)
         return RotaryTables(angles.cos().to(wide), angles.sin().to(wide))

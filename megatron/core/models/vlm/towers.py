@@ -68,7 +68,7 @@ def patch_values(vision: VisionConfig) -> int:
 
 
 def grid(vision: VisionConfig) -> tuple[int, int]:
-    """Return the rows and columns of patches of images of a fixed size."""
+    """Return the rows and columns of patches of images of --img-h x --img-w pixels."""
     return vision.img_h // vision.vision_patch_size, vision.img_w // vision.vision_patch_size
 
 
@@ -78,9 +78,9 @@ def class_tokens(vision: VisionConfig) -> int:
 
 
 def image_tokens(vision: VisionConfig) -> int:
-    """Return the image tokens of an image of the fixed size."""
+    """Return the image tokens of an image of --img-h x --img-w pixels."""
     rows, columns = grid(vision)
-    return rows * columns + class_tokens(vision)
+    return rows * columns // vision.vision_merge_size**2 + class_tokens(vision)
 
 
 def num_positions(vision: VisionConfig) -> int:
