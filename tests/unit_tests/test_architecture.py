@@ -17,7 +17,7 @@ CORE = {
     "safe_files": "",
     "autograd_context": "",
     "groups": "config safe_files",
-    "fusions": "config groups",
+    "fusions": "config groups host_memory",
     "random": "autograd_context fusions",
     "schedules": "config",
     "timers": "config",
@@ -44,7 +44,7 @@ CORE = {
     "optimizer": "config distributed extensions fusions groups host_memory parallel_state sharding",
     "pipeline_parallel": "config groups parallel_state tensor_parallel",
     "description": "config pipeline_parallel",
-    "attention": "autograd_context config description enums extensions fusions groups random sharding",
+    "attention": "autograd_context config description enums extensions fusions groups host_memory random sharding",
     "transformer":
         "attention autograd_context config description enums extensions fp8 fusions groups host_memory parallel_state "
         "pipeline_parallel random sharding statistics tensor_parallel",
@@ -52,8 +52,8 @@ CORE = {
     "extensions.transformer_engine": "attention config extensions groups sharding tensor_parallel",
     "models":
         "attention autograd_context config data datasets description enums extensions extensions.transformer_engine "
-        "fusions groups inference parallel_state pipeline_parallel random sharding statistics tensor_parallel "
-        "transformer",
+        "fusions groups host_memory inference parallel_state pipeline_parallel random sharding statistics "
+        "tensor_parallel transformer",
 }  # fmt: skip
 # nothing in core imports export
 EXPORT = "attention config description dist_checkpointing fusions models safe_files sharding tokenizers"
