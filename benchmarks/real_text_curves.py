@@ -1,0 +1,314 @@
+"""Compare loss curves on real text: a Llama-shaped 345M model, 400 steps of 65,536 tokens, from equal initial weights.
+
+    python benchmarks/collect_text.py --output text --sample-tokens 26500000
+    python benchmarks/real_text_curves.py --data text/sample --curves bf16 --output DIR/real_text.json   # one per call
+    python benchmarks/real_text_curves.py --draw docs/guides/real_text.svg                               # matplotlib
+
+Curves: this program in bf16 and in fp8 (tensorwise, hybrid), from other initial weights (the noise of seeds), a plain
+loop of torch around ``transformers``, and Megatron-LM with Transformer Engine (``--megatron-lm CHECKOUT``). All read
+one Hugging Face folder of initial weights (made from a seed, bf16) and the same tokens in the order of GPTDataset. The
+plain loop shares no other code with this program: fp32 master weights and gradients, AdamW, the cosine schedule.
+Differences are means of :data:`WINDOW` steps, against bf16; a curve passes if its differences are smaller than the
+noise of seeds (root mean square, and at the end), an fp8 curve if it ends within 0.25 %. No network is used. Results
+are merged with --output, or else with benchmarks/results/real_text.json. Exit code 1 if a run or a comparison fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from benchmarks.harness.environment import environment, version_of
+from benchmarks.harness.jobs import read_records, reason, run_command, shown
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "real_text.json"
+WINDOW, FP8_BAND = 20, 0.0025
+SEED = 1234
+SHAPES = {
+    "345M": {"hidden": 1024, "ffn": 2816, "layers": 24, "heads": 16, "length": 2048, "micro": 16, "batch": 32,
+             "vocab": 32_000},
+    "tiny": {"hidden": 64, "ffn": 176, "layers": 2, "heads": 4, "length": 32, "micro": 2, "batch": 4,
+             "vocab": 512},
+}  # fmt: skip
+RATE = {"max": 6e-4, "min": 6e-5, "warmup": 40}
+DECAY, BETAS, CLIP = 0.1, (0.9, 0.95), 1.0
+MEGATRON_LM = (
+    "--finetune --no-load-optim --no-load-rng --ckpt-format torch_dist --dist-ckpt-strictness log_all "
+    "--transformer-impl transformer_engine --use-mcore-models --no-rope-fusion"
+)
+FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+CURVES = {"bf16": "", "fp8": FP8, "bf16, other weights": "", "transformers": None, "megatron-lm": ""}
+"""Flags in addition to :func:`flags`; None: not a command line."""
+
+
+def initial_weights(shape: dict[str, int], seed: int, folder: Path) -> Path:
+    """Write a LlamaForCausalLM of ``shape`` with random bf16 weights from ``seed``; return ``folder``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=shape["vocab"], hidden_size=shape["hidden"], intermediate_size=shape["ffn"],
+        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], tie_word_embeddings=True,
+        max_position_embeddings=shape["length"], rms_norm_eps=1e-5, initializer_range=0.02,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def flags(shape: dict[str, int], steps: int, prefix: Path) -> list[str]:
+    """Return the flags that this program and Megatron-LM share."""
+    return (
+        f"--num-layers {shape['layers']} --hidden-size {shape['hidden']} --ffn-hidden-size {shape['ffn']} "
+        f"--num-attention-heads {shape['heads']} --seq-length {shape['length']} "
+        f"--max-position-embeddings {shape['length']} --position-embedding-type rope --normalization RMSNorm "
+        f"--norm-epsilon 1e-5 --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --bf16 "
+        f"--micro-batch-size {shape['micro']} --global-batch-size {shape['batch']} --train-iters {steps} "
+        f"--lr {RATE['max']} --min-lr {RATE['min']} --lr-decay-style cosine --lr-decay-iters {steps} "
+        f"--lr-warmup-iters {min(RATE['warmup'], steps // 2)} --weight-decay {DECAY} --adam-beta1 {BETAS[0]} "
+        f"--adam-beta2 {BETAS[1]} --clip-grad {CLIP} --seed {SEED} --split 1,0,0 --eval-iters 0 --log-interval 1 "
+        f"--num-workers 1 --tokenizer-type NullTokenizer --data-path {prefix}"
+    ).split()
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Rate of update ``step`` (from 0): linear from 0, then a cosine. The first update has rate 0."""
+    warmup = min(RATE["warmup"], steps // 2)
+    if step <= warmup:
+        return RATE["max"] * step / warmup
+    ratio = (step - warmup) / (steps - warmup)
+    return RATE["min"] + (RATE["max"] - RATE["min"]) * (math.cos(math.pi * ratio) + 1) / 2
+
+
+def samples(shape: dict[str, int], steps: int, prefix: Path) -> Callable[[int], torch.Tensor]:
+    """Return a function from a step to its tokens [batch, length + 1]."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    tokenizer = SimpleNamespace(eod=shape["vocab"] - 1, vocab_size=shape["vocab"])
+    config = GPTDatasetConfig(
+        random_seed=SEED, sequence_length=shape["length"], blend=([str(prefix)], None), split="1,0,0",
+        tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+    )  # fmt: skip
+    size = shape["batch"]
+    data = BlendedMegatronDatasetBuilder(GPTDataset, [steps * size, 0, 0], lambda: True, config).build()[0]
+
+    def batch(step: int) -> torch.Tensor:
+        rows = [data[index] for index in range(step * size, (step + 1) * size)]
+        return torch.tensor(np.stack([np.append(row["tokens"], row["labels"][-1]) for row in rows])).long()
+
+    return batch
+
+
+def plain_loop(
+    shape: dict[str, int], steps: int, batch: Callable[[int], torch.Tensor], weights: Path, stop_after: float
+) -> list[float]:
+    """Train with torch and ``transformers`` only, for at most ``stop_after`` seconds; return the loss of each step."""
+    from transformers import LlamaForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = LlamaForCausalLM.from_pretrained(weights, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.to(device).train()
+    working = list(model.parameters())
+    master = [torch.nn.Parameter(parameter.detach().float()) for parameter in working]
+    groups = [  # no weight decay of norms
+        {"params": [p for p in master if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in master if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=1e-8)
+    num_micro = 2 * shape["batch"] // shape["micro"]  # logits in fp32 need more memory than this program's
+    losses, start = [], time.perf_counter()
+    for step in range(steps):
+        total = torch.zeros((), device=device)
+        for parameter in master:
+            parameter.grad = torch.zeros_like(parameter)
+        for rows in batch(step).to(device).split(shape["batch"] // num_micro):
+            logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten()) / num_micro
+            loss.backward()
+            total += loss.detach()
+            for parameter, low in zip(master, working, strict=True):
+                parameter.grad += low.grad  # fp32 sum over micro-batches
+                low.grad = None
+        torch.nn.utils.clip_grad_norm_(master, CLIP)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, low in zip(master, working, strict=True):
+                low.copy_(parameter)
+        losses.append(total.item())
+        if step % 20 == 0:
+            print(f"step {step + 1}: {losses[-1]:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
+        if time.perf_counter() - start > stop_after:
+            break
+    return losses
+
+
+def run_program(
+    name: str, words: Sequence[str], vocab: int, weights: Path, folder: Path, timeout: float
+) -> dict[str, Any]:
+    """Train with pretrain_gpt.py of this program; return command and losses, or the error."""
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--vocab-size", str(vocab)]
+    command += [*(CURVES[name] or "").split(), "--load-hf", str(weights), "--tensorboard-dir", str(folder / "run")]
+    job = run_command(command, folder, timeout)
+    result = {"command": shown(command, folder)}
+    if job is None or job.returncode:
+        return {**result, "error": f"not finished after {timeout:.0f} s" if job is None else reason(job.stderr)}
+    records = [record for record in read_records(folder / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    return {**result, "losses": [record["lm loss"] for record in records]}
+
+
+def run_megatron_lm(
+    checkout: Path, words: Sequence[str], vocab: int, weights: Path, folder: Path, timeout: float
+) -> dict[str, Any]:
+    """Train with Megatron-LM's pretrain_gpt.py in ``checkout``, from a converted checkpoint. Its NullTokenizer adds an
+    id for the end of a document, so that ``vocab`` - 1 there is ``vocab`` here."""
+    converted = folder / "converted"
+    convert = ["megatron", "convert", "--loader", "hf", "--saver", "megatron_torch_dist", "--load-dir", str(weights)]
+    convert += ["--save-dir", str(converted), "--no-checking"]
+    subprocess.run([sys.executable, "-m", *convert], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    command += [str(checkout / "pretrain_gpt.py"), *words, "--vocab-size", str(vocab - 1), "--load", str(converted)]
+    command += MEGATRON_LM.split()
+    job = run_command(command, folder, timeout, PYTHONPATH=os.pathsep.join([str(checkout), *sys.path[1:]]))
+    result = {"command": shown(command, folder), "megatron-lm": str(checkout.name)}
+    if job is None or job.returncode:
+        return {**result, "error": f"not finished after {timeout:.0f} s" if job is None else reason(job.stderr)}
+    return {**result, "losses": [float(value) for value in re.findall(r"lm loss: ([\d.E+-]+)", job.stdout)]}
+
+
+def draw_curve(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one curve; return its losses and conditions, or the error."""
+    shape, start = SHAPES[args.shape], time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        prefix = args.data.resolve() / "text"
+        if not prefix.with_suffix(".bin").exists():
+            prefix.with_suffix(".bin").write_bytes(lzma.decompress(prefix.with_suffix(".bin.xz").read_bytes()))
+        weights = initial_weights(shape, 2 if name == "bf16, other weights" else 1, folder / "weights")
+        words = flags(shape, args.steps, prefix)
+        if name == "transformers":
+            losses = plain_loop(shape, args.steps, samples(shape, args.steps, prefix), weights, args.timeout)
+            result: dict[str, Any] = {"command": f"transformers {version_of('transformers')}", "losses": losses}
+        elif name == "megatron-lm":
+            result = run_megatron_lm(args.megatron_lm.resolve(), words, shape["vocab"], weights, folder, args.timeout)
+        else:
+            result = run_program(name, words, shape["vocab"], weights, folder, args.timeout)
+    record = {"seconds": round(time.perf_counter() - start), "environment": environment()}
+    return {**result, **record, "losses": [round(loss, 5) for loss in result.get("losses", [])]}
+
+
+def windows(losses: Sequence[float]) -> list[float]:
+    """Return the means of :data:`WINDOW` steps."""
+    return [statistics.fmean(losses[at : at + WINDOW]) for at in range(0, len(losses) - WINDOW + 1, WINDOW)]
+
+
+def rms(values: Sequence[float]) -> float:
+    return math.hypot(*values) / len(values) ** 0.5
+
+
+def compare(curves: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare all curves with bf16 over the steps that both have; differences of window means, in nats."""
+    base = windows(curves.get("bf16", {}).get("losses", []))
+    seeds = [b - a for a, b in zip(base, windows(curves.get("bf16, other weights", {}).get("losses", [])))]
+    rows = []
+    for name, curve in curves.items():
+        differences = [b - a for a, b in zip(base, windows(curve.get("losses", [])))]
+        if name == "bf16" or not differences:
+            continue
+        row = {
+            "curve": name, "steps": WINDOW * len(differences),
+            "rms": rms(differences),
+            "largest": max(map(abs, differences)), "last": differences[-1],
+            "last_relative": differences[-1] / base[len(differences) - 1],
+        }  # fmt: skip
+        if name == "fp8":
+            row["passed"] = abs(row["last_relative"]) <= FP8_BAND
+        elif name != "bf16, other weights" and seeds:
+            row["seeds"] = rms(seeds)
+            row["passed"] = row["rms"] < row["seeds"] and abs(row["last"]) < max(map(abs, seeds))
+        rows.append(row)
+    return rows
+
+
+def draw(stored: dict[str, Any], path: Path) -> None:
+    """Plot the losses, and their differences from bf16."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "real text"
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2))
+    base = windows(stored["curves"]["bf16"]["losses"])
+    for name, curve in stored["curves"].items():
+        means = windows(curve.get("losses", []))
+        steps = [WINDOW * (index + 1) for index in range(len(means))]
+        above.plot(steps, means, label=name, linewidth=1)
+        below.plot(steps, [b - a for a, b in zip(base, means)], label=name, linewidth=1)
+    above.set_ylabel("training loss")
+    above.legend()
+    below.set_ylabel("difference from bf16")
+    below.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder of collect_text.py with text.bin.xz and text.idx")
+    parser.add_argument("--curves", nargs="+", choices=list(CURVES), default=list(CURVES)[:4])
+    parser.add_argument("--shape", choices=list(SHAPES), default="345M")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--timeout", type=float, default=540, help="seconds per curve")
+    parser.add_argument("--megatron-lm", type=Path, metavar="CHECKOUT", help="for the curve megatron-lm")
+    parser.add_argument("--draw", type=Path, metavar="SVG", help="only plot the stored curves")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    source = args.output if args.output.exists() else RESULTS
+    stored = json.loads(source.read_text(encoding="utf-8")) if source.exists() else {}
+    if args.draw:
+        draw(stored, args.draw)
+        return 0
+    if args.data is None or ("megatron-lm" in args.curves and args.megatron_lm is None):
+        parser.error("--data is required, and --megatron-lm for the curve megatron-lm")
+    same = stored.get("shape") == args.shape and stored.get("steps") == args.steps
+    content: dict[str, Any] = {"shape": args.shape, "steps": args.steps, "curves": stored["curves"] if same else {}}
+    for name in args.curves:
+        curve = content["curves"][name] = draw_curve(name, args)
+        print(f"{name}: {curve.get('error') or curve['losses'][-1]}, {curve['seconds']} s", flush=True)
+        content["comparisons"] = compare(content["curves"])
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    for row in content["comparisons"]:
+        print(
+            ", ".join(
+                f"{key} {value:.5f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+            )
+        )
+    failed = any("error" in content["curves"][name] for name in args.curves)
+    return int(failed or not all(row.get("passed", True) for row in content["comparisons"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
