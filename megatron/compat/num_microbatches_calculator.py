@@ -43,23 +43,36 @@ class _Current:
 
 def init_num_microbatches_calculator(
     rank: int,
-    rampup_batch_size: list[int] | None,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_parallel_size: int,
+    rampup_batch_size: list[int] | None = None,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    data_parallel_size: int | None = None,
     decrease_batch_size_if_needed: bool = False,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
 ) -> None:
-    """Set up the schedule of this process, at the first sample. ``rank`` only decides who logs it (0).
+    """Set up the schedule of this process, at the first sample. ``rank`` only decides who logs it (0);
+    ``step_batch_size_schedule`` and ``seq_length`` (for token counts in it) are as the flags.
 
     Raises:
-        ValueError: a batch size that micro-batches and data-parallel ranks cannot share; the nearest are named.
+        ValueError: a size is missing, or micro-batches and data-parallel ranks cannot share a batch; the nearest sizes
+            are named.
         RuntimeError: it is set up already (``reconfigure_…`` replaces it).
     """
     if _Current.position is not None:
         raise RuntimeError(
             "the number of micro-batches is already set up: call reconfigure_num_microbatches_calculator instead"
         )
-    settings = BatchSettings(micro_batch_size, global_batch_size, rampup_batch_size, decrease_batch_size_if_needed)
+    if global_batch_size is None or micro_batch_size is None or data_parallel_size is None:
+        raise ValueError("pass global_batch_size, micro_batch_size and data_parallel_size")
+    settings = BatchSettings(
+        micro_batch_size,
+        global_batch_size,
+        rampup_batch_size,
+        decrease_batch_size_if_needed,
+        step_batch_size_schedule,
+        seq_length or 1,
+    )
     follow_batch_schedule(settings, data_parallel_size)
     if rank == 0:
         logger.info("number of micro-batches: %d", get_num_microbatches())

@@ -11,6 +11,7 @@ from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.config.model_rules import invalid_values, library_problems
 from megatron.core.config.model_settings import ModelSettings, following_sizes
 from megatron.core.config.moe import MoEConfig
+from megatron.core.config.mup import width_multiplier
 
 _RENAMED = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
@@ -66,6 +67,11 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
     def bias_activation_fusion(self) -> bool:
         """Whether the activation has a fused kernel, under Megatron-LM's name."""
         return self.bias_swiglu_fusion if self.gated_linear_unit else self.bias_gelu_fusion
+
+    @property
+    def mup_width_mult(self) -> float:
+        """Width multiplier of muP, under Megatron-LM's name."""
+        return width_multiplier(self)
 
     @property
     def persist_layer_norm(self) -> bool:

@@ -129,7 +129,8 @@ def get_mup_config_overrides(
     config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam"
 ) -> dict[ParamKey, ParamGroupOverride]:
     """Return muP's rates and Adam's epsilon per class of parameters (``config/mup.py``) as ``config_overrides``. They
-    leave decoupled rates and Muon's matrices as they are. Empty for the multiplier 1."""
+    leave decoupled rates and Muon's matrices as they are. Empty for the multiplier 1. ``optimizer_type``: in any case
+    of letters."""
 
     def is_matrix(parameter: nn.Parameter, name: str) -> bool:
         rule = find_rule(default_rule(config, name, parameter))
@@ -141,10 +142,10 @@ def get_mup_config_overrides(
 
     if mup_width_mult == 1.0:
         return {}
-    is_sgd = optimizer_type == "sgd"
+    is_sgd = optimizer_type.lower() == "sgd"
     factor = mup_width_mult if is_sgd else 1.0 / mup_width_mult
     rates = ParamGroupOverride(max_lr=(config.lr or 0.0) * factor, min_lr=(config.min_lr or 0.0) * factor)
-    if optimizer_type == "adam":
+    if "adam" in optimizer_type.lower():
         rates["eps"] = config.adam_eps * factor
     predicate = ParamWithNamePredicate("muP", is_vector if is_sgd else is_matrix)
     return {ParamKey(with_name_predicate=predicate): rates}

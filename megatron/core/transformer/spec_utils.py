@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 
 
@@ -106,3 +107,6 @@ def import_module(module_path: str | Sequence[str]) -> object:
         return getattr(importlib.import_module(home), name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:  # TypeError: a name that starts with a dot
         raise UserError(f"--spec {' '.join(parts)}: {error}; give a module and a name in it") from error
+
+
+serve_other_names(__name__)

@@ -39,6 +39,23 @@ def test_a_size_that_ranks_cannot_share_is_lowered_if_asked_else_refused():
     assert calculator.get_current_running_global_batch_size() == 8 < calculator.get_current_global_batch_size() == 10
 
 
+def test_arguments_of_newer_programs_are_taken_by_name():
+    """Megatron-LM since 0.16: no ramp, and a schedule of batch sizes by samples or tokens."""
+    with pytest.raises(ValueError, match="pass global_batch_size"):
+        calculator.init_num_microbatches_calculator(rank=0, micro_batch_size=2, data_parallel_size=2)
+    calculator.init_num_microbatches_calculator(rank=0, global_batch_size=32, micro_batch_size=8, data_parallel_size=2)
+    assert calculator.get_num_microbatches() == 2
+    calculator.reconfigure_num_microbatches_calculator(
+        rank=0, global_batch_size=32, micro_batch_size=2, data_parallel_size=2,
+        step_batch_size_schedule="0:16 1K:32", seq_length=8,
+    )  # fmt: skip
+    sizes = []
+    for consumed in (0, 124, 125):  # 1,000 tokens are 125 samples
+        calculator.update_num_microbatches(consumed)
+        sizes.append(calculator.get_current_global_batch_size())
+    assert sizes == [16, 16, 32]
+
+
 def test_asking_too_early_and_setting_up_twice_say_what_to_call():
     with pytest.raises(RuntimeError, match="call init_num_microbatches_calculator"):
         calculator.get_num_microbatches()

@@ -86,6 +86,15 @@ def test_base_width_changes_nothing():
     assert get_mup_config_overrides(OptimizerConfig(lr=LR), 1.0) == {}
 
 
+@pytest.mark.parametrize("written, kind", [("SGD", "sgd"), ("Adam", "adam")])
+def test_scripts_pass_the_multiplier_of_the_configuration_and_any_case_of_letters(written, kind):
+    config = OptimizerConfig(lr=LR, adam_eps=EPS)
+    multiplier = built(256).config.mup_width_mult
+    assert multiplier == 256 / BASE
+    (rates,), (expected,) = (get_mup_config_overrides(config, multiplier, name).values() for name in (written, kind))
+    assert rates == expected and rates["max_lr"] == pytest.approx(LR * (4 if kind == "sgd" else 1 / 4))
+
+
 @pytest.mark.parametrize("width, power, base_head", [(32, 1.0, None), (256, 1.0, 16.0), (256, 0.5, None)])
 def test_multipliers_of_scores_embeddings_and_logits(width, power, base_head):
     model = built(width, mup_attn_scale_power=power, mup_base_head_dim=base_head, mup_embedding_mult=3.0).eval()

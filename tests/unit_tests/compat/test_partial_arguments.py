@@ -1,0 +1,26 @@
+"""Calls of programs with fewer arguments than this library's own: tokenizers and slots of layers."""
+
+from argparse import Namespace
+from functools import partial
+
+import pytest
+
+from megatron.core.models.gpt import gpt_layer_specs as specs
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.spec_utils import get_submodules
+
+
+def test_missing_arguments_of_a_tokenizer_have_the_defaults_of_the_flags():
+    tokenizer = build_tokenizer(Namespace(tokenizer_type="NullTokenizer", vocab_size=100, rank=0))
+    assert tokenizer.tokenize("5 7") == [5, 7]
+    with pytest.raises(ValueError, match="needs --vocab-size"):
+        build_tokenizer(Namespace(tokenizer_type="NullTokenizer"))
+
+
+@pytest.mark.parametrize("kind", ["local", "with_transformer_engine"])
+def test_slots_are_those_of_the_spec(kind):
+    slots = getattr(specs, f"get_gpt_layer_{kind}_submodules")(num_experts=2, qk_layernorm=True)
+    assert slots == getattr(specs, f"get_gpt_layer_{kind}_spec")(num_experts=2, qk_layernorm=True).submodules
+    assert get_submodules(partial(dict, submodules=slots)) is slots
+    with pytest.raises(ValueError, match="has no submodules"):
+        get_submodules(dict)
