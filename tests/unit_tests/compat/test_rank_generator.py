@@ -4,6 +4,7 @@ import pytest
 
 from megatron.core import mpu
 
+
 def test_groups_of_eight_ranks():
     generator = mpu.RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-dp-pp")
     assert generator.world_size == 8 and generator.order == "tp-dp-pp-ep-cp"
