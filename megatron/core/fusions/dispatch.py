@@ -1,4 +1,4 @@
-"""Selection between a Triton kernel and torch operations, made once when a module is built."""
+"""Selection between a Triton kernel and torch operations, made once when a module is built; strides of its inputs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,18 @@ class ByDevice:
 
     def __call__(self, x: torch.Tensor, *args: Any) -> Any:
         return (self.kernel if x.is_cuda and x.dtype != torch.float64 else self.plain)(x, *args)
+
+
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` [s, b, ...] itself if consecutive tokens [s b] have equal distances in memory (:func:`row_stride`)
+    and its last dim is contiguous, as parts of a projection do; else a contiguous copy."""
+    even = 1 in x.shape[:2] or x.stride(0) == x.shape[1] * x.stride(1)
+    return x if even and x.stride(-1) == 1 else x.contiguous()
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Return the distance of consecutive tokens of :func:`in_rows`. Strides of dims of size 1 mean nothing."""
+    return x.stride(1) if x.shape[1] > 1 else x.stride(0)
 
 
 @functools.cache

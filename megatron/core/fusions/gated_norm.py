@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.fusions.dispatch import in_rows, row_stride
 from megatron.core.fusions.installed_triton import tl, triton
 
 _ELEMENTS = 2048
@@ -131,7 +132,7 @@ def _arguments(
     padded = triton.next_power_of_2(size)
     rows = max(1, _ELEMENTS // padded)
     layout = [heads // part.shape[2] for part in (x, x if gate is None else gate)]
-    strides = [part.stride()[1:3] for part in (x, x if gate is None else gate)]
+    strides = [(row_stride(part), part.stride(2)) for part in (x, x if gate is None else gate)]
     weights = 1 if weight is None else weight.numel() // size
     numbers = [tokens, heads, weights, layout[0], *strides[0], layout[1], *strides[1], traits.scale, traits.eps]
     order = 0 if gate is None else 2 if traits.gate_first else 1
@@ -178,9 +179,4 @@ def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor | None, traits: Ga
         weight: w, [c] for all heads or [h c]; None: ones.
         traits: the formula.
     """
-
-    def rows(part: Tensor) -> Tensor:
-        joined = part.stride(-1) == 1 and part.stride(0) == part.shape[1] * part.stride(1)
-        return part if joined else part.contiguous()
-
-    return _GatedNorm.apply(rows(x), None if gate is None else rows(gate), weight, traits)
+    return _GatedNorm.apply(in_rows(x), None if gate is None else in_rows(gate), weight, traits)

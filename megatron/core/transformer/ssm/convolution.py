@@ -1,6 +1,6 @@
 """Causal convolution of a few tokens per channel and SiLU, reset at every document.
 
-Legend: s sequence, b batch, c channels, w taps, n chunks.
+Legend: s sequence, b batch, a heads, p channels of a head, c = a p, w taps, n chunks.
 """
 
 from __future__ import annotations
@@ -59,46 +59,53 @@ def _tail(inputs: Tensor, links: Tensor | None, taps: int) -> Tensor:
 
 
 def _last_inputs(x: Tensor, follows: Tensor | None, tail: Tensor, weight: Tensor) -> Tensor:
-    """Return the second result of :func:`causal_convolution` from the last inputs only."""
+    """Return the second result of :func:`causal_convolution` from the last inputs [s, b, a, p] only."""
     count = weight.shape[1] - 1
-    return causal_convolution(x[-count:], None if follows is None else follows[-count:], tail, weight)[1]
+    return causal_convolution(x[-count:].flatten(2), None if follows is None else follows[-count:], tail, weight)[1]
 
 
 def _activated(
-    x: Tensor, follows: Tensor | None, tail: Tensor, weight: Tensor, bias: Tensor | None = None
+    x: Tensor, follows: Tensor | None, tail: Tensor, weight: Tensor, bias: Tensor | None, parts: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return SiLU of :func:`causal_convolution` and the last inputs, by a kernel on GPUs."""
+    """Return SiLU of :func:`causal_convolution` of ``x`` [s, b, a, p], ordered by ``parts``, and the last inputs, by a
+    kernel on GPUs."""
     if x.is_cuda and kernels_serve(x.dtype) and 2 <= weight.shape[1] <= 4:
-        return convolution_silu(x, follows, tail, weight, bias), _last_inputs(x, follows, tail, weight)
-    output, end = causal_convolution(x, follows, tail, weight, bias)
-    return F.silu(output), end
+        return convolution_silu(x, follows, tail, weight, bias, parts), _last_inputs(x, follows, tail, weight)
+    output, end = causal_convolution(x.flatten(2), follows, tail, weight, bias)
+    heads = F.silu(output).unflatten(-1, x.shape[2:])
+    return torch.cat([part.flatten(2) for part in heads.split(parts, dim=-1)], dim=-1), end
 
 
 def convolve(
-    layout: TokenLayout, layer: int, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Return SiLU of the causal convolution of ``x`` [s, b, c] with ``weight`` [c, w] and ``bias`` [c], of documents by
-    ``mask`` (``scans.follows``). The last inputs are the state "conv" of ``layer``."""
-    zeros = x.new_zeros((x.shape[1], weight.shape[1] - 1, x.shape[2]))
+    layout: TokenLayout, layer: int, x: Tensor, mask: Tensor | None, weight: Tensor, bias: Tensor | None,
+    parts: tuple[int, ...],
+) -> Tensor:  # fmt: skip
+    """Return SiLU of the causal convolution of ``x`` [s, b, a, p] with ``weight`` [c, w] and ``bias`` [c], of documents
+    by ``mask`` (``scans.follows``): [s, b, c], with the first of ``parts`` of all heads, then the next. The last inputs
+    are the state "conv" of ``layer``."""
+    zeros = x.new_zeros((x.shape[1], weight.shape[1] - 1, len(weight)))
     if layout.group.size == 1:
-        return layout.scan(layer, "conv", zeros, lambda x, tail: _activated(x, mask, tail, weight, bias), x)
+        return layout.scan(layer, "conv", zeros, lambda x, tail: _activated(x, mask, tail, weight, bias, parts), x)
     if len(x) < layout.num_chunks * zeros.shape[1]:  # chunks so short that a token sees several
         links = None if mask is None else layout.full(mask.to(torch.uint8), 0).bool()
-        return layout.local(_activated(layout.full(x, 0), links, zeros, weight, bias)[0], 0)
+        return layout.local(_activated(layout.full(x, 0), links, zeros, weight, bias, parts)[0], 0)
     chunks = list(zip(*rank_chunks(layout, x, mask)))
     tails = torch.stack([_last_inputs(part, links, zeros, weight) for part, links in chunks])
     everyone = layout.full(tails, 0)
     before = layout.local(torch.cat((zeros.unsqueeze(0), everyone[:-1])), 0)
-    return torch.cat([_activated(part, links, tail, weight, bias)[0] for (part, links), tail in zip(chunks, before)])
+    return torch.cat(
+        [_activated(part, links, tail, weight, bias, parts)[0] for (part, links), tail in zip(chunks, before)]
+    )
 
 
 class ShortConvolution(nn.Module):
-    """Causal convolution of ``taps`` tokens per channel and SiLU, over a layout. ``channels`` is (blocks, channels of a
-    block): tensor-parallel ranks split the blocks. The weight is stored as [c, 1, w]."""
+    """Causal convolution of ``taps`` tokens per channel and SiLU, over a layout. Tensor-parallel ranks split ``heads``,
+    which have channels ``parts`` each. The weight is stored as [c, 1, w]."""
 
     def __init__(
         self,
-        channels: tuple[int, int],
+        heads: int,
+        parts: tuple[int, ...],
         taps: int,
         config: TransformerConfig,
         groups: ProcessGroups,
@@ -106,11 +113,13 @@ class ShortConvolution(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
+        self.parts, channels = parts, (heads, sum(parts))
         common = {"mesh": {"tp": Shard(0)}, "groups": groups, "dtype": config.params_dtype}
         init = Uniform(taps**-0.5)  # as torch.nn.Conv1d
         self.weight = parameter((*channels, 1, taps), init=init, ndim=3, **common)
         self.bias = parameter(channels, init=init, ndim=1, **common) if bias else None
 
-    def forward(self, layout: TokenLayout, layer: int, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Return [s, b, c] of ``x`` [s, b, c] (:func:`convolve`)."""
-        return convolve(layout, layer, x, mask, self.weight.squeeze(1), self.bias)
+    def forward(self, layout: TokenLayout, layer: int, x: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the parts [s, b, a .] of ``x`` [s, b, a, p] (:func:`convolve`)."""
+        output = convolve(layout, layer, x, mask, self.weight.squeeze(1), self.bias, self.parts)
+        return output.split([x.shape[2] * part for part in self.parts], dim=-1)

@@ -65,11 +65,10 @@ class DeltaMixer(RecurrentMixer):
 
     def _mix(self, mixed: Tensor, beta: Tensor, decay: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the outputs [s, b, h, v] of the delta rule."""
-        length, batch, heads = mixed.shape[:3]
+        length, batch = mixed.shape[:2]
         mask = follows(ctx, length, batch, mixed.device)
-        convolved = self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask)
-        query, key, value = convolved.unflatten(-1, (heads, -1)).tensor_split((self.key, 2 * self.key), dim=-1)
-        value = value.reshape(length, batch, -1, self.value)
+        convolved, sizes = self.conv1d(ctx.layout, self.layer_number, mixed, mask), (self.key, self.key, self.value)
+        query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(convolved, sizes))
         wide = torch.promote_types(value.dtype, torch.float32)
         rate = self.A_log.to(wide).exp().view(-1, *[1] * (decay.ndim - 3))
         log_decay = -rate * F.softplus(decay.to(wide) + self.dt_bias.to(wide).view(decay.shape[2:]))

@@ -82,8 +82,9 @@ def _describe_delta_mixer(
     vectors += [Param(name, rows, {"tp": 0}, ndim=1) for name, rows in (("dt_bias", biases), ("A_log", (values,)))]
     kernels = len(biases) == 1 and _has_kernels(config, key, value)
     kept = _chunk_bytes(config, sizes, values, key, value, keys=keys, matrices=matrices)
-    if kernels:  # inputs of the convolution, its outputs; unit vectors and values
-        kept = _kernel_bytes(config, sizes, values, tensors=3, wide=0)
+    if kernels:
+        unit_vectors = 2 * config.linear_num_key_heads * key * activation_bytes(config)
+        kept = _kernel_bytes(config, sizes, values, unit_vectors)
     chunks, flops = _kept("convolved, decays and chunks", kept, "delta_rule"), 6.0 * values * key * value
     return replace(
         _describe_mixer(config, place, sizes, vectors, chunks, flops, "gdn_norm_out", kernels=kernels),
@@ -113,8 +114,8 @@ def describe_mamba(config: Config, place: LayerPlace) -> Piece:
     vectors.append(Param("norm.weight", (sizes.outputs,), {"tp": 0}, ndim=1))
     kernels = _has_kernels(config, state, channels)
     kept = _chunk_bytes(config, sizes, heads, state, channels, keys=3.5, matrices=3.7)
-    if kernels:  # inputs of the convolution, its outputs; x in fp32, dt x
-        kept = _kernel_bytes(config, sizes, heads, tensors=2, wide=4 + activation_bytes(config))
+    if kernels:  # x in fp32, dt x
+        kept = _kernel_bytes(config, sizes, heads, (4 + activation_bytes(config)) * sizes.outputs)
     chunks, flops = _kept("convolved and chunks", kept, "ssm"), 4.0 * heads * state * channels
     return replace(
         _describe_mixer(config, place, sizes, vectors, chunks, flops, "mamba_norm_out", kernels=kernels),
@@ -160,11 +161,11 @@ def _has_kernels(config: Config, key: int, value: int) -> bool:
     return config.bf16 and key in (16, 32, 64, 128) and value % 16 == 0
 
 
-def _kernel_bytes(config: Config, sizes: MixerSizes, heads: int, *, tensors: int, wide: int) -> float:
-    """Return the bytes per token on this rank that the layer saves with kernels: ``tensors`` of the convolution's
-    channels, ``wide`` bytes per channel of the outputs, numbers per head. Measured (``test_descriptions.py``)."""
-    mixed = tensors * activation_bytes(config) * sizes.blocks * sum(sizes.parts[sizes.convolved])
-    return (mixed + wide * sizes.outputs + 40 * heads) / config.tensor_model_parallel_size
+def _kernel_bytes(config: Config, sizes: MixerSizes, heads: int, further: float) -> float:
+    """Return the bytes per token on this rank that the layer saves with kernels: outputs of the convolution, whose
+    inputs are the projections, numbers per head, and ``further`` bytes of all ranks. Measured (``test_descriptions.py``)."""
+    mixed = activation_bytes(config) * sizes.blocks * sum(sizes.parts[sizes.convolved])
+    return (mixed + 40 * heads + further) / config.tensor_model_parallel_size
 
 
 def _chunk_bytes(

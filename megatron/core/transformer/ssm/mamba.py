@@ -66,14 +66,12 @@ class MambaMixer(RecurrentMixer):
     def _mix(self, mixed: Tensor, step: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the outputs [s, b, h, v] of the recurrence from x, B and C [s, b, a, c] before their convolution, and
         dt [s, b, h] before softplus."""
-        length, batch, count = mixed.shape[:3]
+        length, batch = mixed.shape[:2]
         mask = follows(ctx, length, batch, mixed.device)
-        convolved = self.conv1d(ctx.layout, self.layer_number, mixed.flatten(2), mask)
-        channels, key, query = convolved.unflatten(-1, (count, -1)).split(
-            (self.per_group * self.channels, self.state, self.state), dim=-1
-        )
+        convolved, sizes = self.conv1d(ctx.layout, self.layer_number, mixed, mask), (self.channels, *2 * (self.state,))
+        inputs, key, query = (part.unflatten(-1, (-1, size)) for part, size in zip(convolved, sizes))
         wide = torch.promote_types(mixed.dtype, torch.float32)
-        inputs = channels.reshape(length, batch, -1, self.channels).to(wide)
+        inputs = inputs.to(wide)
         step = F.softplus(step.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * step
         output = scan_heads(

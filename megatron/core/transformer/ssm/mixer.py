@@ -66,8 +66,8 @@ class RecurrentMixer(Sited, nn.Module):
             **options,
         )
         declare_row_parts(self.in_proj, parts, parts)
-        channels = sizes.blocks, sum(parts[sizes.convolved])
-        self.conv1d = ShortConvolution(channels, sizes.taps, config, groups, bias=sizes.has_bias)
+        convolved = parts[sizes.convolved]
+        self.conv1d = ShortConvolution(sizes.blocks, convolved, sizes.taps, config, groups, bias=sizes.has_bias)
         self.out_proj = build_module(
             submodules.out_proj,
             sizes.outputs,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
@@ -88,6 +89,28 @@ def test_described_bytes_are_saved(kind, sizes, kernels, monkeypatch):
     bytes_per_token = sum(kept.bytes for op in described.ops for kept in op.saved)
     without_input = (sum(saved.values()) - x.untyped_storage().nbytes()) / length  # the norm's, in a layer
     assert bytes_per_token == pytest.approx(without_input, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_kernels_read_parts_of_projections_in_place(kind, batch, monkeypatch):
+    """Only gradients are joined: of the convolution's outputs, and of the parts of the projection."""
+    enable_kernels(monkeypatch)
+    (mixer, config), names = built(kind, 64, 64, 8, 4), []
+    x = torch.randn(128, batch, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            result = op(*args, **(kwargs or {}))
+            name = str(op.overloadpacket)
+            if name in {"aten.clone", "aten.copy_", "aten.cat"} and result.numel() >= x.numel() // 4:
+                names.append(name)
+            return result
+
+    with Copies():
+        y = mixer(x, ForwardContext(TokenLayout()))
+        y.backward(torch.ones_like(y))
+    assert names == ["aten.cat"] * 2
 
 
 @pytest.mark.parametrize("kind", ["gated_delta_net", "kimi_delta_attention", "mamba"])
