@@ -163,7 +163,8 @@ def _has_kernels(config: Config, key: int, value: int) -> bool:
 
 def _kernel_bytes(config: Config, sizes: MixerSizes, heads: int, further: float) -> float:
     """Return the bytes per token on this rank that the layer saves with kernels: outputs of the convolution, whose
-    inputs are the projections, numbers per head, and ``further`` bytes of all ranks. Measured (``test_descriptions.py``)."""
+    inputs are the projections, numbers per head, and ``further`` bytes of all ranks. Measured
+    (``test_descriptions.py``)."""
     mixed = activation_bytes(config) * sizes.blocks * sum(sizes.parts[sizes.convolved])
     return (mixed + 40 * heads + further) / config.tensor_model_parallel_size
 
