@@ -94,7 +94,7 @@ def test_described_bytes_are_saved(kind, sizes, kernels, monkeypatch):
 @pytest.mark.parametrize("kind", ["gated_delta_net", "mamba"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_kernels_read_parts_of_projections_in_place(kind, batch, monkeypatch):
-    """Only gradients are joined: of the convolution's outputs, and of the parts of the projection."""
+    """Only gradients are joined: for the convolution's outputs, and for the projection."""
     enable_kernels(monkeypatch)
     (mixer, config), names = built(kind, 64, 64, 8, 4), []
     x = torch.randn(128, batch, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
