@@ -126,7 +126,9 @@ class Op:
     flops: float = 0.0
     """Forward FLOPs of one full sequence over all ranks."""
     backward: float = 2.0
-    """FLOPs of the backward pass per forward FLOP: 1 for GEMMs of frozen weights."""
+    """FLOPs of the backward pass per forward FLOP: 1 for GEMMs of frozen weights, 0 without a backward pass."""
+    keys: float = 0.0
+    """Keys per query of attention over other sequences than the model's; 0: by ``flops``."""
     gemm: tuple[int, int] | None = None
     """(output, input) sizes of this rank's weight shard."""
     traffic: float = 0.0
@@ -294,6 +296,11 @@ class ModelDescription:
             return ModelCosts(names, None)
         last = self.head.time + sum(piece.time for piece in self.predictions)
         return ModelCosts(names, tuple(tuple(time / unit for time in each) for each in layers), last / unit)
+
+
+def forward_only(op: Op) -> Op:
+    """Return a copy without a backward pass."""
+    return replace(op, backward=0.0, gradients=0.0, saved=())
 
 
 def frozen(piece: Piece) -> Piece:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron.core.config.lora import SETTINGS, LoraConfig
 from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.problems import Settings
-from megatron.core.description.model import ModelDescription, Op, Param, Piece, Saved, frozen
+from megatron.core.description.model import ModelDescription, Op, Param, Piece, Saved, forward_only, frozen
 from megatron.core.description.parts import activation_bytes
 from megatron.core.models.transforms import ModelTransform
 
@@ -96,7 +96,10 @@ class LoraTransform(ModelTransform):
         the base if it is a reference."""
         base = (model.with_pieces(frozen),) if self.runs_base else ()
         model = replace(model.with_pieces(self._changed), companions=base)
-        return replace(model, embedding=replace(model.embedding, settings=(*model.embedding.settings, *SETTINGS)))
+        embedding = replace(model.embedding, settings=(*model.embedding.settings, *SETTINGS))
+        if all(param.frozen for param in embedding.params):  # nothing before the first layer has a gradient
+            embedding = replace(embedding, ops=tuple(map(forward_only, embedding.ops)))
+        return replace(model, embedding=embedding)
 
     def _changed(self, piece: Piece) -> Piece:
         params = [*frozen(piece).params]
@@ -107,7 +110,7 @@ class LoraTransform(ModelTransform):
                 params += self._adapter(module, param) if self.matches(module) else []
         ops: list[Op] = []
         for op in piece.ops:
-            ops.append(replace(op, backward=1.0) if op.kind == "gemm" else op)
+            ops.append(replace(op, backward=min(op.backward, 1.0)) if op.kind == "gemm" else op)
             if op.kind == "gemm" and weights.get(op.name):
                 weight = weights[op.name].pop(0)
                 ops += [self._operation(op, weight)] if self.matches(_module(weight)) else []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.problems import Settings
 from megatron.core.config.vision import VisionConfig
-from megatron.core.description.model import ModelDescription, Op, Piece
+from megatron.core.description.model import ModelDescription, Op, Piece, forward_only
 from megatron.core.models.transforms import ModelTransform
 from megatron.core.models.vlm.operations import PROJECTION, TOWER
 
@@ -46,7 +46,7 @@ class Freezing(ModelTransform):
         if not self.freezes(op.name):
             return op
         if op.name.startswith(TOWER) and self.vision.freeze_ViT:  # nothing before it has a gradient
-            return replace(op, backward=0.0, saved=(), gradients=0.0)
+            return forward_only(op)
         return replace(op, backward=1.0) if op.kind == "gemm" else op
 
 

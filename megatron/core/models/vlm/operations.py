@@ -57,7 +57,7 @@ def _image_operations(language: Config, vision: VisionConfig) -> Iterator[Op]:
         saved = tuple(replace(tensor, modules=(), offload=()) for tensor in op.saved)
         if kind.is_clip and op.kind == "activation":  # quick GELU: x and its sigmoid
             saved *= 2
-        yield replace(op, name=f"{TOWER}blocks.{op.name}", saved=saved)
+        yield replace(op, name=f"{TOWER}blocks.{op.name}", saved=saved, keys=float(positions))
     mergers = ["merger", *(f"deep_mergers.{number}" for number in range(len(vision.vision_deepstack_layers or ())))]
     for name in mergers:
         if not kind.is_fixed:

@@ -222,7 +222,7 @@ def _attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
         return _unfused_attention(cfg, op, gpu)
     flops = op.flops * _tokens(cfg) / cfg.data.seq_length / cfg.model.tensor_model_parallel_size
     channels = cfg.model.num_attention_heads * (cfg.model.kv_channels or 1)
-    keys = op.flops / (4.0 * cfg.data.seq_length * channels)
+    keys = op.keys or op.flops / (4.0 * cfg.data.seq_length * channels)
     forward, backward = (1 + half / max(keys, 1.0) for half in HALF_KEYS)
     return Seconds(
         {
@@ -263,6 +263,8 @@ def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = Fal
             times = Seconds(
                 {("F", "memory-bound"): floor + 0.4 * seconds, ("I", "memory-bound"): floor + 0.6 * seconds}
             )
+        if not op.backward:
+            times = Seconds({key: seconds for key, seconds in times.items() if key[0] == "F"})
         recomputed = any(modules.intersection(saved.modules) for saved in op.saved) and op.kind != "gemm"
         if full or recomputed:
             for (phase, _), seconds in list(times.items()):
@@ -388,9 +390,10 @@ def summed_times(cfg: PretrainConfig, model: ModelDescription, pieces: Sequence[
     total: Times = Seconds()
     by_shape: dict[object, Times] = {}
     for piece in pieces:
-        key = (piece.name, tuple((op.name, op.flops, op.gemm, op.traffic) for op in piece.ops))
+        key = (piece.name, tuple((op.name, op.flops, op.backward, op.gemm, op.traffic) for op in piece.ops))
         if key not in by_shape:
-            times = piece_times(cfg, piece, cluster.gpu, head=piece is model.head, layer=piece.is_branch)
+            outside = piece is model.head or piece is model.embedding  # without fp8
+            times = piece_times(cfg, piece, cluster.gpu, head=outside, layer=piece.is_branch)
             attention = sum(seconds for (_, part), seconds in times.items() if part == "attention")
             if piece.is_branch:
                 times.add(_layer_communication(cfg, piece, cluster, attention))

@@ -12,6 +12,10 @@ from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
+from megatron.training.report.memory import stage_activations
+from megatron.training.report.pipeline import run_stages, stage_pieces
+from megatron.training.report.plan.cluster import build_cluster
+from megatron.training.report.plan.step_time import summed_times
 from megatron.training.tasks.images import ImageTask
 
 SIZES = (
@@ -103,3 +107,53 @@ def test_mock_data_has_the_images(text):
     sizes, count = sample["sizes"].values, cfg.group(VisionConfig).images_per_row
     assert sizes.tolist() == [[8, 12]] * count
     assert (sample["tokens"] == 0).sum() == (24 * 4 if text != CLIP else 97)
+
+
+LARGE = (
+    "--mock-data --num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 4096 --bf16"
+    " --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-3"
+    " --tokenizer-type NullTokenizer --vocab-size 992 --vision-model-type qwen --img-h 512 --img-w 512"
+)
+
+
+def planned(images, flags=""):
+    """Return (seconds of the tower in a micro-batch of rank 0, its saved bytes) as the planner predicts them."""
+    seconds, saved = [], []
+    for number in (images, 0):
+        text = f"{LARGE} --images-per-row {number} {flags}"
+        cfg = resolve(parse_args(text.split(), model_family="vlm"), 2 if "size 2" in text else 1, gpus=True)
+        model, cluster = cfg.describe(992), build_cluster("H200", 1, 8)
+        (stage,) = run_stages(cfg, 992, model)
+        seconds.append(sum(summed_times(cfg, model, stage_pieces(model, stage), cluster).values()))
+        saved.append(stage_activations(cfg, model, stage))
+    return seconds[0] - seconds[1], saved[0] - saved[1]
+
+
+def test_planner_counts_the_tower():
+    """Ten images of 1024 patches: by the rates of the planner between the time of its FLOPs alone and twice of it."""
+    gpu = build_cluster("H200", 1, 8).gpu
+    seconds, saved = planned(10)
+    layer = gemms((1024, 4 * 1152, 1152), (1024, 2 * 4304, 1152))
+    products = 10 * (27 * layer + gemms((1024, 1152, 1536), (256, 4608, 4608), (256, 1024, 4608)))
+    attention = 10 * 27 * 4 * 1024**2 * 1152
+    least = products * (2 / gpu.gemm + 1 / gpu.wgrad) / 1e12
+    least += attention * (1 / gpu.attention_forward + 2.5 / gpu.attention_backward) / 1e12
+    assert least < seconds < 2 * least
+    # of each patch and layer: inputs of both norms and of four products, queries, keys, values, and the activation's
+    assert saved == pytest.approx(10 * 1024 * 27 * 2 * (8 * 1152 + 2 * 4304), rel=0.1)
+
+
+@pytest.mark.parametrize("flags, time, space", [
+    ("--tensor-model-parallel-size 2", 0.5, 0.5),
+    ("--context-parallel-size 2", 0.5, 0.5),
+    ("--freeze-ViT", 0.31, 0.04),
+    ("--lora-rank 4", 0.31, 0.0),
+    ("--fp8-format hybrid --fp8-recipe tensorwise", 1.0, 1.0),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1.0, 1.0),
+])  # fmt: skip
+def test_planner_knows_what_the_tower_shares(flags, time, space):
+    """Ranks share images; frozen towers have no backward pass; fp8 and recomputation leave the tower as it is."""
+    seconds, saved = planned(10)
+    with_flags = planned(10, flags)
+    assert with_flags[0] == pytest.approx(time * seconds, rel=0.1)
+    assert with_flags[1] == pytest.approx(space * saved, rel=0.05, abs=1e6)
