@@ -43,7 +43,7 @@ def _image_operations(language: Config, vision: VisionConfig) -> Iterator[Op]:
 
     def gemm(name: str, rows: int, *saved: Saved, backward: float = 2.0) -> Op:
         output, inner = weights[f"{name}.weight"]
-        return Op("gemm", name, 2.0 * rows * output * inner, backward, (output, inner), saved=saved)
+        return Op("gemm", name, 2.0 * rows * output * inner, backward, gemm=(output, inner), saved=saved)
 
     values = weights[f"{TOWER}patch_embed.weight"][1]
     yield gemm(f"{TOWER}patch_embed", patches, Saved("patches", patches * values * item), backward=1.0)
