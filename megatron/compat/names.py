@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 ABSENT = "absent: "
 FAMILY = "family: "
 MODULE = "module: "
 ALL = "*"
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 class NameSource(NamedTuple):
@@ -93,6 +94,22 @@ def serve_other_names(module: str) -> None:
         target.__path__ = []  # submodules of the table: Python looks for submodules of packages only
 
 
+def serve_calls(module: str, applies: Callable[..., bool]) -> Callable[[AnyFunction], AnyFunction]:
+    """Decorate a function that has another signature than Megatron-LM's: a call for whose arguments ``applies`` returns
+    True goes to the function of the same name in ``module``, imported at the first such call."""
+
+    def decorate(function: AnyFunction) -> AnyFunction:
+        @functools.wraps(function)
+        def dispatch(*args: object, **kwargs: object) -> object:
+            if applies(*args, **kwargs):
+                return getattr(import_module(module), function.__name__)(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return dispatch  # type: ignore[return-value]
+
+    return decorate
+
+
 @functools.cache
 def _packages() -> frozenset[str]:
     parts = (name.split(".") for name in table())
@@ -100,7 +117,7 @@ def _packages() -> frozenset[str]:
 
 
 def missing_reason(module: str) -> str:
-    """Return the reason why ``module`` does not exist: of its row, or of the nearest package that has one."""
+    """Return the reason why ``module`` does not exist: in its row, or in the row for the nearest package."""
     while module:
         text = table().get(module, {}).get(ALL, NameSource("", "")).module
         if text.startswith(FAMILY):

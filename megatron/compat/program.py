@@ -119,9 +119,12 @@ def _derived(cfg: PretrainConfig) -> dict[str, object]:
 
 
 def parse_script_args(
-    args_defaults: dict[str, object] | None, extra_args_provider: Callable[[ArgumentParser], object] | None
+    args_defaults: dict[str, object] | None,
+    extra_args_provider: Callable[[ArgumentParser], object] | None,
+    ignore_unknown: bool = False,
 ) -> PretrainConfig:
-    """Return the settings of an entry script's command line, not yet resolved. The script names no model family: it is
+    """Return the settings of an entry script's command line, not yet resolved, without unknown flags if
+    ``ignore_unknown``. The script names no model family: it is
     the first one that has all groups of the given flags, or else the default one."""
     typed = {normalize(word.partition("=")[0]) for word in sys.argv[1:]}
     specs = [spec for spec in flag_specs() if not typed.isdisjoint(map(normalize, spec.names))]
@@ -129,7 +132,11 @@ def parse_script_args(
     optional = used & {*optional_groups(default_family())}
     family = next((name for name, candidate in families().items() if optional <= {*candidate.groups}), None)
     return parse_args(
-        args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False, model_family=family
+        args_defaults=args_defaults,
+        extra_args_provider=extra_args_provider,
+        needs_data=False,
+        model_family=family,
+        ignore_unknown=ignore_unknown,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,59 @@ from megatron.compat.program import current_program
 from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import TRACKER
+from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_directory, read_tracker
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.checkpoint.checkpointer import Checkpointer
+from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.train_state import TrainState
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str | os.PathLike) -> str:
     """Return the path of the file in ``checkpoints_path`` that names the newest iteration."""
     return os.path.join(checkpoints_path, TRACKER)
+
+
+def isfile(path: str | os.PathLike) -> bool:
+    """Whether ``path`` is a file."""
+    return os.path.isfile(path)
+
+
+def read_metadata(tracker_filename: str | os.PathLike) -> tuple[int, bool]:
+    """Return (iteration, whether it is a release) of a tracker file. Raises CheckpointError for other contents."""
+    which = read_tracker(Path(tracker_filename).parent)
+    return (0, True) if which == RELEASE else (int(which), False)
+
+
+def get_load_checkpoint_path_by_args(args: Namespace, load_arg: str = "load") -> str:
+    """Return the checkpoint that the setting ``load_arg`` names: a folder with a tracker (then ``args.ckpt_step`` or
+    its newest iteration), or the checkpoint's directory. Raises UserError if it is None."""
+    folder = getattr(args, load_arg)
+    if folder is None:
+        raise UserError(f"get_load_checkpoint_path_by_args: no folder; set --{load_arg.replace('_', '-')}")
+    path = Path(folder)
+    if isfile(path / TRACKER):
+        return checkpoint_directory(path, read_tracker(path) if args.ckpt_step is None else args.ckpt_step)
+    if args.ckpt_step is not None:
+        return checkpoint_directory(path.parent, args.ckpt_step)
+    return str(path)
+
+
+def load_tensors_metadata(checkpoint_dir: str | os.PathLike) -> dict[str, Namespace]:
+    """Return the ``global_shape`` of the tensors of a checkpoint: this library's or Megatron-LM's ``torch_dist``.
+    Reads no values. Raises CheckpointError: the directory is no checkpoint, or damaged."""
+    from megatron.export.megatron_lm.torch_dist import stored_shapes
+
+    folder = Path(checkpoint_dir)
+    if (folder / ".metadata").exists() and not (folder / "metadata.json").exists():
+        shapes = stored_shapes(folder)
+    else:
+        reader = CheckpointReader(folder)
+        shapes = {name: reader.shape(name) for name in reader.names}
+    return {name: Namespace(key=name, global_shape=shape) for name, shape in shapes.items()}
+
+
+def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+    """Accepted: :func:`save_checkpoint` returns when the checkpoint is complete."""
 
 
 def save_checkpoint(
@@ -48,7 +93,7 @@ def save_checkpoint(
         name = "release" if release else "non_persistent_ckpt"
         raise UserError(f"save_checkpoint({name}=True): not available here; pass False")
     program = current_program()
-    if program.cfg.checkpoint.save is None:
+    if program.args.save is None:
         raise UserError("save_checkpoint: no folder; add --save")
     state = TrainState(
         iteration,
@@ -97,9 +142,11 @@ def load_checkpoint(
 
 
 def _checkpointer(model: Sequence[nn.Module], optimizer: Any, scheduler: Any) -> Checkpointer:
-    program = current_program()
-    groups = parallel_state.get_process_groups()
-    return Checkpointer(program.cfg, model, optimizer, scheduler, groups=groups, tokenizer=program.tokenizer)
+    """Return a checkpointer for the checkpoint settings that ``get_args()`` has now."""
+    program, groups = current_program(), parallel_state.get_process_groups()
+    now = {field.name: getattr(program.args, field.name) for field in fields(CheckpointConfig)}
+    cfg = program.cfg.with_settings(**now)
+    return Checkpointer(cfg, model, optimizer, scheduler, groups=groups, tokenizer=program.tokenizer)
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from megatron import serve_other_names
+from megatron import serve_calls, serve_other_names
 from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
 from megatron.core.config.errors import UserError
@@ -67,6 +67,13 @@ def all_flag_specs() -> tuple[FlagSpec, ...]:
     return tuple(specs.values())
 
 
+def _is_script_call(*args: object, **named: object) -> bool:
+    """Whether a call of :func:`parse_args` has arguments of Megatron-LM's function only."""
+    other = named.keys() - {"extra_args_provider", "ignore_unknown_args"}
+    return len(args) > 1 or callable(next(iter(args), None)) or not (args or other)
+
+
+@serve_calls("megatron.compat.script_arguments", _is_script_call)
 def parse_args(
     argv: Sequence[str] | None = None,
     *,
@@ -74,6 +81,7 @@ def parse_args(
     extra_args_provider: ExtraArgsProvider | None = None,
     needs_data: bool = True,
     model_family: str | None = None,
+    ignore_unknown: bool = False,
 ) -> PretrainConfig:
     """Return the settings of a command line, not yet resolved (see :func:`validate_args`). Flags take precedence over
     --yaml-cfg, then come the settings of --model, then ``args_defaults``. Rank 0 logs renamed and ineffective flags as
@@ -86,6 +94,7 @@ def parse_args(
             result's ``extra`` and attributes of its ``flat``.
         needs_data: False for scripts with custom data sets and tokenizers.
         model_family: name of the model family; None: the default one.
+        ignore_unknown: drop unknown flags with their values.
 
     Raises:
         ConfigError: lists every mistake of the command line, and problems of the settings that could be read.
@@ -111,6 +120,8 @@ def parse_args(
     read = (*specs, *(spec for spec in absent.specs() if extras.names.isdisjoint(spec.names)))
     values, misread = cli.read_segments(read, ours)
     spelled = {*cli.flag_table(read), *extras.names}
+    if ignore_unknown:
+        misread = [problem for problem in misread if problem.reason != "unknown flag"]
     misread = [absent.explain(each, spelled) if each.reason == "unknown flag" else each for each in misread]
     extra, extra_problems = extras.read([segment for segment in found if segment.name in extras.names])
     from_file, file_problems = _read_yaml(read, values.get("yaml_cfg"))
@@ -141,6 +152,7 @@ def parse_args(
     return cfg
 
 
+@serve_calls("megatron.compat.script_arguments", lambda cfg=None, *_, **named: not isinstance(cfg, PretrainConfig))
 def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
     """Resolve and check the settings of a run on ``world_size`` ranks; return a frozen copy with all derived settings.
     A dry run uses its own world size. If a rule fails, also looks at tokenizer, data files and stored settings.

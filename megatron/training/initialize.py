@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron import serve_other_names
 from megatron.core import parallel_state
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
@@ -163,3 +164,6 @@ def shut_down() -> None:
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+serve_other_names(__name__)

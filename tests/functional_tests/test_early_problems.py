@@ -141,6 +141,6 @@ STARTS = """
 import sys
 from megatron.training.arguments import parse_args
 from megatron.training.report.dry_run import preflight
-preflight(parse_args())
+preflight(parse_args(None))
 assert "torch" not in sys.modules
 """

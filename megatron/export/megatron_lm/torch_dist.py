@@ -125,6 +125,11 @@ class _Checkpoint:
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the global shape of every tensor. Raises CheckpointError: no checkpoint, or damaged."""
+    return {name: stored.global_shape for name, stored in _open(folder).tensors.items()}
+
+
 def read_common_state(folder: Path) -> dict[str, object]:
     """Return the unsharded state of a checkpoint folder; see ``_Checkpoint.state``. Raises CheckpointError."""
     return _open(folder).state()

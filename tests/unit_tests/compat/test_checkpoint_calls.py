@@ -54,6 +54,8 @@ def test_shards_of_two_ranks_are_the_full_tensors(gloo_pool, tmp_path, single):
     state = make_sharded_tensors_for_checkpoint({**full, "plain.scale": torch.zeros(2)}, "", {"linear.weight": 1})
     loaded = dist_checkpointing.load(state, tmp_path / "saved")
     assert torch.equal(loaded["linear.weight"], torch.arange(12.0).view(3, 4))
+    shapes = {name: item.global_shape for name, item in serialization.load_tensors_metadata(tmp_path / "saved").items()}
+    assert shapes["linear.weight"] == (3, 4) and shapes["one"] == (1, 3, 4)
     assert torch.equal(loaded["one"][0], loaded["linear.weight"]) and loaded["both"].tolist() == [5, 5]
     assert loaded["layers.w"].tolist() == [[0, 0], [1, 1]] and loaded["plain.scale"].tolist() == [7, 7]
 
@@ -225,3 +227,5 @@ def test_the_common_state_of_megatron_lm_has_its_arguments(tmp_path):
     torch.save({"args": Namespace(hidden_size=8), "iteration": 3, "checkpoint_version": 3.0}, tmp_path / "common.pt")
     common = serialization.load_common_state_dict(tmp_path)
     assert common == {"args": Namespace(hidden_size=8), "iteration": 3, "checkpoint_version": 3.0}
+    [shape] = serialization.load_tensors_metadata(tmp_path).items()
+    assert shape[0] == "weight" and shape[1].global_shape == (2,)
