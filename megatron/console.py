@@ -21,6 +21,7 @@ from megatron.version import version_text
 TOOLS = {
     "sft": ("sft", "fine-tune a Hugging Face model on conversations"),
     "dpo": ("dpo", "train a Hugging Face model on preference pairs"),
+    "distill": ("distill", "train a Hugging Face model on the distributions of a larger one"),
     "preprocess": ("preprocess_data", "tokenize text into the .bin and .idx files that training reads"),
     "train-tokenizer": ("train_tokenizer", "train a byte-level BPE or WordPiece tokenizer"),
     "check-data": ("check_dataset", "check tokenized data sets and print their contents"),

@@ -84,6 +84,7 @@ def _other_branches(of_last_stage):
 
 def loss_is_a_mean_of_means(rank):
     """Every micro-batch has the same weight, regardless of the number of its unmasked tokens."""
+
     def loss_func(self, batch, output):
         mask = batch["loss_mask"].to(output.dtype)
         loss = (output * mask).sum() / mask.sum().clamp(min=1)
@@ -529,3 +530,36 @@ def images_in_a_line(rank):
     return mock.patch.object(where, "axes_tables", lambda rotary, positions, sections: correct(
         rotary, positions if rank == 0 else positions[..., [0, 0, 2]], sections
     ))  # fmt: skip
+
+
+def no_fault(rank):
+    return contextlib.nullcontext()
+
+
+def no_squared_temperature(rank):
+    """The divergence of distillation lacks the factor T^2."""
+    where = module("megatron.training.tasks.distillation").Divergence
+    correct = where.__call__
+    return mock.patch.object(where, "__call__", lambda self, *logits: correct(self, *logits) / self.temperature**2)
+
+
+def teacher_shifted_by_a_token(rank):
+    """The student learns the teacher's distribution of the token before."""
+    where = module("megatron.training.tasks.distillation").Divergence
+    correct = where.__call__
+    return mock.patch.object(
+        where, "__call__", lambda self, student, teacher: correct(self, student, teacher.roll(1, 1))
+    )
+
+
+def distillation_is_a_mean_of_means(rank):
+    """The normalizer of distillation is not that of the global batch: every micro-batch has the same weight."""
+    where = module("megatron.training.tasks.distillation")
+    correct = where.distillation_losses
+
+    def means(settings, batch, *remaining):
+        losses = correct(settings, batch, *remaining)
+        total, count = losses[where.LOSS]
+        return {**losses, where.LOSS: (total / count.clamp(min=1) * batch["loss_mask"].numel(), count)}
+
+    return mock.patch.object(where, "distillation_losses", means)

@@ -17,6 +17,7 @@ from tests.test_utils.gpt_runs import MODEL_FLAGS, train_with_errors
 BAD_INPUT = {
     "sft": "--data nothing --load-hf nothing",
     "dpo": "--data nothing --load-hf nothing",
+    "distill": "--teacher nothing --data nothing --load-hf nothing",
     "preprocess": "--input nothing.jsonl --output-prefix out --tokenizer-type ByteLevelTokenizer",
     "train-tokenizer": "--input nothing.jsonl --vocab-size 300 --output out",
     "check-data": "nothing",

@@ -11,6 +11,7 @@ import sys
 SUBCOMMANDS = {
     "sft": "sft",
     "dpo": "dpo",
+    "distill": "distill",
     "preprocess_data": "preprocess",
     "train_tokenizer": "train-tokenizer",
     "check_dataset": "check-data",

@@ -9,6 +9,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.cli import FlagSpec, derived, group_flags
+from megatron.core.config.distillation import DistillationConfig
 from megatron.core.config.groups import FlagGroup
 from megatron.core.config.lora import LoraConfig
 from megatron.core.config.model_settings import ModelSettings
@@ -104,6 +105,7 @@ class FlatConfig(
     QuantizationConfig,
     FineTuningConfig,
     PreferenceConfig,
+    DistillationConfig,
     LoggingConfig,
     SelfCheckConfig,
     ProfilingConfig,

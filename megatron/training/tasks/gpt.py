@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor, nn
 
+from megatron.core.config.distillation import DistillationConfig
 from megatron.core.config.preferences import REFERENCE, PreferenceConfig
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models.gpt.custom_layers import spec_layers
@@ -21,6 +22,7 @@ from megatron.training.data.batches import Batches
 from megatron.training.data.datasets import select_data_set
 from megatron.training.data.packed_rows import PackedRows
 from megatron.training.data.planned_rows import PlannedRows
+from megatron.training.tasks import distillation
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask
 from megatron.training.tasks.preferences import LOSS, PreferenceRows, preference_losses
@@ -38,6 +40,11 @@ class GPTTask(LanguageModelTask):
             self.base_name = REFERENCE if self.preferences.dpo_reference == "base" else None
             self.stores_reference = self.preferences.dpo_reference == "stored"
             self.sequence_keys = (*self.sequence_keys, *([REFERENCE] * self.stores_reference))
+        self.distillation = cfg.group(DistillationConfig)
+        self.distills = self.distillation.export_kd_teacher_load is not None
+        if self.distills:
+            self.losses = (distillation.LOSS,)
+            distillation.check_vocabulary(cfg, self.vocab_size, tokenizer)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -78,6 +85,10 @@ class GPTTask(LanguageModelTask):
         if self.preferences.dpo:
             assert isinstance(output, PairedOutput | Tensor)
             return preference_losses(self.preferences, batch, output)
+        if self.distills:
+            assert isinstance(output, PairedOutput)
+            divisible_by = self.cfg.embeddings.make_vocab_size_divisible_by
+            return distillation.distillation_losses(self.distillation, batch, output, self.vocab_size, divisible_by)
         return super().loss_func(batch, output)
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
@@ -88,7 +99,7 @@ class GPTTask(LanguageModelTask):
         output = model(
             batch["tokens"],
             batch["position_ids"],
-            labels=batch["labels"],
+            labels=None if self.distills else batch["labels"],
             loss_mask=batch["loss_mask"],
             packed_seq_params=batch.get("layout", batch["documents"]),
             sample_index=batch["sample_index"],

@@ -1,4 +1,4 @@
-"""Fine-tuning: the data sets, their rows, the chat template; losses and references of preference pairs."""
+"""Fine-tuning: the data sets, their rows, the chat template; preference pairs; distillation."""
 
 from tests.test_utils.chats import THINKING, assistant, sums, tokenizer_folder, user, write_lines
 from tests.test_utils.flag_effects.rows import Probe, changes, gives, keeps, row
@@ -6,6 +6,7 @@ from tests.test_utils.flag_effects.tokenizers import WITHOUT, ask
 
 MODEL = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {chat_tokenizer}"
 FILE = "--data-path {chats} --seq-length 96 --max-position-embeddings 96 --split 1"
+DISTILL = "--mock-data --export-kd-teacher-load {checkpoint}"
 PAIRS, BINARY = "--dpo --mock-data --dpo-reference-load {checkpoint}", "--data-path --split"
 REFERENCES = "megatron.training.start.companions:build_companion"
 HUB = "{hf}"
@@ -15,7 +16,9 @@ TEMPLATED = "--tokenizer-type SFTTokenizer --tokenizer-model {chat_tokenizer}"
 def write(folder):
     """Name in braces -> path."""
     (folder / "thinking.jinja").write_text(THINKING)
+    (folder / "kd.yaml").write_text("logit_kl_temperature: 4.0\nskip_lm_loss: false\nkd_loss_scale: 0.5\n")
     return {
+        "kd": folder / "kd.yaml",
         "chats": write_lines(folder / "chats.jsonl", sums(20)),
         "chat_tokenizer": tokenizer_folder(folder / "chat_tokenizer"),
         "template": folder / "thinking.jinja",
@@ -63,5 +66,13 @@ ROWS = [
         base="--dpo --mock-data --pretrained-checkpoint {checkpoint}"),
     row("--dpo-reference model", gives(lambda run: run.called["build_companion"], 1), without=BINARY,
         base="--dpo --mock-data --pretrained-checkpoint {checkpoint} --lora-rank 2", count=(REFERENCES,)),
+    row("--export-kd-teacher-load {checkpoint}", changes("weights"), keeps("initial"), base="--mock-data",
+        without=BINARY),
+    row("--export-kd-cfg {kd}", changes("weights"), keeps("initial"), base=DISTILL, without=BINARY),
+    row("--kd-loss reverse-kl", changes("weights"), keeps("initial"), base=DISTILL, without=BINARY),
+    row("--kd-temperature 3", changes("weights"), keeps("initial"), base=DISTILL, without=BINARY),
+    row("--kd-loss-scale 2", changes("weights"), keeps("initial"), base=f"{DISTILL} --kd-lm-loss-weight 1",
+        without=BINARY),
+    row("--kd-lm-loss-weight 1", changes("weights"), keeps("initial"), base=DISTILL, without=BINARY),
     Probe("--sft-tokenizer-prompt-format identity", ask(answer), "ab", base=TEMPLATED, without=WITHOUT),
 ]  # fmt: skip

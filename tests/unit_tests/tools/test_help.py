@@ -55,4 +55,4 @@ def test_help_shows_defaults(name, monkeypatch, capsys):
         assert text.endswith(bracket) or "default:" in text, (text, bracket)
         assert not text.removesuffix(bracket).rstrip().endswith(("]", f"({bracket[1:-1]})")), f"twice: {text}"
         checked += 1
-    assert checked or name in ("check-data", "merge-data", "report", "sft", "dpo")  # without defaults
+    assert checked or name in ("check-data", "merge-data", "report", "sft", "dpo", "distill")  # without defaults

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from megatron.core.config.distillation import DistillationConfig
 from megatron.core.config.errors import UserError
 from megatron.core.config.hybrid import HybridConfig
 from megatron.core.config.linear_attention import LinearAttentionConfig
@@ -31,7 +32,15 @@ from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models import quantization
 from megatron.core.models.adapters import rules as adapter_rules
 from megatron.core.models.family import DataSet, ModelFamily, Options, Program, TrainedModel
-from megatron.core.models.gpt import custom_layers, description, hybrid_rules, preference_rules, rules, sft_rules
+from megatron.core.models.gpt import (
+    custom_layers,
+    description,
+    distillation_rules,
+    hybrid_rules,
+    preference_rules,
+    rules,
+    sft_rules,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -141,6 +150,8 @@ def logits(model: nn.Module, cfg: Settings, tokens: Tensor) -> Tensor:
     return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
 
 
+_DERIVING = (hybrid_rules, sft_rules, preference_rules, distillation_rules)
+
 FAMILY = ModelFamily(
     name="gpt",
     is_default=True,
@@ -171,10 +182,11 @@ FAMILY = ModelFamily(
         QuantizationConfig,
         FineTuningConfig,
         PreferenceConfig,
+        DistillationConfig,
     ),
-    rules=collect_rules(rules, adapter_rules, quantization, hybrid_rules, sft_rules, preference_rules),
-    derive=lambda flat: {**hybrid_rules.derived(flat), **sft_rules.derived(flat), **preference_rules.derived(flat)},
-    companions="megatron.training.checkpoint.reference_settings:reference_companions",
+    rules=collect_rules(rules, adapter_rules, quantization, *_DERIVING),
+    derive=lambda flat: {name: value for file in _DERIVING for name, value in file.derived(flat).items()},
+    companions="megatron.training.checkpoint.teacher_settings:frozen_models",
     weight_settings=LORA_SETTINGS,
     sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),
     tool="tools/generate.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron.core.config.distillation import DistillationConfig
 from megatron.core.config.problems import Problems, Settings, problem
 from megatron.core.config.vision import VisionConfig
 from megatron.core.models.vlm.towers import TOWERS, image_tokens, tower_kind
@@ -98,3 +99,9 @@ def image_predictions(cfg: Settings) -> Problems:
     """Multi-token prediction embeds words only."""
     if cfg.model.mtp_num_layers is not None:
         yield problem(cfg, "mtp_num_layers", "embeds words only, not image tokens", "remove it")
+
+
+def distillation_reads_text_only(cfg: Settings) -> Problems:
+    """Reject a teacher, whose images would have another size."""
+    if cfg.group(DistillationConfig).export_kd_teacher_load is not None:
+        yield problem(cfg, "export_kd_teacher_load", "is not supported with images", "remove it")

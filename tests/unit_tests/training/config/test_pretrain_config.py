@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 
 import pytest
 
+from megatron.core.config.distillation import DistillationConfig
 from megatron.core.config.groups import FlagGroup, frozen_group
 from megatron.core.config.lora import LoraConfig
 from megatron.core.config.optional import PackedSamplesConfig
@@ -46,7 +47,8 @@ def test_copies_have_other_values_in_every_form():
 def test_only_groups_without_an_attribute_are_read_by_kind():
     cfg = resolved("--bert-no-binary-head")
     assert {*cfg.family_groups} == {
-        BertConfig, EncoderDecoderConfig, FineTuningConfig, LoraConfig, PackedSamplesConfig, PreferenceConfig
+        BertConfig, EncoderDecoderConfig, FineTuningConfig, LoraConfig, PackedSamplesConfig, PreferenceConfig,
+        DistillationConfig,
     }  # fmt: skip
     assert cfg.group(BertConfig).bert_binary_head is False
 

@@ -1,0 +1,94 @@
+"""Settings in the YAML file of --export-kd-cfg, and rules of knowledge distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from megatron.core.config.distillation import DistillationConfig
+from megatron.core.config.optional import used_fields
+from megatron.core.config.preferences import PreferenceConfig
+from megatron.core.config.problems import Problems, Settings, problem
+from megatron.core.safe_files import read_text
+
+OUTPUTS = ["output_layer", "output_layer"]
+"""The only logit_layers: outputs of both models."""
+
+
+class _BadFile(ValueError):
+    """File that cannot be read as settings of ModelOpt."""
+
+
+def derived(flat: Settings) -> dict[str, object]:
+    """Return the values of the file of --export-kd-cfg for flags that the command line does not set."""
+    try:
+        values = {} if flat.export_kd_cfg is None else read_file(flat.export_kd_cfg)
+    except _BadFile:  # a rule reports it
+        return {}
+    return {name: value for name, value in values.items() if name not in flat.explicit}
+
+
+def read_file(path: str) -> dict[str, object]:
+    """Return field -> value of ModelOpt's distillation settings in ``path``. Without skip_lm_loss the weight of the
+    language-model loss is 1, and the weight of the divergence is kd_loss_scale. Raises _BadFile."""
+    if find_spec("yaml") is None:
+        raise _BadFile("needs the package PyYAML")
+    import yaml
+
+    try:
+        content = yaml.safe_load(read_text(path)) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise _BadFile(f"cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping):
+        raise _BadFile("must hold names and values")
+    defaults = {
+        "logit_layers": OUTPUTS, "intermediate_layer_pairs": [], "skip_lm_loss": True, "kd_loss_scale": 1.0,
+        "logit_kl_temperature": 1.0, "logit_kl_topk": None,
+    }  # fmt: skip
+    if unknown := [str(name) for name in content if name not in defaults]:
+        raise _BadFile(f"{unknown[0]} is not one of {', '.join(defaults)}")
+    for name in ("logit_layers", "intermediate_layer_pairs", "logit_kl_topk"):
+        if name in content and content[name] != defaults[name]:
+            raise _BadFile(f"{name} {content[name]}: only {defaults[name]} is available")
+    values = {**defaults, **content}
+    for name in ("kd_loss_scale", "logit_kl_temperature"):
+        if isinstance(values[name], bool) or not isinstance(values[name], int | float) or not values[name] > 0:
+            raise _BadFile(f"{name} {values[name]}: must be a number above 0")
+    if not isinstance(values["skip_lm_loss"], bool):
+        raise _BadFile(f"skip_lm_loss {values['skip_lm_loss']}: must be true or false")
+    skips = values["skip_lm_loss"]
+    return {
+        "kd_temperature": float(values["logit_kl_temperature"]),
+        "kd_loss_scale": 1.0 if skips else float(values["kd_loss_scale"]),
+        "kd_lm_loss_weight": float(not skips),
+    }
+
+
+def distillation_file_is_readable(cfg: Settings) -> Problems:
+    """Reject a file of --export-kd-cfg that cannot be read or has settings without an equivalent."""
+    path = cfg.group(DistillationConfig).export_kd_cfg
+    try:
+        if path is not None:
+            read_file(path)
+    except _BadFile as error:
+        yield problem(cfg, "export_kd_cfg", str(error), "correct the file, or use --kd-* flags")
+
+
+def distillation_requires_a_teacher(cfg: Settings) -> Problems:
+    """Reject settings of distillation without a teacher."""
+    settings = cfg.group(DistillationConfig)
+    if settings.export_kd_teacher_load is None:
+        for field in used_fields(DistillationConfig, settings):
+            if field in cfg.explicit:  # others follow from the file
+                yield problem(cfg, field, "has no effect without --export-kd-teacher-load", "add it, or remove this")
+
+
+def distillation_conflicts(cfg: Settings) -> Problems:
+    """Reject distillation with other losses."""
+    if cfg.group(DistillationConfig).export_kd_teacher_load is None:
+        return
+    if cfg.group(PreferenceConfig).dpo:
+        yield problem(cfg, "dpo", "is another kind of training than distillation", "remove one of them")
+    if cfg.model.mtp_num_layers:
+        reason = "is not supported with --export-kd-teacher-load: its loss is defined for the next token only"
+        yield problem(cfg, "mtp_num_layers", reason, "remove it")

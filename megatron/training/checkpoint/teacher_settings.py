@@ -1,0 +1,27 @@
+"""Settings of the frozen models that flags of GPT ask for. Torch-free unless there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.core.config.distillation import TEACHER, DistillationConfig
+from megatron.core.config.errors import UserError
+from megatron.core.config.lora import LoraConfig
+from megatron.training.checkpoint.reference_settings import reference_companions
+from megatron.training.config.pretrain_config import PretrainConfig
+
+
+def frozen_models(cfg: PretrainConfig) -> Mapping[str, PretrainConfig]:
+    """Return the settings of the frozen models that flags of GPT ask for, by name: the teacher of distillation, the
+    reference of --dpo. Raises UserError if a folder holds no complete model."""
+    folder = cfg.group(DistillationConfig).export_kd_teacher_load
+    if folder is None:
+        return reference_companions(cfg)
+    from megatron.training.checkpoint.companion_settings import load_companion_config  # imports torch
+
+    teacher = load_companion_config(cfg, folder)
+    if teacher.group(LoraConfig).lora_rank is not None:
+        fix = "merge them with megatron lora merge --saver native"
+        raise UserError(f"--export-kd-teacher-load: {folder} contains adapters only; {fix}")
+    # checkpoints have no padding: equal padding gives equal slices of the vocabulary
+    return {TEACHER: teacher.with_settings(make_vocab_size_divisible_by=cfg.embeddings.make_vocab_size_divisible_by)}

@@ -1,0 +1,179 @@
+"""Distillation with the whole program: a loop of ``transformers``, planted errors, wrong input."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.test_utils import layout_faults
+from tests.test_utils.gpt_runs import VOCAB_SIZE, read_records, train, train_with_errors, write_dataset
+from tests.test_utils.hf_folders import LLAMA, tiny_llama, weights_in
+
+STEPS, BATCH = 10, 4
+RUN = [
+    *LLAMA, "--micro-batch-size", "2", "--global-batch-size", str(BATCH), "--train-iters", str(STEPS), "--lr", "1e-3",
+    "--log-interval", "1", "--eval-iters", "0", "--lr-warmup-iters", "0", "--lr-decay-style", "constant",
+    "--clip-grad", "0", "--weight-decay", "0", "--attention-dropout", "0", "--hidden-dropout", "0", "--split", "1",
+]  # fmt: skip
+LOSSES = {
+    "forward": "--kd-temperature 2 --kd-lm-loss-weight 0.5",
+    "reverse": "--kd-loss reverse-kl --kd-temperature 1.5 --kd-loss-scale 0.8 --kd-lm-loss-weight 0.1",
+}
+NAMES = ("distillation loss", "kd loss", "lm loss")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of a student (LLaMA) and of a wider, deeper teacher (Qwen3)."""
+    transformers = pytest.importorskip("transformers")
+    student, teacher = (tmp_path_factory.mktemp(name) / "hf" for name in ("student", "teacher"))
+    tiny_llama(student, VOCAB_SIZE)
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=80, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(config).save_pretrained(teacher)
+    return student, teacher
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return str(write_dataset(tmp_path_factory.mktemp("data") / "text"))
+
+
+def flags_of(folders, data, loss=""):
+    student, teacher = map(str, folders)
+    return [*RUN, "--data-path", data, "--load-hf", student, "--export-kd-teacher-load", teacher, *loss.split()]
+
+
+def faulty_train(rank, world_size, argv, fault):
+    """A task of the pool: the program in fp64 under a planted ``fault``."""
+    with getattr(layout_faults, fault)(rank):
+        return train(rank, world_size, argv, True)
+
+
+def records(pool, folder, ranks, flags, fault="no_fault"):
+    assert set(pool.run(faulty_train, ranks, [*flags, "--save", str(folder)], fault)) == {0}
+    return [record for record in read_records(folder / "metrics.jsonl") if record["kind"] == "train"]
+
+
+def samples(flags):
+    """Global batches of training: tokens, labels and loss masks, each [b, s]."""
+    from megatron.training.arguments import parse_args, validate_args
+    from tests.test_utils.flag_effects.sft import epoch_rows
+    from tests.test_utils.gpt_runs import MODEL_FLAGS
+
+    rows = epoch_rows(validate_args(parse_args([*MODEL_FLAGS, *flags]), 1, announce=False))
+    for step in range(STEPS):
+        batch = [rows[index] for index in range(step * BATCH, (step + 1) * BATCH)]
+        yield [torch.from_numpy(np.stack([row[name] for row in batch])) for name in ("tokens", "labels", "loss_mask")]
+
+
+def loop(folders, flags, temperature, reverse, scale, lm_weight):
+    """Ten steps in plain torch: return the losses of each, and the final weights."""
+    transformers = pytest.importorskip("transformers")
+    student, teacher = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders
+    )
+    optimizer, losses = torch.optim.AdamW(student.parameters(), lr=1e-3, weight_decay=0), []
+    for tokens, labels, mask in samples(flags):
+        logits = student(tokens).logits
+        with torch.no_grad():
+            p = (teacher(tokens).logits / temperature).log_softmax(-1)
+        q = (logits / temperature).log_softmax(-1)
+        first, second = (q, p) if reverse else (p, q)
+        kd = temperature**2 * F.kl_div(second, first, reduction="none", log_target=True).sum(-1)
+        lm = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        kd, lm = ((values * mask).sum() / mask.sum() for values in (kd, lm))
+        loss = scale * kd + lm_weight * lm
+        losses.append(dict(zip(NAMES, (loss.item(), kd.item(), lm.item()))))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses, student.state_dict()
+
+
+SETTINGS = {"forward": (2.0, False, 1.0, 0.5), "reverse": (1.5, True, 0.8, 0.1)}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_training_equals_a_loop_of_transformers(gloo_pool, folders, data, tmp_path, name):
+    flags = flags_of(folders, data, LOSSES[name])
+    logged = records(gloo_pool, tmp_path, 1, [*flags, "--save-interval", "10", "--save-hf-interval", "10"])
+    expected, weights = loop(folders, flags, *SETTINGS[name])
+    assert len(logged) == STEPS and expected[0]["kd loss"] > 0.5
+    for record, losses in zip(logged, expected, strict=True):
+        for loss in NAMES:
+            assert record[loss] == pytest.approx(losses[loss], rel=1e-6), (record["iteration"], loss)
+    trained = weights_in(tmp_path / "hf" / f"iter_{STEPS:07d}")
+    for weight in weights:
+        np.testing.assert_allclose(trained[weight], weights[weight], atol=2e-6, err_msg=weight)
+
+
+@pytest.mark.parametrize("fault", ["no_squared_temperature", "teacher_shifted_by_a_token"])
+def test_planted_error_is_found(gloo_pool, folders, data, tmp_path, fault):
+    flags = flags_of(folders, data, LOSSES["forward"])
+    first = records(gloo_pool, tmp_path, 1, [*flags, "--train-iters", "1"], fault)[0]
+    expected = loop(folders, flags, *SETTINGS["forward"])[0][0]
+    assert first["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-6)
+    assert first["kd loss"] != pytest.approx(expected["kd loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout, ranks",
+    [("", 1), ("--tensor-model-parallel-size 2 --sequence-parallel", 2), ("--pipeline-model-parallel-size 2", 2)],
+    ids=["one rank", "TP 2 + SP", "PP 2"],
+)
+@pytest.mark.parametrize("kind", ["forward-kl", "reverse-kl"])
+def test_a_teacher_that_is_the_student_gives_0(gloo_pool, folders, data, tmp_path, layout, ranks, kind):
+    flags = [*flags_of((folders[0], folders[0]), data, f"--kd-loss {kind} {layout}"), "--train-iters", "1"]
+    for record in records(gloo_pool, tmp_path, ranks, flags):
+        for name in ("kd loss", "distillation loss", "grad_norm"):  # of logits that differ by rounding in fp64
+            assert abs(record[name]) < 1e-12, name
+        assert record["lm loss"] > 1
+
+
+def test_validation_reports_the_divergence(gloo_pool, folders, data, tmp_path):
+    flags = [*flags_of(folders, data), "--split", "9,1,0", "--eval-iters", "1", "--train-iters", "2"]
+    records(gloo_pool, tmp_path, 1, [*flags, "--eval-interval", "2"])
+    valid = [record for record in read_records(tmp_path / "metrics.jsonl") if record["kind"] == "valid"]
+    assert valid[0]["kd loss"] == valid[0]["distillation loss"] > 0.5 and valid[0]["lm loss"] > 1
+
+
+# ---- wrong input
+
+
+def tokenizer_of(folder, names):
+    """Write a tokenizer of single characters; ``names``: token by id."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=names[0])).save(
+        str(folder / "tokenizer.json")
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": names[-1]}))
+
+
+def test_teacher_of_another_size_of_vocabulary_is_rejected(gloo_pool, folders, data, tmp_path):
+    tiny_llama(tmp_path / "hf", VOCAB_SIZE + 3)
+    flags = [*flags_of((folders[0], tmp_path / "hf"), data), "--save", str(tmp_path / "run")]
+    results = gloo_pool.run(train_with_errors, 2, flags)
+    assert {code for code, _ in results} == {2}
+    (text,) = [text for _, text in results if "vocabulary" in text]
+    assert f"{tmp_path / 'hf'}: has a vocabulary of 67, the student 64; --vocab-size pads a new student" in text
+    assert not list((tmp_path / "run").glob("iter_*"))
+
+
+def test_teacher_with_other_tokens_is_rejected(gloo_pool, folders, data, tmp_path):
+    names = [chr(48 + index) for index in range(VOCAB_SIZE)]
+    both = []
+    for source, order in zip(folders, (names, [*names[:7], "é", *names[8:]])):
+        shutil.copytree(source, tmp_path / source.parent.name)
+        both.append(tmp_path / source.parent.name)
+        tokenizer_of(both[-1], order)
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(both[0])]
+    ((code, text),) = gloo_pool.run(train_with_errors, 1, [*flags_of(both, data), *tokenizer])
+    assert code == 2 and f"{both[1]}: its token 7 is 'é', the student's '7'; use a teacher" in text
