@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=94_606, any_uses=865, skips=288)
+CEILING = Size(lines=95_048, any_uses=865, skips=289)
 
 
 def main() -> None:
