@@ -52,8 +52,8 @@ CORE = {
     "extensions.transformer_engine": "attention config extensions groups sharding tensor_parallel",
     "models":
         "attention autograd_context config data datasets description enums extensions extensions.transformer_engine "
-        "fusions groups host_memory inference parallel_state pipeline_parallel random sharding statistics "
-        "tensor_parallel transformer",
+        "fusions groups host_memory inference parallel_state pipeline_parallel random safe_files sharding "
+        "statistics tensor_parallel transformer",
 }  # fmt: skip
 # nothing in core imports export
 EXPORT = "attention config description dist_checkpointing fusions models safe_files sharding tokenizers"
