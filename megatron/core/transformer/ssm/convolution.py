@@ -5,6 +5,8 @@ Legend: s sequence, b batch, a heads, p channels of a head, c = a p, w taps, n c
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from megatron.core.fusions.dispatch import kernels_serve
 from megatron.core.fusions.short_convolution import convolution_silu
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Shard, Uniform, parameter
+from megatron.core.transformer.ssm.kernel_check import Problem, agree, is_right, random_values
 from megatron.core.transformer.ssm.scans import rank_chunks
 
 
@@ -69,11 +72,36 @@ def _activated(
 ) -> tuple[Tensor, Tensor]:
     """Return SiLU of :func:`causal_convolution` of ``x`` [s, b, a, p], ordered by ``parts``, and the last inputs, by a
     kernel on GPUs."""
-    if x.is_cuda and kernels_serve(x.dtype) and 2 <= weight.shape[1] <= 4:
+    taps, has_bias = weight.shape[1], bias is not None
+    if x.is_cuda and kernels_serve(x.dtype) and 2 <= taps <= 4 and is_right(_check_kernel, x, taps, has_bias):
         return convolution_silu(x, follows, tail, weight, bias, parts), _last_inputs(x, follows, tail, weight)
+    return _plain(x, follows, tail, weight, bias, parts)
+
+
+def _plain(
+    x: Tensor, follows: Tensor | None, tail: Tensor, weight: Tensor, bias: Tensor | None, parts: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     output, end = causal_convolution(x.flatten(2), follows, tail, weight, bias)
     heads = F.silu(output).unflatten(-1, x.shape[2:])
     return torch.cat([part.flatten(2) for part in heads.split(parts, dim=-1)], dim=-1), end
+
+
+@cache
+def _check_kernel(taps: int, has_bias: bool, device: str) -> bool:
+    parts, heads, channels = (32, 32, 64), 2, 256
+    shapes = {"inputs": (70, 2, heads, 128), "first inputs": (2, taps - 1, channels), "weights": (channels, taps)}
+    shapes |= {"biases": (channels,)} if has_bias else {}
+    follows = torch.ones(70, 2, dtype=torch.bool, device=device)
+    follows[40, 1] = False
+
+    def kernel(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return convolution_silu(x, follows, tail, weight, bias, parts)
+
+    def plain(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _plain(x, follows, tail, weight, bias, parts)[0]
+
+    inputs = dict(zip(shapes, random_values(*shapes.values())))
+    return agree(Problem("the short convolution", inputs), kernel, plain, device)
 
 
 def convolve(

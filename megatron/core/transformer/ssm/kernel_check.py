@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,44 +19,54 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.05
 """Largest relative error, in the norm, of bf16 products."""
-NAMES = ("outputs", "state", "queries", "keys", "values", "decays", "corrections", "first state")
-
-
 Rule = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Problem(NamedTuple):
+    """Small problem that kernels and plain torch compute, with all gradients."""
+
+    subject: str
+    inputs: Mapping[str, Tensor]
+    """Names and fp32 values on the CPU."""
+    results: tuple[str, ...] = ("outputs",)
+    num_fp32: int = 0
+    """Number of inputs at the end that stay fp32; kernels get the others in bf16."""
 
 
 def kernels_serve(rule: Rule, key: Tensor, value: Tensor) -> bool:
     """Whether kernels compute ``rule`` (``delta_rule`` or ``state_space``) for ``key`` [s, b, a, k] and ``value``
-    [s, b, h, v]: they take the sizes and dtypes, and their results are right on this device. The first call for sizes
-    of heads computes the small problem, except while a CUDA graph is captured; a warning reports wrong results."""
-    if not kernels_fit(key, value):
-        return False
-    if key.is_cuda and torch.cuda.is_current_stream_capturing():
+    [s, b, h, v]: they take the sizes and dtypes, and their results are right on this device (:func:`is_right`)."""
+    return kernels_fit(key, value) and is_right(_check_rule, key, rule, key.shape[-1], value.shape[-1])
+
+
+def is_right(check: Callable[..., bool], x: Tensor, *arguments: Any) -> bool:
+    """Return ``check(*arguments, device of x)``, which is cached: the first call computes a small problem, except while
+    a CUDA graph is captured."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
-    return _are_right(rule, key.shape[-1], value.shape[-1], str(key.device))
+    return check(*arguments, str(x.device))
 
 
 @cache
-def _are_right(rule: Rule, width: int, channels: int, device: str) -> bool:
-    delta = rule.__name__ == "delta_rule"
-    kernels = _results(linear_attention if delta else _without_beta, delta, (width, channels), device, torch.bfloat16)
-    plain = _results(rule, delta, (width, channels), device, torch.float32)  # takes no kernels
-    names = NAMES if delta else [name for name in NAMES if name != "corrections"]
-    errors = {
-        name: float((result.float() - exact).norm() / exact.norm())
-        for name, result, exact in zip(names, kernels, plain)
-    }
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    if errors[worst] <= TOLERANCE:
-        return True
-    logger.warning(
-        "kernels of linear attention give wrong results on %s (%s: relative error %.2g): plain torch computes it. "
-        "Another version of Triton may help; pytest -m gpu tests/unit_tests/core/fusions shows the errors",
-        device,
-        worst,
-        errors[worst],
-    )
-    return False
+def _check_rule(rule: Rule, width: int, channels: int, device: str) -> bool:
+    """144 tokens of two sequences, one of them with a second document."""
+    delta, (length, batch, keys, heads) = rule.__name__ == "delta_rule", (144, 2, 1, 2)
+    query, key, value, state = random_values(
+        (length, batch, keys, width), (length, batch, keys, width), (length, batch, heads, channels),
+        (batch, heads, width, channels),
+    )  # fmt: skip
+    decay, beta = random_values((length, batch, heads), (length, batch, heads))
+    inputs = {"queries": query / math.sqrt(width), "keys": torch.nn.functional.normalize(key, dim=-1), "values": value}
+    inputs |= {"decays": -0.1 * decay.square(), **({"corrections": beta.sigmoid()} if delta else {})}
+    follows = torch.ones(length, batch, dtype=torch.bool, device=device)
+    follows[70, 1] = False
+
+    def by(function: Rule) -> Rule:
+        return lambda *leaves: function(*leaves[:-1], follows, leaves[-1])
+
+    kernels, num_fp32 = by(linear_attention if delta else _without_beta), 2 + delta
+    problem = Problem("linear attention", {**inputs, "first state": state}, ("outputs", "state"), num_fp32)
+    return agree(problem, kernels, by(rule), device)  # fp32 takes no kernels
 
 
 def _without_beta(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,26 +74,48 @@ def _without_beta(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) ->
     return linear_attention(query, key, value, log_decay, None, follows, state)
 
 
+def random_values(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """Return the same normal values in every process, fp32 on the CPU."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def agree(problem: Problem, kernels: Callable[..., Any], plain: Callable[..., Any], device: str) -> bool:
+    """Whether ``kernels`` in bf16 and ``plain`` in fp32, functions of the inputs, have the same results and gradients
+    up to :data:`TOLERANCE`. If not, log a warning."""
+    actual, expected = (_results(run, problem, device, kind) for run, kind in zip((kernels, plain), _DTYPES))
+    names = (*problem.results, *problem.inputs)
+    errors = {
+        name: float((result.float() - exact).norm() / exact.norm())
+        for name, result, exact in zip(names, actual, expected, strict=True)
+    }
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    if errors[worst] <= TOLERANCE:
+        return True
+    logger.warning(
+        "kernels of %s give wrong results on %s (%s: relative error %.2g): plain torch computes it. "
+        "Another version of Triton may help; pytest -m gpu tests/unit_tests/core/fusions shows the errors",
+        problem.subject,
+        device,
+        worst,
+        errors[worst],
+    )
+    return False
+
+
+_DTYPES = torch.bfloat16, torch.float32
+
+
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _results(rule: Rule, delta: bool, sizes: tuple[int, int], device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return outputs, last state and gradients for 144 tokens of two sequences, one of them with a second document.
-    ``dtype`` of queries, keys and values, which have the same values."""
-    width, channels = sizes
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator)
-
-    length, batch, keys, heads = 144, 2, 1, 2
-    key = torch.nn.functional.normalize(normal(length, batch, keys, width), dim=-1)
-    inputs = [normal(length, batch, keys, width) / math.sqrt(width), key, normal(length, batch, heads, channels)]
-    inputs = [x.bfloat16().to(dtype) for x in inputs] + [-0.1 * normal(length, batch, heads).square()]
-    inputs += [normal(length, batch, heads).sigmoid()] if delta else []
-    leaves = [x.to(device).requires_grad_() for x in (*inputs, normal(batch, heads, width, channels))]
-    follows = torch.ones(length, batch, dtype=torch.bool, device=device)
-    follows[70, 1] = False
+def _results(run: Callable[..., Any], problem: Problem, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Return results and gradients; inputs in ``dtype`` have the same values in all dtypes."""
+    values = list(problem.inputs.values())
+    half = len(values) - problem.num_fp32
+    values[:half] = [x.bfloat16().to(dtype) for x in values[:half]]
+    leaves = [x.to(device).requires_grad_() for x in values]
     with saved_tensors_hooks(lambda x: x, lambda x: x):  # recomputation and offload of the layer do not see these
-        results = rule(*leaves[:-1], follows, leaves[-1])
-    upstream = [normal(*x.shape).bfloat16().to(x) for x in results]
+        results = run(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    upstream = [x.bfloat16().to(y) for x, y in zip(random_values(*(y.shape for y in results)), results)]
     return [x.detach() for x in (*results, *torch.autograd.grad(results, leaves, upstream))]

@@ -59,6 +59,7 @@ def test_a_layer_stores_the_same_tail_with_the_kernel(length, documents, monkeyp
     _, expected = convolution._activated(*arguments)
     monkeypatch.setattr(convolution, "kernels_serve", lambda dtype: True)
     monkeypatch.setattr(convolution, "convolution_silu", lambda *arguments: None)
+    monkeypatch.setattr(convolution, "is_right", lambda *arguments: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     output, actual = convolution._activated(*arguments)
     assert output is None and torch.equal(actual, expected)

@@ -1,12 +1,15 @@
 """Kernels that give wrong results are found before they compute a model."""
 
+from functools import partial
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from megatron.core.fusions import linear_attention as fusion
-from megatron.core.transformer.ssm import delta_rule, kernel_check, state_space
+from megatron.core.fusions.gated_norm import GatedNormTraits
+from megatron.core.transformer.ssm import convolution, delta_rule, gated_norm, kernel_check, state_space
 
 SIZES = {"key": torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16), "value": torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)}
 
@@ -19,23 +22,24 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(
         kernel_check, "linear_attention", lambda *inputs: kernels(*(x if x is None else x.float() for x in inputs))
     )
-    monkeypatch.setattr(kernel_check, "_are_right", kernel_check._are_right.__wrapped__)
+    monkeypatch.setattr(kernel_check, "_check_rule", kernel_check._check_rule.__wrapped__)
+
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
 
 
 def changed(place, factor):
     """Kernels whose gradient of one input is wrong."""
-
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * factor
-
     correct = kernel_check.linear_attention
-    return lambda *inputs: correct(*inputs[:place], Wrong.apply(inputs[place]), *inputs[place + 1 :])
+    return lambda *inputs: correct(*inputs[:place], Wrong.apply(inputs[place], factor), *inputs[place + 1 :])
 
 
 RULES = {"delta": delta_rule.delta_rule, "states": state_space.state_space}
@@ -65,3 +69,26 @@ def test_recomputation_and_offload_do_not_see_the_small_problem(on_a_gpu, rule):
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
         assert kernel_check.kernels_serve(RULES[rule], **SIZES)
     assert not saved
+
+
+NORMS = {"SiLU": GatedNormTraits(1e-6), "groups": GatedNormTraits(1e-5, gate_first=True)}
+
+
+def changed_input(kernel, factor, x, *arguments):
+    return kernel(Wrong.apply(x, factor), *arguments)
+
+
+@pytest.mark.parametrize(("module", "name", "arguments"), [
+    (convolution, "convolution_silu", (4, True)), (convolution, "convolution_silu", (2, False)),
+    *((gated_norm, "gated_norm", (24, traits, False)) for traits in NORMS.values()),
+    (gated_norm, "gated_norm", (24, GatedNormTraits(1e-3, scale=0.25), True)),
+])  # fmt: skip
+def test_wrong_kernels_of_convolutions_and_norms_are_found(module, name, arguments, monkeypatch, caplog):
+    monkeypatch.setattr(kernel_check, "_DTYPES", (torch.float32, torch.float32))  # the interpreter has no bf16
+    check, kernel = module._check_kernel.__wrapped__, getattr(module, name)
+    assert check(*arguments, "cpu")
+    for factor in (1.1, float("nan")):
+        monkeypatch.setattr(module, name, partial(changed_input, kernel, factor))
+        caplog.clear()
+        assert not check(*arguments, "cpu")
+        assert "give wrong results on cpu (inputs: relative error" in caplog.text

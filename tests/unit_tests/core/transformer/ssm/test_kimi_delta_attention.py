@@ -49,9 +49,7 @@ def by_formulas(mixer, x):
     steps = F.softplus(x @ mixer.f_a_proj.weight.T @ mixer.f_b_proj.weight.T + mixer.dt_bias).view(shape)
     decay = -mixer.A_log.exp()[:, None] * steps
     state = x.new_zeros(x.shape[1], HEADS, KEY, VALUE)
-    output, _ = delta_rule_by_token(
-        query / KEY**0.5, key, value, decay, torch.sigmoid(x @ rows[:, -1].T), None, state
-    )
+    output, _ = delta_rule_by_token(query / KEY**0.5, key, value, decay, torch.sigmoid(x @ rows[:, -1].T), None, state)
     normed = output / (output.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.norm.weight
     gate = torch.sigmoid(x @ mixer.g_a_proj.weight.T @ mixer.g_b_proj.weight.T)
     return (normed.flatten(2) * gate) @ mixer.out_proj.weight.T
@@ -83,9 +81,7 @@ def decay_after_the_delta(patch):
 
 def one_decay_of_all_channels(patch):
     correct = delta_mixer.delta_rule
-    patch.setattr(
-        delta_mixer, "delta_rule", lambda q, k, v, decay, *others: correct(q, k, v, decay.mean(-1), *others)
-    )
+    patch.setattr(delta_mixer, "delta_rule", lambda q, k, v, decay, *others: correct(q, k, v, decay.mean(-1), *others))
 
 
 def gate_before_the_norm(patch):
