@@ -30,6 +30,7 @@ TOOLS = {
     "convert": ("checkpoint.convert", "convert checkpoints: Hugging Face, Megatron-LM, native, safetensors"),
     "lora": ("lora", "write adapters in PEFT's format, read them, or merge them into the weights"),
     "inspect": ("checkpoint.inspect_checkpoint", "print the tensors of a checkpoint, or compare two"),
+    "card": ("card", "verify a Hugging Face folder: conversion, training, layouts, text; write a card"),
     "verify": ("checkpoint.verify", "check that a checkpoint is complete and undamaged"),
     "generate": ("generate", "generate text with a trained GPT or T5 model"),
     "serve": ("serve", "serve a trained GPT model over HTTP with OpenAI's interface"),

@@ -38,6 +38,7 @@ from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.models.registry import find_program
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
+from megatron.training.checkpoint.other_formats import apply_hf_settings
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.flat import FlatConfig
@@ -396,7 +397,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=5, help="training steps to compare")
     options, flags = parser.parse_known_args(argv)
     family, _ = find_program(options.program)
-    cfg = parse_args(flags, needs_data=False, model_family=family.name)
+    cfg = apply_hf_settings(parse_args(flags, needs_data=False, model_family=family.name))
     world_size = options.world_size or smallest_world_size(cfg)
     small = shrink(cfg, world_size)
     resolved = validate_args(small, world_size)

@@ -1,0 +1,91 @@
+"""``megatron card``: conversions run in this process; training, layouts and text are scripted."""
+
+import contextlib
+import io
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron import console
+from megatron.core.config.errors import UserError
+from megatron.tools import card
+from tests.test_utils.hf_folders import tiny_llama
+
+CONVERSIONS = ("convert", "verify")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("hf") / "tiny")
+
+
+def run_with(results, commands, change=None):
+    """Return a function that runs conversions, and returns ``results`` (code, output) of other commands by their name
+    or flag; ``change`` gets the exported tensors."""
+
+    def run(words):
+        commands.append(list(words))
+        if words[0] not in CONVERSIONS:
+            return next(result for key, result in results.items() if key in words)
+        with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+            code = console.main([*words, "--no-checking"] if words[0] == "convert" else list(words))
+        if change and words[0] == "convert" and "hf" == words[words.index("--saver") + 1]:
+            path = f"{words[words.index('--save-dir') + 1]}/model.safetensors"
+            tensors = load_file(path)
+            change(tensors)
+            save_file(tensors, path, metadata={"format": "pt"})
+        return code, output.getvalue()
+
+    return run
+
+
+def passing():
+    rejected = (2, "error: --expert-model-parallel-size 2: needs experts; --num-experts N")
+    return {
+        "--expert-model-parallel-size": rejected,
+        "verify-layout": (0, "a table\nequal: losses match one rank (3 s)"),
+        "generate": (2, "error: --load tiny: contains no tokenizer"),
+        "pretrain": (0, "iteration 4 | lm loss: 4.1"),
+        "inspect": (0, "all tensors are equal"),
+    }
+
+
+def written(output):
+    return json.loads((output / "card.json").read_text())
+
+
+def test_card_records_verdicts_figures_and_commands(folder, tmp_path, capsys):
+    commands = []
+    words = ["--load-hf", str(folder), "--output", str(tmp_path / "card"), "--name", "Tiny"]
+    assert card.main(words, run_with(passing(), commands)) == 0
+    result = written(tmp_path / "card")
+    verdicts = {name: check["verdict"] for name, check in result["checks"].items()}
+    passed = ["import, logits", "checksums, names, shapes", "export", "exported bytes", "4 training steps", "resume"]
+    passed += ["resumed bytes", "layout tp2", "layout pp2", "layout cp2"]
+    assert verdicts == dict.fromkeys(passed, "passed") | {
+        "layout ep2": "not applicable",
+        "greedy text": "not applicable",
+    }
+    assert result["parameters"] == 22_688 and result["environment"]["torch"] == torch.__version__
+    assert result["checks"]["exported bytes"]["details"] == "21 of 21 exported tensors have the bytes of the folder"
+    assert "needs experts" in result["checks"]["layout ep2"]["details"]
+    again = next(words for words in commands if "--ckpt-step" in words)
+    assert again[again.index("--ckpt-step") + 1] == "2" and "NullTokenizer" in again
+    assert str(tmp_path) not in (tmp_path / "card" / "card.md").read_text()
+    assert "passed          layout tp2" in capsys.readouterr().out
+    with pytest.raises(UserError, match="exists; name a new folder"):
+        card.main(words)
+
+
+def test_card_fails_for_one_changed_bit_and_a_failed_command(folder, tmp_path):
+    def change(tensors):
+        tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+
+    words = ["--load-hf", str(folder), "--output", str(tmp_path / "bit")]
+    assert card.main(words, run_with(passing(), [], change)) == 1
+    assert written(tmp_path / "bit")["checks"]["exported bytes"]["details"].startswith("20 of 21 exported")
+    results = passing() | {"inspect": (1, "model.x: largest difference 1e-3")}
+    assert card.main([*words[:-1], str(tmp_path / "resumed")], run_with(results, [])) == 1
+    assert written(tmp_path / "resumed")["checks"]["resumed bytes"]["verdict"] == "failed"
