@@ -31,7 +31,7 @@ def run_with(results, commands, change=None):
             return next(result for key, result in results.items() if key in words)
         with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
             code = console.main([*words, "--no-checking"] if words[0] == "convert" else list(words))
-        if change and words[0] == "convert" and "hf" == words[words.index("--saver") + 1]:
+        if change and words[0] == "convert" and words[words.index("--saver") + 1] == "hf":
             path = f"{words[words.index('--save-dir') + 1]}/model.safetensors"
             tensors = load_file(path)
             change(tensors)
