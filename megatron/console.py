@@ -29,6 +29,7 @@ TOOLS = {
     "make-corpus": ("make_corpus", "write a sample corpus: stories, or text of Python's standard library"),
     "convert": ("checkpoint.convert", "convert checkpoints: Hugging Face, Megatron-LM, native, safetensors"),
     "lora": ("lora", "write adapters in PEFT's format, read them, or merge them into the weights"),
+    "prune": ("prune", "prune a trained GPT to a smaller one: channels, heads, experts, layers"),
     "inspect": ("checkpoint.inspect_checkpoint", "print the tensors of a checkpoint, or compare two"),
     "card": ("card", "verify a Hugging Face folder: conversion, training, layouts, text; write a card"),
     "verify": ("checkpoint.verify", "check that a checkpoint is complete and undamaged"),
@@ -112,7 +113,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
 
 
 FOLDERS = {
-    **dict.fromkeys(("generate", "serve", "evaluate", "fill-mask", "inspect-batch"), "--load"),
+    **dict.fromkeys(("generate", "serve", "evaluate", "fill-mask", "inspect-batch", "prune"), "--load"),
     "convert": "--load-dir",
     "verify": "",
     "inspect": "",

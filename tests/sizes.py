@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=95_360, any_uses=875, skips=290)
+CEILING = Size(lines=95_851, any_uses=891, skips=291)
 
 
 def main() -> None:

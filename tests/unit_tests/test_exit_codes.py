@@ -37,6 +37,7 @@ BAD_INPUT = {
     "check-cluster": "--json nothing/out.json",
     "plan": "--num-layers -1",
     "lora": "export --load nothing --save out",
+    "prune": "--load nothing --save out --mock-data --prune-export-config {}",
     "draw-schedule": "--num-layers -1",
     "inspect-batch": "--load nothing --iteration 1",
     "unigram-baseline": "--num-layers -1",

@@ -1,0 +1,11 @@
+"""``megatron prune`` of this checkout: see megatron/tools/prune.py."""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron.console import main
+
+if __name__ == "__main__":
+    sys.exit(main(["prune", *sys.argv[1:]]))
