@@ -21,6 +21,7 @@ from megatron.export.hf.families import (
     gated_delta,
     glm,
     gpt,
+    granite,
     kimi_linear,
     llama,
     mamba2,
@@ -60,6 +61,12 @@ DEEPSEEK: Weights = {**mixtures.DEEPSEEK_V3.weights, **EXPERTS_IN_MEMORY}
 DEEPSEEK_V2: Weights = {**deepseek_tables.DEEPSEEK_V2.weights, **EXPERTS_IN_MEMORY}
 GLM4_MIXTURE: Weights = {**glm.GLM4_MOE.weights, **EXPERTS_IN_MEMORY}
 QWEN3_NEXT: Weights = {**gated_delta.QWEN3_NEXT.weights, **EXPERTS_IN_MEMORY}
+GRANITE_4: Weights = {
+    **granite.GRANITE_4.weights,
+    f"{MLP}.router": f"{LAYER}.block_sparse_moe.router",
+    f"{MLP}.experts.linear_fc1.weight": f"{LAYER}.block_sparse_moe.experts.gate_up_proj",
+    f"{MLP}.experts.linear_fc2.weight": f"{LAYER}.block_sparse_moe.experts.down_proj",
+}
 NEMOTRON: Weights = {
     **nemotron_h.names(LAYER), "embedding.word_embeddings": "model.embeddings", "output_layer": "lm_head",
     "decoder.final_layernorm": "model.norm_f",
@@ -131,7 +138,7 @@ def _plan(model: Family, more: str) -> dict[str, conversion.Placement]:
     from megatron.training.stored_settings import config_to_dict
 
     cfg = validate_args(parse_args([*flags_of(model), *more.split()], needs_data=False), 1)
-    blocks = 2 if "pre_ff_layernorm" in str(model.weights) else 1
+    blocks = 2 if model.architecture in ("Bamba", "GraniteMoeHybrid") else 1
     table = Table("", "", (), model.weights, layers_per_block=blocks)
     result = conversion.placements(table, complete({**config_to_dict(cfg.flat), "vocab_size": VOCAB}))
     return {placement.name: placement for placement in result}
@@ -183,6 +190,14 @@ OLMO_FLAGS = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 4 --linear-allow-neg-eigval"
 )
+BAMBA_SIZES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.25,
+}
+GRANITE_FLAGS = "--embedding-multiplier 3 --logits-scaling 4 --residual-multiplier 0.22 --softmax-scale 0.25"
 MAMBA_SIZES = "--mamba-state-dim 6 --mamba-num-heads 8 --mamba-head-dim 4 --mamba-num-groups 2"
 
 
@@ -452,8 +467,24 @@ MODELS = {
     "bamba": Family(
         "Bamba", mamba2.BAMBA.weights,
         {**GATED, **rope(), "num_hidden_layers": 3, "attn_layer_indices": [1], "num_key_value_heads": 2,
-         "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6},
+         **BAMBA_SIZES},
         f"{SWIGLU} {UNTIED} {GROUPS} 2 --rotary-percent 0.5 --hybrid-layer-pattern M-*-M- "
+        f"{MAMBA_SIZES.replace('head-dim 4', 'head-dim 8')}",
+    ),
+    "granite4": Family(
+        "GraniteMoeHybrid", GRANITE_4,
+        {**GATED, "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+         "num_key_value_heads": 2, "shared_intermediate_size": 24, "num_local_experts": 4, **GRANITE, **BAMBA_SIZES},
+        f"{RMS} --swiglu {UNTIED} {GROUPS} 2 --position-embedding-type none --hybrid-layer-pattern ME*EME "
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 24 "
+        f"--ffn-hidden-size 48 {GRANITE_FLAGS} {MAMBA_SIZES.replace('head-dim 4', 'head-dim 8')}",
+    ),
+    "granite4-dense": Family(
+        "GraniteMoeHybrid", GRANITE_4,
+        {**GATED, **rope(), "layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 2,
+         "position_embedding_type": "rope", "shared_intermediate_size": 48, "num_local_experts": 0,
+         "num_experts_per_tok": 0, **GRANITE, **BAMBA_SIZES},
+        f"{SWIGLU} {UNTIED} {GROUPS} 2 --hybrid-layer-pattern M-*- {GRANITE_FLAGS} "
         f"{MAMBA_SIZES.replace('head-dim 4', 'head-dim 8')}",
     ),
     "stablelm": Family(
@@ -486,10 +517,7 @@ MODELS = {
     ),
     "granite": Family(
         "Granite", LLAMA,
-        {**GATED, **rope(), "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.22,
-         "attention_multiplier": 0.25},
-        f"{SWIGLU} {UNTIED} --embedding-multiplier 3 --logits-scaling 4 --residual-multiplier 0.22"
-        " --softmax-scale 0.25",
+        {**GATED, **rope(), **GRANITE}, f"{SWIGLU} {UNTIED} {GRANITE_FLAGS}",
     ),
 }  # fmt: skip
 MIXTURES = {

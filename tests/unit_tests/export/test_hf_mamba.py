@@ -1,4 +1,4 @@
-"""Mamba-2 and Bamba: values of config.json and patterns that their families do not have."""
+"""Mamba-2, Bamba and Granite 4: values of config.json and patterns that their families do not have."""
 
 import math
 
@@ -13,6 +13,9 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9, "max_posi
 MAMBA2 = {"hidden_size": 64, "vocab_size": 9, "num_heads": 16, "head_dim": 8, "num_hidden_layers": 2}
 BAMBA = {**SIZES, "num_hidden_layers": 3, "mamba_n_heads": 16, "mamba_d_head": 8, "attn_layer_indices": [1],
          "num_key_value_heads": 2}  # fmt: skip
+GRANITE = {**SIZES, "num_hidden_layers": 3, "mamba_n_heads": 16, "mamba_d_head": 8, "intermediate_size": 12,
+           "layer_types": ["mamba", "attention", "mamba"], "num_key_value_heads": 2, "shared_intermediate_size": 20,
+           "position_embedding_type": "nope"}  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [[0.0, math.inf], [0.0, {"__float__": "Infinity"}], None])
@@ -32,7 +35,32 @@ def test_other_values_are_rejected(family, config, change, message):
         known_families()[family].load_settings({**config, **change})
 
 
+@pytest.mark.parametrize(("experts", "pattern", "widths"), [(8, "ME*EME", (12, 12, 20)), (0, "M-*-M-", (20, None, 0))])
+def test_layers_of_granite_have_experts_or_networks(experts, pattern, widths):
+    """Without experts, the shared expert is the network."""
+    family = known_families()["granitemoehybrid"]
+    settings = complete(family.load_settings({**GRANITE, "num_local_experts": experts}))
+    assert settings["hybrid_layer_pattern"] == pattern and settings["position_embedding_type"] == "none"
+    names = "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"
+    assert tuple(settings[name] or width for name, width in zip(names, widths)) == widths
+    written = family.save_settings(settings)
+    same = {"num_local_experts": experts, "position_embedding_type": "nope", "shared_intermediate_size": 20}
+    assert {key: written[key] for key in same} == same
+    assert written["layer_types"] == ["linear_attention", "full_attention", "linear_attention"]
+
+
+@pytest.mark.parametrize("change", [
+    {"layer_types": ["mamba", "moe", "mamba"]}, {"layer_types": ["mamba"]}, {"layer_types": "mamba"},
+    {"layer_types": None, "num_hidden_layers": 10**12},
+])  # fmt: skip
+def test_other_layers_of_granite_are_rejected(change):
+    with pytest.raises(UserError, match="layer_types is .*but must be a list of linear_attention, mamba, full_attent"):
+        known_families()["granitemoehybrid"].load_settings({**GRANITE, **change})
+
+
 @pytest.mark.parametrize(("name", "config", "change", "message"), [
+    ("granitemoehybrid", GRANITE, {"hybrid_layer_pattern": "ME*-ME"}, "the family repeats M and"),
+    ("granitemoehybrid", GRANITE, {"hybrid_layer_pattern": None}, "the family repeats M and"),
     ("mamba2", MAMBA2, {"hybrid_layer_pattern": "M*"}, "the family repeats M"),
     ("bamba", BAMBA, {"hybrid_layer_pattern": "M-*-MM"}, "the family repeats M-"),
     ("bamba", BAMBA, {"mamba_num_heads": 15}, "mamba_num_heads is 15, heads must make up a multiple of hidden_size"),

@@ -36,7 +36,7 @@ def _pattern(network: str) -> Computed:
     return Computed(keys, ("hybrid_layer_pattern", "num_layers"), load, save)
 
 
-def _heads(heads: str, channels: str, expand: str) -> tuple[Rule, ...]:
+def mamba_heads(heads: str, channels: str, expand: str) -> tuple[Rule, ...]:
     """Heads and their channels, which make up ``expand`` times the hidden size."""
 
     def save(settings: Table) -> dict[str, object]:
@@ -66,7 +66,8 @@ COMMON: tuple[Rule, ...] = (
 MAMBA2 = Family(
     "mamba2", "Mamba2ForCausalLM", models="Mamba-2, Codestral Mamba",
     config=(
-        *COMMON, _pattern(""), *_heads("num_heads", "head_dim", "expand"), Fixed({"position_embedding_type": "none"}),
+        *COMMON, _pattern(""), *mamba_heads("num_heads", "head_dim", "expand"),
+        Fixed({"position_embedding_type": "none"}),
         Same("mamba_num_groups", "n_groups", default=8), Same("mamba_state_dim", "state_size", default=128),
         Same("norm_epsilon", "layer_norm_epsilon", default=1e-5),
         Same("num_attention_heads", "num_attention_heads", default=1), Begin({"hidden_dropout": 0.0}),
@@ -86,7 +87,7 @@ MAMBA2 = Family(
 BAMBA = Family(
     "bamba", "BambaForCausalLM", models="Bamba",
     config=(
-        *COMMON, _pattern("-"), *_heads("mamba_n_heads", "mamba_d_head", "mamba_expand"), llama.FFN, groups(8),
+        *COMMON, _pattern("-"), *mamba_heads("mamba_n_heads", "mamba_d_head", "mamba_expand"), llama.FFN, groups(8),
         *same(num_attention_heads="num_attention_heads", max_position_embeddings="max_position_embeddings"),
         Same("mamba_num_groups", "mamba_n_groups", default=1), Same("mamba_state_dim", "mamba_d_state", default=256),
         Same("norm_epsilon", "rms_norm_eps", default=1e-5), llama.HEAD_SIZE, *llama.DROPOUT, llama.SILU_GATED,
