@@ -3,17 +3,20 @@
     python tools/sft.py --data chats.jsonl --load-hf FOLDER --save RUN
     python tools/sft.py --data chats.jsonl --load-hf FOLDER --inspect 2
 
-Short form of pretrain_gpt.py --sft with defaults for fine-tuning: one pass over the conversations at a small learning
-rate. Accepts all flags of that program, which replace the defaults, and --nproc N for N processes on this machine. The
-same command continues a run from its --save folder.
+Short form of pretrain_gpt.py --sft (pretrain_vlm.py if the model reads images and a conversation has some) with
+defaults for fine-tuning: one pass over the conversations at a small learning rate. Accepts all flags of that program,
+which replace the defaults, and --nproc N for N processes on this machine. The same command continues a run from its
+--save folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError, printable
@@ -28,6 +31,8 @@ DEFAULTS = {
     "hidden-dropout": "0", "log-interval": "1",
 }  # fmt: skip
 """Flags of pretrain_gpt.py that this tool sets."""
+IMAGE_KEY = re.compile(rb'(?<!\\)"(?:images?|image_url)"')
+"""A key or a type of the images of a conversation."""
 
 
 def parse_command_line(argv: Sequence[str], about: str) -> tuple[argparse.Namespace, list[str]]:
@@ -52,9 +57,8 @@ def run_flags(
     """Return the flags of pretrain_gpt.py: ``kind`` and ``rest``, after default ``values`` of flags that it does not
     have."""
     defaults = dict(values)
-    config = Path(options.load_hf, "config.json")
-    if config.is_file():
-        length = read_json(config).get("max_position_embeddings")
+    if config := model_config(options.load_hf):
+        length = config.get("text_config", config).get("max_position_embeddings")
         defaults["seq-length"] = str(min(MAX_LENGTH, length if isinstance(length, int) else MAX_LENGTH))
     names = {word.partition("=")[0].lstrip("-").replace("_", "-") for word in rest if word.startswith("--")}
     if {"train-iters", "train-samples"} & names:
@@ -71,7 +75,23 @@ def run_flags(
     return [kind, "--load-hf", options.load_hf, "--train-data-path", options.data, *validation, *flags, *rest]
 
 
-def print_rows(flags: Sequence[str], count: int) -> None:
+def model_config(folder: str) -> dict[str, Any]:
+    """Return the content of config.json; empty without the file."""
+    path = Path(folder, "config.json")
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def has_images(options: argparse.Namespace) -> bool:
+    """Return whether the model reads images and the data or the validation data has some."""
+    from megatron.core.datasets.conversations.prepare import read_lines
+
+    files = filter(None, (options.data, options.valid_data))
+    return "vision_config" in model_config(options.load_hf) and any(
+        IMAGE_KEY.search(line) for path in files for _, line in read_lines(path)
+    )
+
+
+def print_rows(flags: Sequence[str], count: int, program: str) -> None:
     """Print the first ``count`` rows of the packed conversations of a run."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.tokenizers import build_tokenizer
@@ -81,7 +101,7 @@ def print_rows(flags: Sequence[str], count: int) -> None:
     from megatron.training.initialize import configure_logging
 
     configure_logging()
-    cfg = validate_args(apply_hf_settings(parse_args(flags)), 1, announce=False)
+    cfg = validate_args(apply_hf_settings(parse_args(flags, model_family=program)), 1, announce=False)
     kind, config = select_data_set(cfg, build_tokenizer(cfg.tokenizer))
     data = BlendedMegatronDatasetBuilder(kind, [None, 0, 0], lambda: True, config).build()[0]
     for row in range(min(count, len(data))):
@@ -101,9 +121,10 @@ def fine_tune(argv: Sequence[str], about: str, kind: str, defaults: Mapping[str,
     from megatron.console import parse_nproc, pretrain
 
     processes, rest = parse_nproc(rest)
+    program = "vlm" if kind == "--sft" and has_images(options) else next(iter(programs()))
     if options.inspect:
-        print_rows(run_flags(options, [*rest, "--train-iters", "1"], kind, defaults), options.inspect)
+        print_rows(run_flags(options, [*rest, "--train-iters", "1"], kind, defaults), options.inspect, program)
         return 0
     flags = run_flags(options, rest, kind, defaults)
-    print(as_typed(" ".join(["python pretrain_gpt.py", *flags])), flush=True)
-    return pretrain([next(iter(programs())), *(["--nproc", processes] if processes else []), *flags])
+    print(as_typed(" ".join([f"python pretrain_{program}.py", *flags])), flush=True)
+    return pretrain([program, *(["--nproc", processes] if processes else []), *flags])

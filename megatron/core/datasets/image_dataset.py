@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +104,14 @@ class ImageDataset(SFTDataset):
             "patches": Ragged(np.concatenate(patches)),
             "sizes": Ragged(np.array(sizes, dtype=np.int64).reshape(-1, 2)),
         }
+
+    def describe(self, row: int) -> Iterator[str]:
+        """Yield the texts of the base class, the tokens of each image as one and their number."""
+        token = self.config.tokenizer.detokenize([self.config.image_token])
+        for text in super().describe(row):
+            yield re.sub(
+                f"(?:{re.escape(token)}){{2,}}", lambda image: f"{token} x {len(image[0]) // len(token)}", text
+            )
 
     def _sizes(self, number: int, tokens: int) -> list[tuple[str, tuple[int, int]]]:
         """Return path and size in patches of the images of a sequence, which has this many image tokens."""

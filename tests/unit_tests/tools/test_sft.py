@@ -3,12 +3,17 @@
 import json
 
 import pytest
+import transformers
+from PIL import Image
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megatron import console
 from megatron.core.config.errors import UserError
 from megatron.tools import sft
-from tests.test_utils.chats import CHATML, assistant, sums, tokenizer_folder, user, write_lines
+from tests.test_utils.chats import CHATML, SPECIAL, assistant, sums, tokenizer_folder, user, write_lines
 from tests.test_utils.hf_folders import tiny_llama
+from tests.unit_tests.core.datasets.test_image_dataset import TEMPLATE, VISION
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +97,51 @@ def test_unreadable_configuration_is_an_error(tmp_path, capsys):
     path = write_lines(tmp_path / "chats.jsonl", sums(1))
     assert console.main(["sft", "--data", path, "--load-hf", str(tmp_path)]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def image_model(tmp_path_factory):
+    """Folder of Qwen3-VL without weights, and conversations with and without an image."""
+    folder = tmp_path_factory.mktemp("images")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(folder, TEMPLATE, [*SPECIAL, *VISION]))
+    transformers.Qwen3VLConfig(
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        vision_config={"patch_size": 4, "out_hidden_size": 64},
+        text_config={"vocab_size": len(tokenizer), "max_position_embeddings": 96, "hidden_size": 64},
+    ).save_pretrained(folder)  # fmt: skip
+    Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
+    ).save_pretrained(folder)
+    Image.new("RGB", (16, 24)).save(folder / "a.png")
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": 'What "image" is it?'}]
+    lines = {"images": user(parts), "llava": None, "text": user('"image"')}
+    for name, question in lines.items():
+        line = {"messages": [question, assistant("A dog.")]}
+        if question is None:
+            values = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A dog."}]
+            line = {"image": "a.png", "conversations": values}
+        write_lines(folder / f"{name}.jsonl", [line])
+    return folder
+
+
+@pytest.mark.parametrize("name, program", [("images", "vlm"), ("llava", "vlm"), ("text", "gpt")])
+def test_conversations_with_images_start_the_program_of_images(image_model, started, capsys, name, program):
+    flags = ["--data", str(image_model / f"{name}.jsonl"), "--load-hf", str(image_model)]
+    assert sft.main(flags) == 0
+    (command,) = started
+    assert command[0] == program and value_of(command, "--seq-length") == "96"
+    assert f"python pretrain_{program}.py --sft --load-hf" in capsys.readouterr().out
+
+
+def test_other_models_do_not_start_the_program_of_images(image_model, model, started):
+    sft.main(["--data", str(image_model / "images.jsonl"), "--load-hf", model])
+    assert started[0][0] == "gpt"
+
+
+def test_inspection_counts_the_tokens_of_images(image_model, capsys):
+    """24 x 16 pixels: 6 x 4 patches, six image tokens."""
+    flags = ["--load-hf", str(image_model), "--inspect", "1"]
+    assert sft.main(["--data", str(image_model / "images.jsonl"), *flags]) == 0
+    text = capsys.readouterr().out
+    assert '<|vision_start|><|image_pad|> x 6<|vision_end|>What "image" is it?' in text
+    assert "⟦A dog.<|im_end|>⟧" in text
