@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError, printable
+from megatron.core.config.vision import VisionConfig
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.models.registry import programs
 
@@ -121,7 +122,10 @@ def fine_tune(argv: Sequence[str], about: str, kind: str, defaults: Mapping[str,
     from megatron.console import parse_nproc, pretrain
 
     processes, rest = parse_nproc(rest)
-    program = "vlm" if kind == "--sft" and has_images(options) else next(iter(programs()))
+    reads_images = kind == "--sft" and has_images(options)
+    program = next(
+        name for name, (family, _) in programs().items() if not reads_images or VisionConfig in family.groups
+    )
     if options.inspect:
         print_rows(run_flags(options, [*rest, "--train-iters", "1"], kind, defaults), options.inspect, program)
         return 0
