@@ -30,6 +30,7 @@ TOOLS = {
     "convert": ("checkpoint.convert", "convert checkpoints: Hugging Face, Megatron-LM, native, safetensors"),
     "lora": ("lora", "write adapters in PEFT's format, read them, or merge them into the weights"),
     "prune": ("prune", "prune a trained GPT to a smaller one: channels, heads, experts, layers"),
+    "quantize": ("quantize", "quantize a GPT model to fp8, calibrated on texts, as a Hugging Face folder"),
     "inspect": ("checkpoint.inspect_checkpoint", "print the tensors of a checkpoint, or compare two"),
     "card": ("card", "verify a Hugging Face folder: conversion, training, layouts, text; write a card"),
     "verify": ("checkpoint.verify", "check that a checkpoint is complete and undamaged"),
@@ -113,7 +114,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
 
 
 FOLDERS = {
-    **dict.fromkeys(("generate", "serve", "evaluate", "fill-mask", "inspect-batch", "prune"), "--load"),
+    **dict.fromkeys(("generate", "serve", "evaluate", "fill-mask", "inspect-batch", "prune", "quantize"), "--load"),
     "convert": "--load-dir",
     "verify": "",
     "inspect": "",

@@ -36,6 +36,7 @@ BAD_INPUT = {
     "verify-generation": "--num-layers -1",
     "check-cluster": "--json nothing/out.json",
     "plan": "--num-layers -1",
+    "quantize": "--load nothing --save-hf out --data nothing",
     "lora": "export --load nothing --save out",
     "prune": "--load nothing --save out --mock-data --prune-export-config {}",
     "draw-schedule": "--num-layers -1",

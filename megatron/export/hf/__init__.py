@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.export.files import Target
-    from megatron.export.hf.writer import Quantize
+    from megatron.export.hf.quantization import Quantize
     from megatron.export.interchange import Interchange
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -71,7 +71,9 @@ def save_hf(
             change. Everything else keeps its bytes; its dtypes and its family apply. Its quantized weights become
             bf16.
         quantize: "fp8-blocks": linear layers of decoders in fp8 (e4m3) with a scale per 128 x 128 block, as in the
-            folders of DeepSeek-V3 and Qwen3-FP8. None: not quantized. Ignored with ``original``.
+            folders of DeepSeek-V3 and Qwen3-FP8. "fp8-dynamic": with one scale per layer, in the form of
+            compressed-tensors. A table of linear layers, such as decoder.layers.0.mlp.linear_fc1, and static scales of
+            their inputs: the same with these scales. None: not quantized. Ignored with ``original``.
 
     Raises:
         UserError: the folder exists or cannot be written, no family matches, a tensor is missing or unexpected, or

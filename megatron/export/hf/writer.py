@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from megatron.export.files import Target
 from megatron.export.hf.conversion import Placement, placements, same_values, to_hf
 from megatron.export.hf.copies import kept_files, original_family, updated
 from megatron.export.hf.family import Family, complete
-from megatron.export.hf.quantization import KEY, written_config
+from megatron.export.hf.quantization import KEY, Quantize, written_config
 from megatron.export.hf.quantized_tensors import quantized
 from megatron.export.hf.registry import family_for, read_config
 from megatron.export.hf.settings import Table
@@ -27,8 +27,6 @@ from megatron.export.hf.side_files import CONFIG, GENERATION, is_tokenizer_file
 from megatron.export.hf.tokenizer_files import TOKENS, ExportedTokenizer, export_tokenizer
 from megatron.export.interchange import Interchange, differences
 
-Quantize = Literal["fp8-blocks"]
-"""Formats of quantized weights that can be written."""
 EMBEDDING = "model.embedding.word_embeddings.weight"
 IDENTITY = {"model_type", "architectures", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
 """Keys of config.json that say what a folder is, not where its weights began."""
@@ -128,8 +126,8 @@ def _new_folder(
     config |= {name: value for name, value in saved.items() if value is not None}
     tables = {CONFIG: chosen.nested(config)}
     if quantize is not None:
-        tensors, others = quantized(tensors, plan)
-        tables[CONFIG][KEY] = written_config(others)
+        tensors, others = quantized(tensors, plan, quantize)
+        tables[CONFIG][KEY] = written_config(quantize, others)
     if chosen.model_family != "bert":
         tables[GENERATION] = _generation(model.assets, config)
     assets = ((asset.removeprefix("tokenizer/"), path) for asset, path in model.assets.items())

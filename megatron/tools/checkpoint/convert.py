@@ -17,9 +17,9 @@ import errno
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -30,7 +30,7 @@ from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.branches import split_layers
 from megatron.export.files import Target
 from megatron.export.hf import save_hf
-from megatron.export.hf.writer import Quantize
+from megatron.export.hf.quantization import Form, Quantize
 from megatron.export.interchange import COUNTER, Interchange, with_counters
 from megatron.export.megatron_lm import save_megatron_torch_dist
 from megatron.export.native import save_native, save_safetensors
@@ -100,7 +100,10 @@ def parser() -> argparse.ArgumentParser:
         "--original-dir", metavar="DIR", help="saver hf: folder to copy with the weights of the model replaced"
     )
     arguments.add_argument(
-        "--quantize", choices=("fp8-blocks",), help="saver hf: linear layers in fp8 with a scale per 128 x 128 block"
+        "--quantize",
+        choices=get_args(Form),
+        help="saver hf: linear layers in fp8, with a scale per 128 x 128 block (fp8-blocks), or per layer and, at run "
+        "time, per token (fp8-dynamic); static scales of inputs: megatron quantize",
     )
     arguments.add_argument("--true-vocab-size", type=int, metavar="N", help="alias of --vocab-size")
     for name in LAYOUT:
@@ -108,11 +111,11 @@ def parser() -> argparse.ArgumentParser:
     return arguments
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], input_scales: Mapping[str, float] | None = None) -> int:
     """Convert --load-dir to --save-dir in the format --saver, published only when complete; print notes and how to load
     it, then compare logits with transformers if one side is HF, unless --no-checking. Other flags are settings of the
-    model. Return the exit code (1: the logits differ). Raises UserError: the source, the flags or the target are
-    unusable."""
+    model. ``input_scales`` replaces --quantize (see ``save_hf``). Return the exit code (1: the logits differ). Raises
+    UserError: the source, the flags or the target are unusable."""
     args, flags = parser().parse_known_args([word for word in argv if word != "--"])
     if args.true_vocab_size is not None:
         flags += ["--vocab-size", str(args.true_vocab_size)]
@@ -159,15 +162,16 @@ def main(argv: Sequence[str]) -> int:
         "shard": args.max_shard_size,
         "padding": args.keep_vocab_padding,
         "original": args.original_dir and formats.stamp(args.original_dir),
-        "quantize": args.quantize,
+        "quantize": input_scales or args.quantize,
     }
     with Target(args.save_dir, identity) as target:
-        options = {"allow_non_finite": args.allow_non_finite, "original": args.original_dir, "quantize": args.quantize}
+        options = {"allow_non_finite": args.allow_non_finite, "original": args.original_dir}
+        options |= {"quantize": input_scales or args.quantize}
         write(source, saver, target, size, int(args.max_shard_size * 1e9), **options)
     say(f"{args.save_dir}: complete, format {saver}")
     if saver == "native":
         say(how_to_load(args.save_dir, source))
-    if "hf" in (loader, saver) and not args.no_checking:
+    if "hf" in (loader, saver) and not args.no_checking and args.quantize != "fp8-dynamic":
         from megatron.tools.checkpoint.compare_logits import compare_with_transformers
 
         # quantization changes the logits: compare the result with itself, as both implementations read it

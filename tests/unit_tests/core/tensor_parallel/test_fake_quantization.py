@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.config.model_parallel_config import ModelParallelConfig
+from megatron.core.fusions.e4m3 import rounded, scales
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.sharding.placement import Normal, initialize_parameters
 from megatron.core.tensor_parallel.fake_quantization import (
@@ -13,8 +14,6 @@ from megatron.core.tensor_parallel.fake_quantization import (
     TokenRounding,
     WeightRounding,
     quantize_layers,
-    rounded,
-    scales,
 )
 from megatron.core.tensor_parallel.grouped_linear import LOOP, _GroupedLinear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
