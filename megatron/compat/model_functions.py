@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.config.model_parallel_config import ModelParallelConfig
+from megatron.core.sharding.named_slices import NamesSlices
 from megatron.core.sharding.placement import ParameterSpec, Shard
 
 ShardedStateDict = dict[str, Any]
@@ -86,7 +87,7 @@ def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_chec
     return len(set(digests)) == 1
 
 
-class Float16Module(nn.Module):
+class Float16Module(NamesSlices):
     """A model in the 16-bit format that ``config.bf16`` or ``config.fp16`` names: floating-point inputs are converted
     to it, and outputs of the last pipeline stage to fp32. State dicts equal the wrapped model's."""
 

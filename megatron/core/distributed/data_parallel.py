@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from megatron.core.distributed.weight_updates import WeightUpdates
 from megatron.core.fp8.recipe import fp8_stacks
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.named_slices import NamesSlices, stored_parameters
 from megatron.core.sharding.parameter_shard import ParameterShard
 from megatron.core.sharding.placement import adopt_declarations
 from megatron.core.statistics import StatisticsSum
 
 
-class DataParallel(nn.Module):
+class DataParallel(NamesSlices):
     """Base class of data-parallel wrappers of one model chunk. The constructor derives the placements of parameters
     without one from Megatron-LM's attributes (``adopt_declarations``)."""
 
@@ -84,7 +85,7 @@ class DataParallel(nn.Module):
         with self.no_sync():
             yield lambda: [
                 name
-                for name, parameter in self.module.named_parameters()
+                for name, parameter in stored_parameters(self.module)
                 if parameter.requires_grad and not bool(parameter.main_grad.isfinite().all())  # type: ignore[attr-defined]
             ]
 

@@ -27,6 +27,7 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket, BufferLayout
 from megatron.core.distributed.weight_updates import WeightUpdates
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.buffer_layout import chosen_bucket_size
+from megatron.core.sharding.named_slices import stored_parameters
 from megatron.core.sharding.parameter_shard import ParameterShard
 from megatron.core.sharding.placement import data_parallel_groups, spec_or_replicated
 
@@ -285,6 +286,6 @@ def _may_be_tied(module: nn.Module, groups: ProcessGroups) -> Any:
     separate bucket, because both stages must shard them at the same elements."""
     if groups.embedding.size == 1:
         return lambda parameter: False
-    tied = {p for name, p in module.named_parameters() if name.endswith("word_embeddings.weight")}
+    tied = {p for name, p in stored_parameters(module) if name.endswith("word_embeddings.weight")}
     tied |= {p for p in module.parameters() if "embedding" in spec_or_replicated(p).grad}
     return tied.__contains__

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.exchange import all_gather_json
 from megatron.core.distributed.data_parallel import DataParallel, unwrapped
 from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.sharding.named_slices import stored_parameters
 from megatron.core.sharding.sharded_tensor import ShardedTensor, stored_tensors
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +54,7 @@ def weight_rectangles(module: nn.Module, groups: ProcessGroups) -> Iterator[Shar
     """Yield every parameter of a model chunk as rectangles; waits for weight all-gathers of a data-parallel wrapper."""
     if isinstance(module, DataParallel):
         module.gather_exact_weights()
-    for name, parameter in unwrapped(module).named_parameters():
+    for name, parameter in stored_parameters(unwrapped(module)):
         yield from stored_tensors(name, parameter, groups=groups).values()
 
 

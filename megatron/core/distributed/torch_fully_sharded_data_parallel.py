@@ -33,6 +33,7 @@ from megatron.core.fp8.storage import fp8_copy
 from megatron.core.fusions.storage import HALF
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.flat_pieces import flat_range
+from megatron.core.sharding.named_slices import stored_parameters
 from megatron.core.sharding.parameter_shard import ParameterShard
 from megatron.core.sharding.placement import data_parallel_groups, spec_or_replicated
 
@@ -54,8 +55,8 @@ class TorchFullyShardedDataParallel(DataParallel):
             raise UserError("fully sharded data parallelism needs at least two data-parallel ranks")
         self.ddp_config = ddp_config
         self.shards_optimizer = True
-        specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
-        copies = {name: copy for name, p in module.named_parameters() if (copy := fp8_copy(p)) is not None}
+        specs = {name: getattr(parameter, "spec", None) for name, parameter in stored_parameters(module)}
+        copies = {name: copy for name, p in stored_parameters(module) if (copy := fp8_copy(p)) is not None}
         specs |= {name: replace(spec, storage=None) for name in copies if (spec := specs[name]) is not None}
         declared = [name for name, spec in specs.items() if spec is not None and spec.storage is not None]
         if declared:
@@ -87,7 +88,7 @@ class TorchFullyShardedDataParallel(DataParallel):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         # ``fully_shard`` has replaced the parameters, which lost their attributes
-        self._parameters_by_name = dict(module.named_parameters())
+        self._parameters_by_name = dict(stored_parameters(module))
         for name, parameter in self._parameters_by_name.items():
             parameter.compute_dtype = compute_dtype  # type: ignore[attr-defined]
             if specs[name] is not None:

@@ -28,6 +28,7 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.moved_parameters import MovableParameters, move_parameters
+from megatron.core.tensor_parallel.grouped_linear import GroupedLinear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
@@ -90,7 +91,8 @@ _INNER_NORMS: Mapping[type, Mapping[str, str]] = {
 
 class EngineNamedLayer(TransformerLayer):
     """Transformer layer with Transformer Engine's parameter names: a norm that Transformer Engine fuses into a linear
-    layer appears as that layer's ``layer_norm_weight`` and ``layer_norm_bias``. Checkpoints keep the local names.
+    layer appears as that layer's ``layer_norm_weight`` and ``layer_norm_bias``; expert weights have one name per
+    expert (``named_slices``). Checkpoints keep the local names.
     """
 
     def __init__(
@@ -106,6 +108,9 @@ class EngineNamedLayer(TransformerLayer):
         MLASelfAttention's latent norms, as ``layer_norm_weight`` and ``layer_norm_bias`` of the following linear.
         Subclasses of these mixers, other mixers and weightless norms keep their names; computation does not change."""
         super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
+        for module in self.modules():
+            if isinstance(module, GroupedLinear):
+                module.name_experts()
         for branch in self.branches:
             kind = type(branch.mixer)
             inner = _INNER_NORMS.get(kind, {}).items()

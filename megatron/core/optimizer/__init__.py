@@ -24,6 +24,7 @@ from megatron.core.optimizer.param_groups import (
     report_groups,
 )
 from megatron.core.optimizer.param_keys import Overrides, ParamGroupOverride, ParamKey
+from megatron.core.sharding.named_slices import stored_parameters
 
 __all__ = [
     "MegatronOptimizer", "OptimizerConfig", "ParamGroupOverride", "ParamKey", "get_megatron_optimizer",
@@ -63,7 +64,7 @@ def get_megatron_optimizer(
     if skips_embeddings and no_weight_decay_cond is None:
         no_weight_decay_cond = is_no_decay_or_embedding
     groups = groups or parallel_state.get_process_groups()
-    named = [(name, parameter) for chunk in model_chunks for name, parameter in unwrapped(chunk).named_parameters()]
+    named = [(name, parameter) for chunk in model_chunks for name, parameter in stored_parameters(unwrapped(chunk))]
     param_groups = parameter_groups(
         config, named, no_weight_decay=no_weight_decay_cond, scale_lr=scale_lr_cond, lr_mult=lr_mult,
         update_rule=update_rule, overrides=overrides,

@@ -7,6 +7,7 @@ from torch import nn
 from megatron.core.config.muon import MUON_OPTIMIZERS, is_hidden_matrix
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import RuleFactory, find_rule
+from megatron.core.sharding.named_slices import stored_parameters
 from megatron.core.sharding.placement import declare, global_name, spec_or_replicated
 
 
@@ -27,7 +28,7 @@ def default_rule(config: OptimizerConfig, name: str, parameter: nn.Parameter) ->
 def declare_update_rules(model: nn.Module, config: OptimizerConfig) -> None:
     """Declare the update rules that own matrices. Call it before ``model`` is wrapped for data parallelism, because
     shards must not cut these parameters."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored_parameters(model):
         rule = find_rule(default_rule(config, name, parameter))
         if parameter.requires_grad and getattr(rule, "owns", None) == "matrices":
             declare(parameter, update_rule=rule)

@@ -32,6 +32,7 @@ from megatron.core.config.errors import UserError, listed
 from megatron.core.fusions.storage import Storage
 from megatron.core.groups.process_groups import SINGLE_PROCESS, DataParallelGroups, Group, ProcessGroups
 from megatron.core.random import philox
+from megatron.core.sharding.named_slices import stored_parameters
 from megatron.core.sharding.rectangles import Rectangle
 
 __all__ = [
@@ -340,7 +341,7 @@ def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
     gradient is a partial sum over this rank's positions, False: each rank computes all of it. ``tensor_model_parallel``
     with ``partition_dim``: that dim is sharded evenly. Others stay without a spec. UserError for an invalid
     ``partition_dim``, a ``partition_stride`` other than 1, or ``allreduce = False`` (mark of expert parameters)."""
-    for name, param in model.named_parameters():
+    for name, param in stored_parameters(model):
         if not hasattr(param, "spec"):
             spec = _declared_by_attributes(name, param, groups)
             if spec is not None:
@@ -396,7 +397,7 @@ def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups) ->
     global name, global element index), so that the values do not depend on the parallel layout. Parameters without a
     spec (custom modules) keep the values from their constructors. No collective. Call it before FSDP shards the
     parameters: it writes full local shards."""
-    for name, param in model.named_parameters():
+    for name, param in stored_parameters(model):
         spec: ParameterSpec | None = getattr(param, "spec", None)
         if spec is not None:
             fill_parameter(param, spec, global_name(name, spec), seed, groups)

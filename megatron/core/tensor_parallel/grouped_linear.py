@@ -26,6 +26,7 @@ from megatron.core.fusions.dispatch import ByDevice
 from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.fusions.grouped_weight_gradient import add_grouped_weight_gradient
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.named_slices import SlicedState, name_slices
 from megatron.core.sharding.placement import Init, Shard, XavierUniform, Zeros, parameter
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.gemms import GemmLayer, Operand, Operands, accumulate_product, operand_of, tensors_of
@@ -138,7 +139,7 @@ GROUPED = GroupedProducts(
 )
 
 
-class GroupedLinear(GemmLayer):
+class GroupedLinear(SlicedState, GemmLayer):
     """Linear layer of this rank's experts, ``Y[r] = X[r] W[g]^T + b[g]``: [r, i] -> [r, o]; biases (zeros at first)
     with ``add_bias_linear``. The weight is logically (``config.num_moe_experts``, output size, input size); the
     parameter of a rank is 2-d, [g * o, i]. Experts are split over ``ep``, and the output size over ``etp``. With
@@ -173,6 +174,13 @@ class GroupedLinear(GemmLayer):
         self.traits = linear.LinearTraits(groups.etp, fuse_weight_gradient=config.gradient_accumulation_fusion)
         self.add_rows = choose_add_rows(config.params_dtype)
         self.product = grouped_linear
+
+    def name_experts(self) -> None:
+        """Name weights and biases per expert, ``weight0``, ``weight1``, …, as Transformer Engine does. Checkpoints keep
+        one tensor."""
+        for stored in self._parameters.values():
+            if stored is not None:
+                name_slices(stored, self.num_local)
 
     def use_gemms(self, gemms: object) -> None:
         assert isinstance(gemms, GroupedProducts)

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron import serve_other_names
 from megatron.core import parallel_state
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.sharding.named_slices import NamesSlices
 from megatron.core.sharding.placement import global_name
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors, with_leading_dims
 
 
-class MegatronModule(nn.Module):
+class MegatronModule(NamesSlices):
     """``nn.Module`` with ``config``."""
 
     def __init__(self, config: TransformerConfig) -> None:

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.exchange import all_gather_json
 from megatron.core.distributed import check_replicas, unwrapped
 from megatron.core.extensions.cudnn import require_one_cudnn
 from megatron.core.groups.process_groups import ProcessGroups, RankGrid
+from megatron.core.sharding.named_slices import stored_parameters
 from megatron.core.sharding.placement import data_parallel_groups
 from megatron.core.sharding.rectangles import Rectangle, coverage_problem
 from megatron.core.sharding.sharded_tensor import stored_tensors
@@ -89,12 +90,12 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
 def _local_rectangles(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[object]]:
     """Return this rank's rectangles as JSON lists [name, global shape, offsets, lengths, virtual stage, tied], without
     replicas that an earlier data-parallel rank reports. DTensor shards are always included."""
-    specs = [(name, getattr(p, "spec", None)) for chunk in chunks for name, p in chunk.named_parameters()]
+    specs = [(name, getattr(p, "spec", None)) for chunk in chunks for name, p in stored_parameters(chunk)]
     tied = {s.tied_to or name for name, s in specs if s is not None and (s.tied_to or "embedding" in s.grad)}
     found = []
     for index, chunk in enumerate(chunks):
         stage = index * groups.pp.size + groups.pp.rank
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in stored_parameters(chunk):
             copies = data_parallel_groups(getattr(parameter, "spec", None), groups).reduce
             if copies.is_first or isinstance(parameter, DTensor):
                 for each in stored_tensors(name, parameter, groups=groups).values():

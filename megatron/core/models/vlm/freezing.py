@@ -10,6 +10,7 @@ from megatron.core.config.vision import VisionConfig
 from megatron.core.description.model import ModelDescription, Op, Piece, forward_only
 from megatron.core.models.transforms import ModelTransform
 from megatron.core.models.vlm.operations import PROJECTION, TOWER
+from megatron.core.sharding.named_slices import stored_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +31,7 @@ class Freezing(ModelTransform):
         return self.vision.freeze_ViT if name.startswith(TOWER) else self.vision.freeze_LM
 
     def apply(self, model: nn.Module, groups: ProcessGroups) -> None:
-        for name, param in model.named_parameters():
+        for name, param in stored_parameters(model):
             if self.freezes(name):
                 param.requires_grad_(False)
 

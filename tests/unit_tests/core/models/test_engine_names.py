@@ -13,6 +13,7 @@ from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import bert_layer_with_transformer_engine_spec
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.sharding.named_slices import stored_parameters
 from megatron.core.sharding.sharded_tensor import module_tensors
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "params_dtype": torch.float64,
@@ -64,7 +65,8 @@ def test_norms_go_by_the_names_of_fused_linear_layers(case):
     expected = {
         name if any(item in name for item in retained) else engine_name(name) for name, _ in local.named_parameters()
     }
-    assert {name for name, _ in foreign.named_parameters()} == expected <= foreign.state_dict().keys()
+    assert {name for name, _ in stored_parameters(foreign)} == expected
+    assert {name for name, _ in foreign.named_parameters()} <= foreign.state_dict().keys()
     saved, loaded = (module_tensors(model, groups=SINGLE_PROCESS) for model in (local, foreign))
     assert saved.keys() == loaded.keys()
     losses = [loss(model) for model in (local, foreign)]
@@ -72,7 +74,7 @@ def test_norms_go_by_the_names_of_fused_linear_layers(case):
     for item in losses:
         item.backward()
     for name, param in local.named_parameters():
-        other = dict(foreign.named_parameters())[name if any(k in name for k in retained) else engine_name(name)]
+        other = dict(stored_parameters(foreign))[name if any(k in name for k in retained) else engine_name(name)]
         torch.testing.assert_close(other.grad, param.grad, rtol=0, atol=0)
 
 
@@ -127,3 +129,47 @@ def test_constant_specs_of_bert_are_fresh_and_named_equally():
     assert "encoder.layers.1.mlp.linear_fc1.layer_norm_bias" in model.state_dict()
     with pytest.raises(AttributeError, match="bert_layer_spec"):
         _ = bert_layer_specs.bert_layer_spec
+
+
+EXPERTS = {"num_moe_experts": 3, "moe_ffn_hidden_size": 16, "gated_linear_unit": True,
+           "activation_func": torch.nn.functional.silu, "add_bias_linear": True}  # fmt: skip
+FC1, FC2 = (f"decoder.layers.1.mlp.experts.linear_fc{number}" for number in (1, 2))
+
+
+def test_experts_have_one_name_each_in_the_memory_of_their_layer():
+    model, local = make_model(True, **EXPERTS), make_model(False, **EXPERTS)
+    named, stored = dict(model.named_parameters()), dict(stored_parameters(model))
+    assert {f"{FC1}.weight{i}" for i in range(3)} | {f"{FC2}.bias{i}" for i in range(3)} <= named.keys()
+    assert f"{FC1}.weight" not in named and f"{FC1}.weight" in dict(local.named_parameters())
+    assert named[f"{FC1}.weight1"].shape == (32, 32) and named[f"{FC1}.bias1"].shape == (32,)
+    assert sum(part.numel() for part in named.values()) == sum(param.numel() for param in model.parameters())
+    assert [id(param) for param in model.parameters()] == [id(param) for param in stored.values()]
+    grouped = stored[f"{FC1}.weight"].detach().view(3, 32, 32)
+    assert torch.equal(named[f"{FC1}.weight2"], grouped[2])
+    with torch.no_grad():
+        named[f"{FC1}.weight2"].copy_(torch.full((32, 32), 0.5))
+    assert bool((grouped[2] == 0.5).all()) and not bool((grouped[1] == 0.5).any())
+    assert type(named[f"{FC1}.weight2"] + 1) is torch.Tensor is type(named[f"{FC1}.weight2"].data)
+    loss(model).backward()
+    for name in (f"{FC1}.weight", f"{FC2}.weight"):
+        parts = [named[f"{name}{i}"].grad for i in range(3)]
+        assert torch.equal(torch.cat(parts), stored[name].grad) and parts[0].any()
+    named[f"{FC1}.weight0"].requires_grad = False
+    assert not stored[f"{FC1}.weight"].requires_grad and not named[f"{FC1}.weight2"].requires_grad
+    assert named[f"{FC1}.weight0"].spec is stored[f"{FC1}.weight"].spec
+
+
+def test_state_dicts_name_experts_and_are_read_back():
+    model, other = make_model(True, **EXPERTS), make_model(True, **EXPERTS)
+    state = model.state_dict()
+    assert f"{FC1}.weight" not in state and state[f"{FC1}.weight0"].data_ptr() == dict(stored_parameters(model))[
+        f"{FC1}.weight"].data_ptr()  # fmt: skip
+    for param in other.parameters():
+        param.data.zero_()
+    assert not any(other.load_state_dict(copy.deepcopy(state)))
+    for name, param in stored_parameters(model):
+        assert torch.equal(param, dict(stored_parameters(other))[name]), name
+    assert not other.load_state_dict(make_model(False, **EXPERTS).state_dict()).missing_keys
+    assert other.load_state_dict({key: value for key, value in state.items() if "bias1" not in key}, strict=False)
+    local, foreign = (module_tensors(make_model(engine, **EXPERTS), groups=SINGLE_PROCESS) for engine in (False, True))
+    assert local.keys() == foreign.keys()  # checkpoints hold one tensor
