@@ -18,6 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.compat.model_functions import (
+    convert_floats,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
 from megatron.compat.num_microbatches_calculator import follow_batch_schedule, update_num_microbatches
 from megatron.compat.program import (
     Current,
@@ -365,9 +369,15 @@ def get_model(
     wrap_with_ddp: bool = True,
     **unused: object,
 ) -> list[nn.Module]:
-    """Return this rank's model chunks, built by ``model_provider_func``, for programs with their own training loop."""
+    """Return this rank's model chunks, built by ``model_provider_func``, for programs with their own training loop. The
+    outputs of the last stage are fp32, also under --bf16 and --fp16."""
     program = current_program()
     task = ClassicTask(program.cfg, program.tokenizer, {"model_provider": model_provider_func})
     Current.program = program  # the task took its place
     chunks = build_model(task, initialize.training_device())
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if getattr(chunk, "post_process", True):
+            chunk.register_forward_hook(lambda module, inputs, output: convert_floats(output, torch.float32))
     return [*parallelize(chunks, program.cfg, parallel_state.get_process_groups())] if wrap_with_ddp else chunks

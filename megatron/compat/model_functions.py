@@ -105,10 +105,10 @@ class Float16Module(NamesSlices):
         self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
-        named = {name: _to(x, self.dtype) for name, x in kwargs.items()}
-        outputs = self.module(*(_to(x, self.dtype) for x in inputs), **named)
+        named = {name: convert_floats(x, self.dtype) for name, x in kwargs.items()}
+        outputs = self.module(*(convert_floats(x, self.dtype) for x in inputs), **named)
         is_last = getattr(self.module, "post_process", True)
-        return _to(outputs, torch.float32) if is_last else outputs
+        return convert_floats(outputs, torch.float32) if is_last else outputs
 
     def state_dict(self, *args: object, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
@@ -121,8 +121,8 @@ class Float16Module(NamesSlices):
         return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
 
 
-def _to(x: object, dtype: torch.dtype) -> Any:
-    """Also converts tensors inside tuples."""
+def convert_floats(x: object, dtype: torch.dtype) -> Any:
+    """Return ``x`` with floating-point tensors in ``dtype``, also inside tuples."""
     if isinstance(x, tuple) and not hasattr(x, "_fields"):
-        return tuple(_to(item, dtype) for item in x)
+        return tuple(convert_floats(item, dtype) for item in x)
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -22,6 +22,8 @@ from megatron.training.config.pretrain_config import PretrainConfig, compose
 from megatron.training.config.resolve import resolve
 
 ENGINE = "transformer_engine"
+UNCHANGED = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples", "padded_vocab_size")
+"""Names that belong to the process or the program."""
 
 
 def parse_args(
@@ -49,16 +51,11 @@ def validate_args(args: Namespace, defaults: Mapping[str, object] | None = None)
     for name, value in (defaults or {}).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    settings = read_settings(args)
+    settings, unchanged = read_settings(args), {*UNCHANGED}
+    if args.train_iters is None and args.train_samples is None:
+        settings = settings.with_settings(skip_train=True)  # the program decides about the length later
+        unchanged.add("skip_train")
     resolved = as_namespace(arguments.validate_args(settings, args.world_size), None)
-    unchanged = {
-        "rank",
-        "local_rank",
-        "iteration",
-        "consumed_train_samples",
-        "consumed_valid_samples",
-        "padded_vocab_size",
-    }
     if not is_installed(ENGINE):
         unchanged.add("transformer_impl")  # layers are local in any case; it chooses the names of their parameters
     unchanged |= settings.extra.keys()

@@ -44,7 +44,7 @@ class DistributedDataParallel(DataParallel):
         disable_bucketing: bool = False, groups: ProcessGroups | None = None,
     ) -> None:  # fmt: skip
         super().__init__(module, groups or parallel_state.get_process_groups())
-        self.config = config
+        self.config = getattr(module, "config", None) if config is None else config
         self.ddp_config = ddp_config
         self.shards_optimizer = ddp_config.use_distributed_optimizer
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
