@@ -61,10 +61,12 @@ from megatron.training.report.plan.summary import predict_run
 from megatron.training.rules.inputs import check_inputs
 from megatron.training.start.companions import build_companions
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
+from megatron.training.start.store_logits import store_logits
 from megatron.training.start.stored_reference import store_reference
 from megatron.training.start.weight_edits import build_weight_edits
 from megatron.training.stored_settings import weight_settings
 from megatron.training.tasks.base import Task
+from megatron.training.tasks.gpt import GPTTask
 from megatron.training.tasks.language_model import LanguageModelTask
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Trainer
@@ -148,6 +150,8 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
                 raise _out_of_memory(error, cfg, task, groups, measure_device(), "while the model was built") from None
             raise
         check_build(parts, cfg)
+        if isinstance(task, GPTTask) and task.distillation.logits_save_dir is not None:
+            return _store_logits(task, parts)
         info = run_info(cfg, parts)
         parts.hooks = [
             *watchdog.watch(parts),
@@ -172,6 +176,21 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
                 raise
             raise cause from None
     return code or _report_failures(parts.hooks, groups.world.rank)
+
+
+def _store_logits(task: GPTTask, parts: Components) -> int:
+    """Store the log-probabilities of the training samples (--logits-save-dir) in place of training."""
+    try:
+        batches = train_iterator(task, parts.datasets[0], TrainState(), parts.groups)
+        store_logits(task, parts.model, batches, parts.groups)
+    except UserError as error:
+        error.reported = not parts.groups.world.is_first  # the first rank reports for all
+        raise
+    finally:
+        parts.checkpointer.close()
+        if parts.reader is not None:
+            parts.reader.close()
+    return 0
 
 
 @contextmanager

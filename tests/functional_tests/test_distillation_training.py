@@ -1,6 +1,7 @@
 """Distillation with the whole program: a loop of ``transformers``, planted errors, wrong input."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.training.data.stored_logits import StoredLogits
 from tests.test_utils import layout_faults
 from tests.test_utils.gpt_runs import VOCAB_SIZE, read_records, train, train_with_errors, write_dataset
 from tests.test_utils.hf_folders import LLAMA, tiny_llama, weights_in
@@ -73,8 +75,9 @@ def samples(flags):
         yield [torch.from_numpy(np.stack([row[name] for row in batch])) for name in ("tokens", "labels", "loss_mask")]
 
 
-def loop(folders, flags, temperature, reverse, scale, lm_weight):
-    """Ten steps in plain torch: return the losses of each, and the final weights."""
+def loop(folders, flags, temperature, reverse, scale, lm_weight, top_k=None):
+    """Ten steps in plain torch: return the losses of each, and the final weights. ``top_k``: the teacher's distribution
+    has only its largest entries."""
     transformers = pytest.importorskip("transformers")
     student, teacher = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders
@@ -83,7 +86,9 @@ def loop(folders, flags, temperature, reverse, scale, lm_weight):
     for tokens, labels, mask in samples(flags):
         logits = student(tokens).logits
         with torch.no_grad():
-            p = (teacher(tokens).logits / temperature).log_softmax(-1)
+            p = teacher(tokens).logits
+            smallest = p.topk(top_k or VOCAB_SIZE).values[..., -1:]
+            p = (p.masked_fill(p < smallest, -1e9) / temperature).log_softmax(-1)
         q = (logits / temperature).log_softmax(-1)
         first, second = (q, p) if reverse else (p, q)
         kd = temperature**2 * F.kl_div(second, first, reduction="none", log_target=True).sum(-1)
@@ -142,6 +147,109 @@ def test_validation_reports_the_divergence(gloo_pool, folders, data, tmp_path):
     records(gloo_pool, tmp_path, 1, [*flags, "--eval-interval", "2"])
     valid = [record for record in read_records(tmp_path / "metrics.jsonl") if record["kind"] == "valid"]
     assert valid[0]["kd loss"] == valid[0]["distillation loss"] > 0.5 and valid[0]["lm loss"] > 1
+
+
+# ---- stored log-probabilities
+
+
+TEACHER = [
+    "--num-layers", "3", "--hidden-size", "48", "--num-attention-heads", "4", "--ffn-hidden-size", "80",
+    "--num-query-groups", "2", "--kv-channels", "16", "--qk-layernorm",
+]  # fmt: skip
+TP2, CP2, PP2 = (f"--{axis}-parallel-size 2" for axis in ("tensor-model", "context", "pipeline-model"))
+LAYOUTS = {
+    "TP 2 + SP": (f"{TP2} --sequence-parallel", 2),
+    "PP 2": (PP2, 2),
+    "CP 2": (CP2, 2),
+    "DP 2": ("--micro-batch-size 1 --use-distributed-optimizer", 2),
+}
+
+
+def store(pool, folders, data, place, ranks=1, flags="--logits-save-top-k 64 --logits-save-dtype fp32"):
+    """Run the teacher; return the folder."""
+    argv = [*RUN, *TEACHER, "--data-path", data, "--load-hf", str(folders[1]), "--logits-save-dir", str(place)]
+    assert set(pool.run(faulty_train, ranks, [*argv, *flags.split()], "no_fault")) == {0}
+    return place
+
+
+@pytest.fixture(scope="module")
+def stored(gloo_pool, folders, data, tmp_path_factory):
+    """All entries of the teacher's distributions in fp32."""
+    return store(gloo_pool, folders, data, tmp_path_factory.mktemp("stored") / "logits")
+
+
+@pytest.fixture(scope="module")
+def online(gloo_pool, folders, data, tmp_path_factory):
+    return records(gloo_pool, tmp_path_factory.mktemp("online"), 1, flags_of(folders, data, LOSSES["forward"]))
+
+
+def load_flags(folders, data, place, more=""):
+    flags = [*RUN, "--data-path", data, "--load-hf", str(folders[0]), "--logits-load-dir", str(place)]
+    return [*flags, *LOSSES["forward"].split(), *more.split()]
+
+
+@pytest.mark.parametrize("name", ["one rank", *LAYOUTS])
+def test_training_on_all_stored_entries_equals_a_teacher(gloo_pool, folders, data, stored, online, tmp_path, name):
+    layout, ranks = LAYOUTS.get(name, ("", 1))
+    logged = records(gloo_pool, tmp_path, ranks, load_flags(folders, data, stored, layout))
+    for record, expected in zip(logged, online, strict=True):
+        for loss in (*NAMES, "grad_norm"):
+            assert record[loss] == pytest.approx(expected[loss], rel=2e-6), (record["iteration"], loss)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_stores_the_same_values(gloo_pool, folders, data, stored, tmp_path, name):
+    layout, ranks = LAYOUTS[name]
+    flags = f"--logits-save-top-k 8 --logits-save-dtype fp32 {layout}"
+    actual = StoredLogits(store(gloo_pool, folders, data, tmp_path / "logits", ranks, flags))
+    expected = StoredLogits(stored)
+    torch.testing.assert_close(actual.values, expected.values[..., :8], rtol=1e-6, atol=1e-6)
+    assert torch.equal(actual.ids, expected.ids[..., :8]) and torch.equal(actual.digests, expected.digests)
+    assert actual.values.shape == (STEPS * BATCH, 32, 8) and not (tmp_path / "logits.partial").exists()
+
+
+def test_largest_entries_equal_a_loop_of_transformers(gloo_pool, folders, data, tmp_path):
+    place = store(gloo_pool, folders, data, tmp_path / "logits", 1, "--logits-save-top-k 5 --logits-save-dtype fp32")
+    logged = records(gloo_pool, tmp_path / "run", 1, load_flags(folders, data, place))
+    expected, _ = loop(folders, flags_of(folders, data), *SETTINGS["forward"], top_k=5)
+    for record, losses in zip(logged, expected, strict=True):
+        for loss in NAMES:
+            assert record[loss] == pytest.approx(losses[loss], rel=2e-6), (record["iteration"], loss)
+
+
+def test_validation_without_stored_entries_reports_the_language_model_loss(gloo_pool, folders, data, tmp_path):
+    split = "--split 9,1,0 --train-iters 2 --eval-iters 1"
+    place = store(gloo_pool, folders, data, tmp_path / "logits", 1, f"--logits-save-top-k 5 {split}")
+    assert StoredLogits(place).values.dtype == torch.float16
+    records(gloo_pool, tmp_path, 2, load_flags(folders, data, place, f"{split} --eval-interval 2 {PP2}"))
+    valid = [record for record in read_records(tmp_path / "metrics.jsonl") if record["kind"] == "valid"]
+    assert valid[0]["lm loss"] > 1 and "kd loss" not in valid[0]
+
+
+STORED_PROBLEMS = {
+    "--seed 7": "sample 0 has other tokens than were stored; use the data, --seed, --seq-length and loader",
+    "--train-iters 20": "has 40 samples of 32 tokens, not sample 4[0-3] of 32; store more samples",
+    "--logits-load-dir {tmp}": "holds no complete stored logits .*; write them with --logits-save-dir",
+    "--logits-load-dir {damaged}": "holds no complete stored logits .values.bin has ",
+    "--kd-loss reverse-kl": "--kd-loss reverse-kl: requires all entries of the teacher, not stored ones",
+    "--use-varlen-dataset": "--use-varlen-dataset: is not supported with --logits-load-dir",
+}
+
+
+@pytest.mark.parametrize("flags", STORED_PROBLEMS)
+def test_stored_values_that_do_not_fit_end_the_run_with_one_message(gloo_pool, folders, data, stored, tmp_path, flags):
+    shutil.copytree(stored, tmp_path / "damaged")
+    (tmp_path / "damaged" / "values.bin").write_bytes(b"1234")
+    flags_text = flags.format(tmp=tmp_path, damaged=tmp_path / "damaged")
+    ((code, text),) = gloo_pool.run(train_with_errors, 1, load_flags(folders, data, stored, flags_text))
+    assert code == 2 and len(re.findall(STORED_PROBLEMS[flags], text)) == 1, text
+
+
+def test_an_existing_folder_is_not_overwritten(gloo_pool, folders, data, stored, tmp_path):
+    argv = [*RUN, *TEACHER, "--data-path", data, "--load-hf", str(folders[1]), "--logits-save-dir", str(stored)]
+    results = gloo_pool.run(train_with_errors, 2, [*argv, "--logits-save-top-k", "4"])
+    assert {code for code, _ in results} != {0} and StoredLogits(stored).values.shape[-1] == VOCAB_SIZE
+    assert len([text for _, text in results if f"--logits-save-dir {stored}: it exists; choose another" in text]) == 1
 
 
 # ---- wrong input

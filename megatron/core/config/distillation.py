@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron.core.config.cli import flag
 from megatron.core.config.optional import OptionalGroup
-from megatron.core.config.ranges import NonNegativeFloat, PositiveFloat
+from megatron.core.config.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 
 TEACHER = "teacher"
 """Name of the teacher among the frozen models of a run."""
@@ -20,6 +20,18 @@ class DistillationConfig(OptionalGroup):
     export_kd_teacher_load: str | None = None
     """Folder of a teacher, a --save directory or a Hugging Face folder: train on its next-token distributions. Its
     size and family may differ, its vocabulary may not."""
+
+    logits_save_dir: str | None = None
+    """New folder for the largest log-probabilities of the model of this run, of every training sample; then stop."""
+
+    logits_save_top_k: PositiveInt | None = None
+    """Log-probabilities of a token to store with --logits-save-dir."""
+
+    logits_save_dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
+    """Format of stored log-probabilities."""
+
+    logits_load_dir: str | None = None
+    """Folder of --logits-save-dir: train on its distributions, over their entries only, instead of a teacher's."""
 
     export_kd_cfg: str | None = flag("--export-kd-cfg", "--export-kd-distill-cfg", metavar="FILE")
     """YAML file of ModelOpt with skip_lm_loss, kd_loss_scale and logit_kl_temperature. Flags win over its values."""
@@ -35,3 +47,8 @@ class DistillationConfig(OptionalGroup):
 
     kd_lm_loss_weight: NonNegativeFloat = 0.0
     """Factor of the language-model loss in the loss, to which the divergence is added."""
+
+    @property
+    def distills(self) -> bool:
+        """Whether the run trains on a teacher's distributions."""
+        return self.export_kd_teacher_load is not None or self.logits_load_dir is not None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from megatron.core.config.distillation import DistillationConfig
@@ -22,6 +24,7 @@ from megatron.training.data.batches import Batches
 from megatron.training.data.datasets import select_data_set
 from megatron.training.data.packed_rows import PackedRows
 from megatron.training.data.planned_rows import PlannedRows
+from megatron.training.data.stored_logits import IDS, VALUES
 from megatron.training.tasks import distillation
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask
@@ -41,10 +44,13 @@ class GPTTask(LanguageModelTask):
             self.stores_reference = self.preferences.dpo_reference == "stored"
             self.sequence_keys = (*self.sequence_keys, *([REFERENCE] * self.stores_reference))
         self.distillation = cfg.group(DistillationConfig)
-        self.distills = self.distillation.export_kd_teacher_load is not None
+        self.distills, self.stored_logits = self.distillation.distills, None
         if self.distills:
             self.losses = (distillation.LOSS,)
-            distillation.check_vocabulary(cfg, self.vocab_size, tokenizer)
+            self.sequence_keys = (*self.sequence_keys, VALUES, IDS)
+            self.stored_logits = distillation.open_stored(self.distillation, self.vocab_size)
+            if self.stored_logits is None:
+                distillation.check_vocabulary(cfg, self.vocab_size, tokenizer)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -86,10 +92,17 @@ class GPTTask(LanguageModelTask):
             assert isinstance(output, PairedOutput | Tensor)
             return preference_losses(self.preferences, batch, output)
         if self.distills:
-            assert isinstance(output, PairedOutput)
+            assert isinstance(output, PairedOutput | Tensor)
             divisible_by = self.cfg.embeddings.make_vocab_size_divisible_by
             return distillation.distillation_losses(self.distillation, batch, output, self.vocab_size, divisible_by)
         return super().loss_func(batch, output)
+
+    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
+        """Return this rank's part of the next micro-batch, in training with stored distributions of a teacher."""
+        batch = next(data_iterator)
+        if self.stored_logits is not None and torch.is_grad_enabled():
+            batch = {**batch, **self.stored_logits.read(batch["sample_index"], batch["tokens"])}
+        return self.batches.local(batch)
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
         """Take the next micro-batch and run the model. Return the output, on the last stage token losses [b, s], and

@@ -6,6 +6,7 @@ from tests.test_utils.flag_effects.tokenizers import WITHOUT, ask
 
 MODEL = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {chat_tokenizer}"
 FILE = "--data-path {chats} --seq-length 96 --max-position-embeddings 96 --split 1"
+STORE = "--mock-data --logits-save-dir {stored}"
 DISTILL = "--mock-data --export-kd-teacher-load {checkpoint}"
 PAIRS, BINARY = "--dpo --mock-data --dpo-reference-load {checkpoint}", "--data-path --split"
 REFERENCES = "megatron.training.start.companions:build_companion"
@@ -17,7 +18,11 @@ def write(folder):
     """Name in braces -> path."""
     (folder / "thinking.jinja").write_text(THINKING)
     (folder / "kd.yaml").write_text("logit_kl_temperature: 4.0\nskip_lm_loss: false\nkd_loss_scale: 0.5\n")
+    from megatron.training.data.stored_logits import StoredLogits
+
+    StoredLogits.create(folder / "stored", "fp16", 64, (4, 2, 3)).finish(folder / "stored")
     return {
+        "stored": folder / "stored",
         "kd": folder / "kd.yaml",
         "chats": write_lines(folder / "chats.jsonl", sums(20)),
         "chat_tokenizer": tokenizer_folder(folder / "chat_tokenizer"),
@@ -51,6 +56,25 @@ def answer(tokenizer):
     return tokenizer.render_chat([user("a"), assistant("b")], add_generation_prompt=False)
 
 
+def new_store(cfg):
+    """Format and entries per token of the folder that storing creates."""
+    from megatron.core.config.distillation import DistillationConfig
+    from megatron.training.start.store_logits import create_store
+
+    if cfg.group(DistillationConfig).logits_save_dir is None:
+        return None
+    sizes = create_store(cfg, 64).sizes
+    return sizes["dtype"], sizes["top_k"]
+
+
+def stored_size(cfg):
+    from megatron.core.config.distillation import DistillationConfig
+    from megatron.training.tasks.distillation import open_stored
+
+    stored = open_stored(cfg.group(DistillationConfig), 64)
+    return stored and tuple(stored.values.shape)
+
+
 ROWS = [
     Probe("--sft", lambda cfg: (data_set(cfg)[0].__name__, cfg.documents.reset_attention_mask), ("SFTDataset", True),
           base=f"{MODEL} {FILE}", without=WITHOUT),
@@ -74,5 +98,11 @@ ROWS = [
     row("--kd-loss-scale 2", changes("weights"), keeps("initial"), base=f"{DISTILL} --kd-lm-loss-weight 1",
         without=BINARY),
     row("--kd-lm-loss-weight 1", changes("weights"), keeps("initial"), base=DISTILL, without=BINARY),
+    Probe("--logits-save-dir {stored}_1 --logits-save-top-k 3", new_store, ("fp16", 3), base="--mock-data",
+          without=BINARY),
+    Probe("--logits-save-top-k 5", new_store, ("fp16", 5), base=f"{STORE}_2 --logits-save-top-k 3", without=BINARY),
+    Probe("--logits-save-dtype bf16", new_store, ("bf16", 3), base=f"{STORE}_3 --logits-save-top-k 3",
+          without=BINARY),
+    Probe("--logits-load-dir {stored}", stored_size, (4, 2, 3), base="--mock-data", without=BINARY),
     Probe("--sft-tokenizer-prompt-format identity", ask(answer), "ab", base=TEMPLATED, without=WITHOUT),
 ]  # fmt: skip

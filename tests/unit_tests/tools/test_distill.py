@@ -32,10 +32,16 @@ def settings(flags):
 
 
 PROBLEMS = {
-    "--kd-temperature 2": "--kd-temperature 2.0: has no effect without --export-kd-teacher-load",
+    "--kd-temperature 2": "--kd-temperature 2.0: has no effect without --export-kd-teacher-load or --logits-load-dir",
+    "--logits-save-top-k 2": "--logits-save-top-k 2: has no effect without --logits-save-dir; add it",
+    "--logits-save-dir a": "--logits-save-dir a: requires --logits-save-top-k; for example --logits-save-top-k 64",
+    "--logits-save-dir a --logits-save-top-k 2 --logits-load-dir b": "--logits-save-dir a: contradicts --logits-load-",
+    "--logits-save-top-p 0.9": "--logits-save-top-p: .*; --logits-save-top-k .all tokens have the same number",
+    "--logits-load-kd-loss-alpha 0.9": "--logits-load-kd-loss-alpha: .*--kd-loss-scale ALPHA --kd-lm-loss-weight 1-AL",
+    "--logits-load-ignore-errors": "--logits-load-ignore-errors: .*; remove it .a sample that is not stored ends",
     "--export-kd-teacher-load {hf} --kd-temperature 0": "--kd-temperature 0: must be positive",
     "--export-kd-teacher-load {hf}/none": "companions: .*none holds no checkpoint",
-    "--export-kd-teacher-load {hf} --dpo": "--dpo: is another kind of training than distillation",
+    "--export-kd-teacher-load {hf} --dpo": "--dpo: is another kind of training than --export-kd",
     "--export-kd-teacher-load {hf} --mtp-num-layers 1": "--mtp-num-layers 1: is not supported with --export-kd-teacher",
     "--export-kd-teacher-load {hf} --export-kd-cfg {hf}/none": "--export-kd-cfg .*none: cannot be read: .*No such file",
 }

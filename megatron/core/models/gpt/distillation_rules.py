@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from megatron.core.config.distillation import DistillationConfig
 from megatron.core.config.optional import used_fields
 from megatron.core.config.preferences import PreferenceConfig
-from megatron.core.config.problems import Problems, Settings, problem
+from megatron.core.config.problems import Problems, Settings, flag_names, problem
 from megatron.core.safe_files import read_text
 
 OUTPUTS = ["output_layer", "output_layer"]
@@ -75,20 +75,39 @@ def distillation_file_is_readable(cfg: Settings) -> Problems:
 
 
 def distillation_requires_a_teacher(cfg: Settings) -> Problems:
-    """Reject settings of distillation without a teacher."""
+    """Reject settings of distillation without a teacher, and settings of stored log-probabilities without a folder."""
     settings = cfg.group(DistillationConfig)
-    if settings.export_kd_teacher_load is None:
-        for field in used_fields(DistillationConfig, settings):
-            if field in cfg.explicit:  # others follow from the file
-                yield problem(cfg, field, "has no effect without --export-kd-teacher-load", "add it, or remove this")
+    for field in used_fields(DistillationConfig, settings):
+        if field not in cfg.explicit or field.endswith(("_load", "_dir")):  # some follow from the file
+            continue
+        is_of_storing = field.startswith("logits_save")
+        if settings.logits_save_dir is None if is_of_storing else not settings.distills:
+            flag = "--logits-save-dir" if is_of_storing else "--export-kd-teacher-load or --logits-load-dir"
+            yield problem(cfg, field, f"has no effect without {flag}", "add it, or remove this")
+    if settings.logits_save_dir is not None and settings.logits_save_top_k is None:
+        yield problem(cfg, "logits_save_dir", "requires --logits-save-top-k", "for example --logits-save-top-k 64")
 
 
 def distillation_conflicts(cfg: Settings) -> Problems:
-    """Reject distillation with other losses."""
-    if cfg.group(DistillationConfig).export_kd_teacher_load is None:
+    """Reject distillation with other losses, and several sources of distributions."""
+    settings = cfg.group(DistillationConfig)
+    folders = ("export_kd_teacher_load", "logits_load_dir", "logits_save_dir")
+    sources = [name for name in folders if getattr(settings, name) is not None]
+    if not sources:
         return
+    flag = flag_names(cfg, sources[0])
+    for other in sources[1:]:
+        yield problem(cfg, other, f"contradicts {flag}", "remove one of them")
     if cfg.group(PreferenceConfig).dpo:
-        yield problem(cfg, "dpo", "is another kind of training than distillation", "remove one of them")
+        yield problem(cfg, "dpo", f"is another kind of training than {flag}", "remove one of them")
     if cfg.model.mtp_num_layers:
-        reason = "is not supported with --export-kd-teacher-load: its loss is defined for the next token only"
+        reason = f"is not supported with {flag}: its loss is defined for the next token only"
         yield problem(cfg, "mtp_num_layers", reason, "remove it")
+    if "logits" not in sources[0]:
+        return
+    if settings.kd_loss == "reverse-kl":
+        yield problem(cfg, "kd_loss", "requires all entries of the teacher, not stored ones", "use a teacher")
+    if cfg.variable_lengths.use_varlen_dataset:
+        yield problem(cfg, "use_varlen_dataset", f"is not supported with {flag}", "use rows of one length")
+    if cfg.data.dataloader_type == "external":
+        yield problem(cfg, "dataloader_type", f"external does not number samples, as {flag} requires", "use single")

@@ -103,5 +103,7 @@ def image_predictions(cfg: Settings) -> Problems:
 
 def distillation_reads_text_only(cfg: Settings) -> Problems:
     """Reject a teacher, whose images would have another size."""
-    if cfg.group(DistillationConfig).export_kd_teacher_load is not None:
-        yield problem(cfg, "export_kd_teacher_load", "is not supported with images", "remove it")
+    settings = cfg.group(DistillationConfig)
+    for field in ("export_kd_teacher_load", "logits_load_dir", "logits_save_dir"):
+        if getattr(settings, field) is not None:
+            yield problem(cfg, field, "is not supported with images", "remove it")

@@ -9,6 +9,7 @@ from megatron.core.config.groups import FlagGroup, frozen_group
 from megatron.core.config.lora import LoraConfig
 from megatron.core.config.optional import PackedSamplesConfig
 from megatron.core.config.preferences import PreferenceConfig
+from megatron.core.config.quantization import QuantizationConfig
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import families
@@ -48,7 +49,7 @@ def test_only_groups_without_an_attribute_are_read_by_kind():
     cfg = resolved("--bert-no-binary-head")
     assert {*cfg.family_groups} == {
         BertConfig, EncoderDecoderConfig, FineTuningConfig, LoraConfig, PackedSamplesConfig, PreferenceConfig,
-        DistillationConfig,
+        DistillationConfig, QuantizationConfig,
     }  # fmt: skip
     assert cfg.group(BertConfig).bert_binary_head is False
 
