@@ -120,11 +120,14 @@ def _turn(turn: object, paths: Iterator[object]) -> object:
 
 
 def item_paths(item: Item) -> list[str]:
-    """Return the paths of the images of a conversation, in order. Raises UserError for an image without a path."""
+    """Return the paths of the images of a conversation, in order. Raises UserError for an image without a path, and for
+    a video."""
     if not isinstance(item, Conversation):
         return []
     contents = (message.get("content") for message in item.messages)
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    if any(part.get("type") in ("video", "video_url") for part in parts):
+        raise UserError("has a video, which is not supported; give some of its frames as images")
     return [_path(part) for part in parts if part.get("type") in ("image", "image_url")]
 
 

@@ -318,6 +318,7 @@ def marks(value):
     (marks("<image><image>"), "line 2: has more marks <image> than images"),
     ({"messages": [user([part("https://a/a.png")]), assistant("x")]}, "line 2: image https://a/a.png: is no file"),
     ({"messages": [user([part({"bytes": "x"})]), assistant("x")]}, "line 2: an image part has no path"),
+    ({"messages": [user([{"type": "video", "video": "a.mp4"}]), assistant("x")]}, "line 2: has a video, which is not"),
 ])  # fmt: skip
 def test_wrong_lines_are_named(tmp_path, tokenizer, line, reason):
     picture(20, 20).save(tmp_path / "a.png")
