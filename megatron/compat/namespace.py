@@ -49,4 +49,7 @@ class MissingModules(Finder):
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return super().find_spec(fullname, path, target) if missing_reason(fullname) else None
+        file = Path(__file__).parents[1].joinpath(*fullname.split(".")[1:])
+        if file.is_dir() or file.with_suffix(".py").is_file() or not missing_reason(fullname):
+            return None
+        return super().find_spec(fullname, path, target)

@@ -45,7 +45,7 @@ def test_megatron_core_elsewhere_gives_one_warning_and_no_module(tmp_path):
     other = write(tmp_path / "site", core="", training="", rl="", bridge="NAME = 'bridge'")
     (other / "megatron/core/only_theirs.py").write_text("")
     program = """
-import sys, megatron.core, megatron.training, megatron.bridge
+import sys, megatron.core, megatron.core.inference, megatron.training.config, megatron.bridge
 print(megatron.core.__file__, megatron.training.__file__, megatron.bridge.NAME)
 for name in ("core.only_theirs", "rl"):
     try:
