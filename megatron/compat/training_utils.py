@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from megatron.compat.script_data import MicroBatches
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.stage_model import unwrapped
 from megatron.core.tensor_parallel.data import broadcast_batch
-from megatron.data.blend import get_blend_and_blend_per_split
+from megatron.data import blend
 from megatron.training.data.batch import Batch, to_device
 from megatron.training.initialize import training_device
 
@@ -29,6 +30,15 @@ __all__ = [
     "print_rank_last",
     "unwrap_model",
 ]
+
+
+def get_blend_and_blend_per_split(
+    args: blend.BlendSettings,
+) -> tuple[blend.Blend | None, list[blend.Blend | None] | None]:
+    """Same as :func:`megatron.data.blend.get_blend_and_blend_per_split`; ``args`` may lack ``mock_data`` (False)."""
+    if not hasattr(args, "mock_data"):
+        args = Namespace(**vars(args), mock_data=False)
+    return blend.get_blend_and_blend_per_split(args)
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Calls of programs with fewer arguments than this library's own: tokenizers and slots of layers."""
+"""Calls of programs with fewer arguments than this library's own: tokenizers, data and slots of layers."""
 
 from argparse import Namespace
 from functools import partial
@@ -8,6 +8,7 @@ import pytest
 from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.spec_utils import get_submodules
+from megatron.training.utils import get_blend_and_blend_per_split
 
 
 def test_missing_arguments_of_a_tokenizer_have_the_defaults_of_the_flags():
@@ -15,6 +16,12 @@ def test_missing_arguments_of_a_tokenizer_have_the_defaults_of_the_flags():
     assert tokenizer.tokenize("5 7") == [5, 7]
     with pytest.raises(ValueError, match="needs --vocab-size"):
         build_tokenizer(Namespace(tokenizer_type="NullTokenizer"))
+
+
+def test_data_of_programs_without_mock_data():
+    paths = dict.fromkeys(("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"))
+    args = Namespace(**paths | {"data_path": ["2", "a", "1", "b"]}, per_split_data_args_path=None)
+    assert get_blend_and_blend_per_split(args) == ((["a", "b"], [2.0, 1.0]), None)
 
 
 @pytest.mark.parametrize("kind", ["local", "with_transformer_engine"])
