@@ -1,0 +1,142 @@
+"""Runs Megatron-LM's own unit tests against this library, in one process on a CPU, and writes the page
+``docs/developers/megatron_lm_unit_tests.md`` with what passes and why the others do not.
+
+    MEGATRON_LM=FOLDER python tests/megatron_lm_unit_tests.py            # all of LISTED, about 12 minutes; the page
+    MEGATRON_LM=FOLDER python tests/megatron_lm_unit_tests.py FILE ...   # results of some files
+
+FOLDER is a checkout of NVIDIA/Megatron-LM. Its ``megatron`` is not imported.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/developers/megatron_lm_unit_tests.md"
+LISTED = [
+    "data", "distributed/*.py", "fusions", "models/*.py", "optimizer", "pipeline_parallel", "tensor_parallel",
+    "test_*.py", "tokenizers", "training", "transformer/*.py", "transformer/moe", "utils",
+]  # fmt: skip
+"""Tests of what exists here. Not: a2a_overlap, determinism (GPUs), elastification, export, generalized_tensor_parallel,
+inference, mimo, mfsdp, post_training, resharding, rl, ssm, telemetry (other programs and modules), dist_checkpointing
+(nearly all need several GPUs)."""
+
+REASONS = {
+    "skipped": ("Skipped by the test itself", r"^\0"),
+    "name": (
+        "Needs a name that does not exist here: internals, or a family or program that Megatron-LM has in addition",
+        r"MissingName|has no attribute|have the attribute|No module named|cannot import|is not subscriptable|'Meta'|"
+        r"BaseException type, but got|cpu_plugin|megatron_lm_plugin|assert [A-Z_]{6,}",
+    ),
+    "refused": ("A capability that is refused here with a sentence", r"not available here|not available yet"),
+    "ranks": ("Needs several ranks", r"world size|world_size|optimizer instances do not divide|data-parallel ranks"),
+    "machine": (
+        "Needs a GPU, Transformer Engine, data of the CI, or a pytest plugin",
+        r"(?i)cuda|nccl|transformer_engine|/opt/|no such file|fixture|async def|longer than",
+    ),
+    "signature": ("A constructor with other arguments: layers take `groups=`", r"argument|not callable"),
+    "sizes": (
+        "A configuration without sizes, or with values out of range: refused when it is built",
+        r"must be|sources whole|configuration is frozen|wrong fields",
+    ),
+    "words": ("Refused too, in other words or by another exception", r"Regex pattern|already (set up|initiali[sz]ed)"),
+}
+"""{kind: (reason on the page, pattern of messages)}, first match."""
+
+ON_PURPOSE = {
+    "test_mup.py": "embeddings are recognized by their name, not by attributes of parameters; a base width that is "
+    "not set stays None",
+    "test_swiglu_fusion.py": "a linear offset and a clamp are computed on every path, so no path is refused",
+    "test_transformer_config.py": "flags that only select a kernel of Megatron-LM are taken or refused by name",
+    "test_bias_dropout_fusion.py": "inference does not write into its input",
+    "test_bert_model.py": "the head has another class",
+    "test_utils.py": "`window_attn_skip_freq` is a list of 0 and 1",
+    "test_parallel_state.py": "`ProcessGroupCollection`: a group that is not set is None",
+    "test_msc_utils.py": "multi-storage clients do not exist here",
+    "test_grouped_mlp.py": "experts are grouped by the library; there is no switch for Transformer Engine's operations",
+}
+"""Reasons of other differences, by file."""
+
+
+def run(checkout: Path, files: list[str]) -> dict[str, list[str]]:
+    """Return {test: [outcome, message]}."""
+    with tempfile.TemporaryDirectory() as folder:
+        for entry in checkout.iterdir():
+            if entry.name != "megatron":
+                Path(folder, entry.name).symlink_to(entry)
+        Path(folder, "megatron").symlink_to(ROOT / "megatron")
+        results = Path(folder, "results.json")
+        environment = {
+            **os.environ, "PYTHONPATH": f"{folder}:{ROOT / 'tests/test_utils'}", "RESULTS": str(results),
+            "TESTS": folder, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "1", "RANK": "0",
+            "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": os.environ.get("MASTER_PORT", "29531"),
+        }  # fmt: skip
+        options = ["-p", "megatron_lm_plugin", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, "--continue-on-collection-errors", *files]
+        finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        if not results.exists():
+            raise SystemExit(f"pytest did not run: {finished.stdout[-2000:]}{finished.stderr[-2000:]}")
+        return json.loads(results.read_text())
+
+
+def kind_of(outcome: str, message: str) -> str:
+    if outcome in ("passed", "skipped"):
+        return outcome
+    return next((kind for kind, (_, pattern) in REASONS.items() if re.search(pattern, message)), "differs")
+
+
+def page(results: dict[str, list[str]], commit: str) -> str:
+    """Return the page's text."""
+    counts: dict[str, Counter] = defaultdict(Counter)
+    for test, (outcome, message) in results.items():
+        counts[test.partition("::")[0].removeprefix("tests/unit_tests/")][kind_of(outcome, message)] += 1
+    total = sum(counts.values(), Counter())
+    lines = [
+        "# Megatron-LM's unit tests", "",
+        f"Unit tests of Megatron-LM at {commit[:8]} against this library, one process on a CPU. This page is written",
+        "by `MEGATRON_LM=FOLDER python tests/megatron_lm_unit_tests.py`, with FOLDER a checkout. GPUs are replaced by",
+        "the CPU, NCCL by gloo; names that are missing raise an error when a test calls them.", "",
+        "Most of these tests call internals of Megatron-LM's classes. They are no acceptance test; they show",
+        "differences that programs may meet. Tests of programs and modules that do not exist here are not run.", "",
+        "| tests | result |", "|---|---|", f"| {total['passed']} | pass |",
+    ]  # fmt: skip
+    lines += [f"| {total[kind]} | {reason} |" for kind, (reason, _) in REASONS.items()]
+    lines += [f"| {total['differs']} | Differ on purpose, see below |", ""]
+    complete = {file: count["passed"] for file, count in counts.items() if set(count) <= {"passed", "skipped"}}
+    lines += ["## Files whose tests all pass", "", "| file | tests |", "|---|---|"]
+    lines += [f"| `{file}` | {number} |" for file, number in sorted(complete.items()) if number]
+    lines += ["", "## Files of which some tests pass", "", "| file | pass | other results |", "|---|---|---|"]
+    for file, count in sorted(counts.items()):
+        if count["passed"] and file not in complete:
+            others = ", ".join(f"{kind} {number}" for kind, number in sorted(count.items()) if kind != "passed")
+            lines.append(f"| `{file}` | {count['passed']} | {others} |")
+    lines += ["", "## Differences on purpose", "", "| file | tests | reason |", "|---|---|---|"]
+    for file, count in sorted(counts.items()):
+        if count["differs"]:
+            lines.append(f"| `{file}` | {count['differs']} | {ON_PURPOSE.get(Path(file).name, 'not examined')} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    if not os.environ.get("MEGATRON_LM"):
+        raise SystemExit("set MEGATRON_LM to the folder of a checkout of NVIDIA/Megatron-LM")
+    checkout = Path(os.environ["MEGATRON_LM"]).resolve()
+    tests = checkout / "tests/unit_tests"
+    files = sys.argv[1:] or [str(file.relative_to(checkout)) for name in LISTED for file in sorted(tests.glob(name))]
+    results = run(checkout, files)
+    print(Counter(kind_of(*result) for result in results.values()))
+    for test, (outcome, message) in results.items():
+        if kind_of(outcome, message) == "differs" or (sys.argv[1:] and outcome == "failed"):
+            print(f"{test}: {message[:200]}")
+    if not sys.argv[1:]:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout
+        PAGE.write_text(page(results, commit or os.environ.get("MEGATRON_LM_COMMIT", "an unknown commit")))
+
+
+if __name__ == "__main__":
+    main()
