@@ -1,5 +1,5 @@
 """Runs Megatron-LM's own unit tests against this library, in one process on a CPU, and writes the page
-``docs/developers/megatron_lm_unit_tests.md`` with what passes and why the others do not.
+``docs/developers/megatron_lm_unit_tests.md``: passing tests, and reasons of the others.
 
     MEGATRON_LM=FOLDER python tests/megatron_lm_unit_tests.py            # all of LISTED, about 12 minutes; the page
     MEGATRON_LM=FOLDER python tests/megatron_lm_unit_tests.py FILE ...   # results of some files
@@ -22,8 +22,8 @@ LISTED = [
     "data", "distributed/*.py", "fusions", "models/*.py", "optimizer", "pipeline_parallel", "tensor_parallel",
     "test_*.py", "tokenizers", "training", "transformer/*.py", "transformer/moe", "utils",
 ]  # fmt: skip
-"""Tests of what exists here. Not: a2a_overlap, determinism (GPUs), elastification, export, generalized_tensor_parallel,
-inference, mimo, mfsdp, post_training, resharding, rl, ssm, telemetry (other programs and modules), dist_checkpointing
+"""Tests of modules that exist here. Left out: a2a_overlap, determinism (GPUs), elastification, export,
+generalized_tensor_parallel, inference, mimo, mfsdp, post_training, resharding, rl, ssm, telemetry (other programs and modules), dist_checkpointing
 (nearly all need several GPUs)."""
 
 REASONS = {
@@ -84,7 +84,7 @@ def run(checkout: Path, files: list[str]) -> dict[str, list[str]]:
         return json.loads(results.read_text())
 
 
-def kind_of(outcome: str, message: str) -> str:
+def classify(outcome: str, message: str) -> str:
     if outcome in ("passed", "skipped"):
         return outcome
     return next((kind for kind, (_, pattern) in REASONS.items() if re.search(pattern, message)), "differs")
@@ -94,7 +94,7 @@ def page(results: dict[str, list[str]], commit: str) -> str:
     """Return the page's text."""
     counts: dict[str, Counter] = defaultdict(Counter)
     for test, (outcome, message) in results.items():
-        counts[test.partition("::")[0].removeprefix("tests/unit_tests/")][kind_of(outcome, message)] += 1
+        counts[test.partition("::")[0].removeprefix("tests/unit_tests/")][classify(outcome, message)] += 1
     total = sum(counts.values(), Counter())
     lines = [
         "# Megatron-LM's unit tests", "",
@@ -113,8 +113,8 @@ def page(results: dict[str, list[str]], commit: str) -> str:
     lines += ["", "## Files of which some tests pass", "", "| file | pass | other results |", "|---|---|---|"]
     for file, count in sorted(counts.items()):
         if count["passed"] and file not in complete:
-            others = ", ".join(f"{kind} {number}" for kind, number in sorted(count.items()) if kind != "passed")
-            lines.append(f"| `{file}` | {count['passed']} | {others} |")
+            results_text = ", ".join(f"{kind} {number}" for kind, number in sorted(count.items()) if kind != "passed")
+            lines.append(f"| `{file}` | {count['passed']} | {results_text} |")
     lines += ["", "## Differences on purpose", "", "| file | tests | reason |", "|---|---|---|"]
     for file, count in sorted(counts.items()):
         if count["differs"]:
@@ -129,9 +129,9 @@ def main() -> None:
     tests = checkout / "tests/unit_tests"
     files = sys.argv[1:] or [str(file.relative_to(checkout)) for name in LISTED for file in sorted(tests.glob(name))]
     results = run(checkout, files)
-    print(Counter(kind_of(*result) for result in results.values()))
+    print(Counter(classify(*result) for result in results.values()))
     for test, (outcome, message) in results.items():
-        if kind_of(outcome, message) == "differs" or (sys.argv[1:] and outcome == "failed"):
+        if classify(outcome, message) == "differs" or (sys.argv[1:] and outcome == "failed"):
             print(f"{test}: {message[:200]}")
     if not sys.argv[1:]:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout

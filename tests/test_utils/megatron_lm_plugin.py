@@ -81,7 +81,7 @@ def import_with_missing_names(name, globals=None, locals=None, fromlist=(), leve
     return substitute
 
 
-def message_of(report):
+def failure_message(report):
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -104,12 +104,12 @@ def pytest_runtest_protocol(item, nextitem):
 def pytest_runtest_logreport(report):
     entry = RESULTS.setdefault(report.nodeid, ["passed", ""])
     if report.outcome != "passed" and entry[0] == "passed":
-        RESULTS[report.nodeid] = [report.outcome, message_of(report)]
+        RESULTS[report.nodeid] = [report.outcome, failure_message(report)]
 
 
 def pytest_collectreport(report):
     if report.outcome != "passed" and report.nodeid.endswith(".py"):
-        RESULTS[report.nodeid] = [report.outcome, message_of(report)]
+        RESULTS[report.nodeid] = [report.outcome, failure_message(report)]
 
 
 def pytest_sessionfinish():
