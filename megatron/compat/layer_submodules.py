@@ -12,11 +12,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 
 
 def get_submodules(spec: object) -> object:
-    """Return the slots of a ``ModuleSpec``, or of a ``functools.partial`` with them. Raises ValueError for others."""
-    slots = spec.keywords.get("submodules") if isinstance(spec, partial) else getattr(spec, "submodules", None)
-    if slots is None:
+    """Return the slots of a ``ModuleSpec``, or of a ``functools.partial``, which must have them (KeyError). Raises
+    ValueError for objects without slots."""
+    if isinstance(spec, partial):
+        return spec.keywords["submodules"]
+    if not hasattr(spec, "submodules"):
         raise ValueError(f"{spec!r}: has no submodules")
-    return slots
+    return spec.submodules
 
 
 def _slots_of(make_spec: Callable[..., object]) -> Callable[..., object]:
