@@ -115,16 +115,16 @@ def page(results: dict[str, list[str]], commit: str) -> str:
     lines += [f"| {total['differs']} | Differ on purpose, see below |", ""]
     complete = {file: count["passed"] for file, count in counts.items() if set(count) <= {"passed", "skipped"}}
     lines += ["## Files whose tests all pass", "", "| file | tests |", "|---|---|"]
-    lines += [f"| `{file}` | {number} |" for file, number in sorted(complete.items()) if number]
+    lines += [f"| {file} | {number} |" for file, number in sorted(complete.items()) if number]
     lines += ["", "## Files of which some tests pass", "", "| file | pass | other results |", "|---|---|---|"]
     for file, count in sorted(counts.items()):
         if count["passed"] and file not in complete:
             results_text = ", ".join(f"{kind} {number}" for kind, number in sorted(count.items()) if kind != "passed")
-            lines.append(f"| `{file}` | {count['passed']} | {results_text} |")
+            lines.append(f"| {file} | {count['passed']} | {results_text} |")
     lines += ["", "## Differences on purpose", "", "| file | tests | reason |", "|---|---|---|"]
     for file, count in sorted(counts.items()):
         if count["differs"]:
-            lines.append(f"| `{file}` | {count['differs']} | {ON_PURPOSE.get(Path(file).name, 'not examined')} |")
+            lines.append(f"| {file} | {count['differs']} | {ON_PURPOSE.get(Path(file).name, 'not examined')} |")
     return "\n".join(lines) + "\n"
 
 
