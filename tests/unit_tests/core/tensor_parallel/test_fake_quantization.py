@@ -15,9 +15,11 @@ from megatron.core.tensor_parallel.fake_quantization import (
     WeightRounding,
     quantize_layers,
 )
+from megatron.core.tensor_parallel.gemms import GemmLayer
 from megatron.core.tensor_parallel.grouped_linear import LOOP, _GroupedLinear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear import LinearTraits
+from tests.unit_tests.core.tensor_parallel.test_gemms import model
 
 INPUTS, OUTPUTS, ROWS, BATCH = 24, 40, 7, 3
 CONFIG = ModelParallelConfig(params_dtype=torch.float64)
@@ -44,11 +46,11 @@ class Layers(torch.nn.Module):
 
 
 def test_linear_layer_and_gradients_equal_the_definition_and_the_output_layer_is_not_quantized():
-    model = Layers()
-    initialize_parameters(model, 3, SINGLE_PROCESS)
-    quantize_layers(model, SINGLE_PROCESS)
-    linear = model.decoder.layers[0].mlp.linear_fc1
-    assert type(linear.traits.gemms) is RoundedGemms and type(model.output_layer.traits.gemms) is not RoundedGemms
+    layers = Layers()
+    initialize_parameters(layers, 3, SINGLE_PROCESS)
+    quantize_layers(layers, SINGLE_PROCESS)
+    linear = layers.decoder.layers[0].mlp.linear_fc1
+    assert type(linear.traits.gemms) is RoundedGemms and type(layers.output_layer.traits.gemms) is not RoundedGemms
     results, generator = [], torch.Generator().manual_seed(2)
     values = torch.randn(ROWS, BATCH, INPUTS, dtype=torch.float64, generator=generator)
     for compute in (
@@ -61,6 +63,17 @@ def test_linear_layer_and_gradients_equal_the_definition_and_the_output_layer_is
     assert (results[0][0] - F.linear(values, linear.weight, linear.bias)).abs().max() > 1e-3
     for native, expected in zip(*results):
         torch.testing.assert_close(native, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_all_linear_layers_of_a_model_are_quantized_but_router_and_output_layer():
+    built = model(num_moe_experts=4, moe_layer_freq=[0, 1])
+    quantize_layers(built, SINGLE_PROCESS)
+    layers = {name: module for name, module in built.named_modules() if isinstance(module, GemmLayer)}
+    dense = {name for name, layer in layers.items() if type(layer.traits.gemms) is RoundedGemms}
+    experts = {name for name, layer in layers.items() if type(getattr(layer, "products", None)) is RoundedProducts}
+    attention = {f"decoder.layers.{n}.self_attention.linear_{part}" for n in range(2) for part in ("qkv", "proj")}
+    assert dense == attention | {f"decoder.layers.0.mlp.linear_{part}" for part in ("fc1", "fc2")}
+    assert experts == {f"decoder.layers.1.mlp.experts.linear_{part}" for part in ("fc1", "fc2")}
 
 
 def test_experts_have_a_scale_per_weight():
