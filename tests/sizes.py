@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=96_887, any_uses=901, skips=295)
+CEILING = Size(lines=96_890, any_uses=901, skips=295)
 
 
 def main() -> None:
