@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from megatron.core.fusions import linear_attention as fusion
 from megatron.core.fusions.gated_norm import GatedNormTraits
 from megatron.core.transformer.ssm import convolution, delta_rule, gated_norm, kernel_check, state_space
+from tests.test_utils.kernels import DEVICE
 
 SIZES = {"key": torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16), "value": torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)}
 
@@ -78,17 +79,26 @@ def changed_input(kernel, factor, x, *arguments):
     return kernel(Wrong.apply(x, factor), *arguments)
 
 
-@pytest.mark.parametrize(("module", "name", "arguments"), [
+KERNELS = [
     (convolution, "convolution_silu", (4, True)), (convolution, "convolution_silu", (2, False)),
     *((gated_norm, "gated_norm", (24, traits, False)) for traits in NORMS.values()),
     (gated_norm, "gated_norm", (24, GatedNormTraits(1e-3, scale=0.25), True)),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("module", "name", "arguments"), KERNELS)
+def test_kernels_of_convolutions_and_norms_serve_in_bf16(module, name, arguments):
+    assert module._check_kernel.__wrapped__(*arguments, DEVICE)
+
+
+@pytest.mark.parametrize(("module", "name", "arguments"), KERNELS)
 def test_wrong_kernels_of_convolutions_and_norms_are_found(module, name, arguments, monkeypatch, caplog):
     monkeypatch.setattr(kernel_check, "_DTYPES", (torch.float32, torch.float32))  # the interpreter has no bf16
     check, kernel = module._check_kernel.__wrapped__, getattr(module, name)
-    assert check(*arguments, "cpu")
+    assert check(*arguments, DEVICE)
     for factor in (1.1, float("nan")):
         monkeypatch.setattr(module, name, partial(changed_input, kernel, factor))
         caplog.clear()
-        assert not check(*arguments, "cpu")
-        assert "give wrong results on cpu (inputs: relative error" in caplog.text
+        assert not check(*arguments, DEVICE)
+        assert f"give wrong results on {DEVICE} (inputs: relative error" in caplog.text
