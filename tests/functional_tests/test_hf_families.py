@@ -33,7 +33,7 @@ SIZES = {
 """Keys that every config.json says."""
 CHOSEN = {
     "llava": {"vision_config": {"model_type": "clip_vision_model"}},
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl"), {"text_config": {"hidden_size": 3584}}),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), {"text_config": {"hidden_size": 3584}}),
     "t5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "deepseek_v2": {"num_experts_per_tok": 6},
 }

@@ -17,7 +17,7 @@ from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import Limits
 from tests.functional_tests import test_llava_models
-from tests.functional_tests.test_image_models import IMAGE, KINDS, VISION, VOCAB, local_model, peer
+from tests.functional_tests.test_image_models import IMAGE, KINDS, VISION, VOCAB, local_model, peer, save
 
 LENGTH, NEW = 96, 6
 PATCH = 3 * 2 * VISION["patch_size"] ** 2
@@ -34,7 +34,7 @@ def models(tmp_path_factory):
     def build(kind):
         folder = tmp_path_factory.mktemp(kind) / "hf"
         foreign = peer(kind).eval()
-        foreign.save_pretrained(folder)
+        save(foreign, folder)
         return foreign, local_model(folder)
 
     return build

@@ -40,6 +40,11 @@ KINDS = {
     "qwen3_5": ("Qwen3_5", {"intermediate_size": 48}, {}),
     "qwen3_5_moe": ("Qwen3_5Moe", EXPERTS, {}),
     "qwen3_vl": ("Qwen3VL", {"intermediate_size": 48}, {"deepstack_visual_indexes": [0, 2], "depth": 3}),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {"intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        {"deepstack_visual_indexes": [0, 2], "depth": 3},
+    ),
 }
 SIZES = [(4, 6), (2, 2), (6, 4)]
 """Height and width of the images in patches; the first row has two."""
@@ -48,7 +53,7 @@ SIZES = [(4, 6), (2, 2), (6, 4)]
 def peer(kind, dtype=torch.float32, image_token_id=IMAGE, **changes):
     """A small model of transformers with random weights; ``changes`` in its text configuration."""
     name, more, vision = KINDS[kind]
-    text = {**(TEXT if kind != "qwen3_vl" else PLAIN), **more, **changes}
+    text = {**(PLAIN if "vl" in kind else TEXT), **more, **changes}
     tokens = {**TOKENS, "image_token_id": image_token_id}
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config={**VISION, **vision}, **tokens)
     config._attn_implementation = "eager"
@@ -57,6 +62,19 @@ def peer(kind, dtype=torch.float32, image_token_id=IMAGE, **changes):
     for param in model.parameters():
         param.data = (torch.randn(param.shape, generator=generator) * 0.1 + (param.ndim == 1) * 0.3).to(dtype)
     return model
+
+
+def as_published(kind, tensors):
+    """Tensors by name with the experts of Qwen3-VL as in published files: transposed."""
+    is_stacked = kind == "qwen3_vl_moe"
+    return {name: x.mT.contiguous() if is_stacked and ".experts." in name else x for name, x in tensors.items()}
+
+
+def save(model, folder):
+    """Write the folder of a model, as it is published."""
+    model.save_pretrained(folder)
+    weights = as_published(model.config.model_type, load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def text_and_images():
@@ -108,7 +126,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(kind, tmp_path):
     from megatron.export.hf.registry import load_settings
 
     foreign = peer(kind).eval()
-    foreign.save_pretrained(tmp_path / "hf")
+    save(foreign, tmp_path / "hf")
     native = local_model(tmp_path / "hf")
     tokens, patches, sizes = text_and_images()
     grids = torch.cat((torch.ones(3, 1, dtype=torch.int64), sizes), dim=1)
@@ -124,7 +142,8 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(kind, tmp_path):
     loss.backward()
     expected_loss.backward()
     family, settings, _ = load_settings(tmp_path / "hf", "vlm")
-    stored = {name: LazyTensor.of(param.grad) for name, param in foreign.named_parameters()}
+    tensors = as_published(kind, {name: param.grad for name, param in foreign.named_parameters()})
+    stored = {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
     plan = placements(family.stored_as(stored), complete(settings))
     gradients = {name.removeprefix("model."): tensor.read() for name, tensor in to_local(plan, stored).items()}
     compared = compare_gradients(native, gradients)
@@ -135,7 +154,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(kind, tmp_path):
 def test_a_folder_gives_the_same_bytes_back(kind, tmp_path):
     from megatron.export.hf import load_hf, save_hf
 
-    peer(kind).save_pretrained(tmp_path / "hf")
+    save(peer(kind), tmp_path / "hf")
     for dtype in (None, torch.bfloat16):
         folder = tmp_path / str(dtype)
         save_hf(load_hf(tmp_path / "hf", "vlm"), folder, dtype=dtype)
@@ -150,7 +169,8 @@ def test_a_folder_gives_the_same_bytes_back(kind, tmp_path):
     )
     different = {key for part in ("text_config", "vision_config") for key in original[part]
                  if original[part][key] != written[part].get(key)}  # fmt: skip
-    assert different <= {"tie_word_embeddings", "dtype"}, different
+    # transformers reads both names of the number of experts
+    assert different <= {"tie_word_embeddings", "dtype", "num_local_experts"}, different
 
 
 def test_text_and_images_are_read_by_the_family_that_is_asked(tmp_path):

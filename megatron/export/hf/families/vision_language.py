@@ -1,15 +1,16 @@
-"""Models of images and text: Qwen3.5, dense and with experts; Qwen3-VL."""
+"""Models of images and text: Qwen3.5 and Qwen3-VL, dense and with experts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.vlm.towers import CHANNELS
-from megatron.export.hf.attention_settings import Rope, Window
-from megatron.export.hf.families import gated_delta, llama
+from megatron.export.hf.attention_settings import Rope, Window, groups
+from megatron.export.hf.families import gated_delta, llama, mixtures
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import BlockParts, TensorLayout, Weights
 from megatron.export.hf.settings import Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
@@ -51,6 +52,17 @@ class Patches(TensorLayout):
 
     def shape(self, views, ndim):  # type: ignore[no-untyped-def]
         return super().shape(views, ndim) if ndim == 1 else (len(views[0]), *self.values)
+
+
+class StackedColumns(TensorLayout):
+    """All experts in one HF tensor [e, in, out]; local [e, 2, f, h] (gate, linear) or [e, h, f]."""
+
+    def views(self, local, config):  # type: ignore[no-untyped-def]
+        return [[local.movedim(-1, 1)]]
+
+    def shape(self, views, ndim):  # type: ignore[no-untyped-def]
+        experts, rows, *columns = views[0].shape
+        return experts, rows, math.prod(columns)
 
 
 def _tower(settings: Table) -> Weights:
@@ -180,3 +192,24 @@ QWEN3_VL = _with_images(
     "Qwen3-VL",
 )
 """Outputs of deep layers of the tower are added to the first layers."""
+OTHER_EXPERTS = {"num_moe_experts", "moe_router_topk", "moe_router_pre_softmax", "num_query_groups"}
+"""Settings whose rules differ from those of Qwen3 with experts."""
+QWEN3_VL_MOE = _with_images(
+    replace(
+        mixtures.QWEN3_MOE,
+        config=(
+            *(rule for rule in mixtures.QWEN3_MOE.config if not OTHER_EXPERTS.intersection(rule.settings)),
+            groups(16), Fixed({"moe_router_pre_softmax": False}), FixedKeys({"norm_topk_prob": True}),
+            Same("num_moe_experts", "num_experts", "num_local_experts", default=60),
+            Same("moe_router_topk", "num_experts_per_tok", default=4),
+        ),
+        weights={
+            **llama.WEIGHTS, "decoder.layers.*.mlp.router": "model.layers.*.mlp.gate",
+            "decoder.layers.*.mlp.experts.linear_fc1.weight": StackedColumns("model.layers.*.mlp.experts.gate_up_proj"),
+            "decoder.layers.*.mlp.experts.linear_fc2.weight": StackedColumns("model.layers.*.mlp.experts.down_proj"),
+        },
+    ),
+    "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", AxesRope((24, 20, 20), base=500000.0), OF_QWEN3_VL,
+    "Qwen3-VL with experts",
+)  # fmt: skip
+"""Experts as in published files, which transformers transposes; a new model of transformers is saved untransposed."""
