@@ -1,12 +1,16 @@
 """The calls of slime's Megatron actor in its order: flags, validation, pickled settings, groups, model, named weights,
 log-probabilities of packed responses, policy-gradient steps, checkpoints. Log-probabilities equal the library's; the KL
-divergence of the first step is 0."""
+divergence of the first step is 0. ``SLIME_CHECKOUT=FOLDER`` also runs the modules of a checkout."""
 
 import dataclasses
+import json
+import os
 import pickle
 import re
+import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -330,3 +334,41 @@ def test_calls_of_an_actor(gloo_pool, tmp_path, monkeypatch, case):
     for result in results:
         assert result["difference"] < (3e-3 if bf16 else 1e-5)  # rows of other lengths round differently
         assert result["kl"] == 0.0 and result["norm"] > 0 and result["second"] > 1e-4 and result["restored"]
+
+
+CHECKOUT = os.environ.get("SLIME_CHECKOUT", "")
+SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+CHECKOUT_FLAGS = (
+    FLAGS.replace("--vocab-size 60", "--vocab-size 128").replace("--global-batch-size 4", "--global-batch-size 2")
+    + " --kv-channels 8 --norm-epsilon 1e-6 --num-rollout 4 --rollout-batch-size 2 --n-samples-per-prompt 1"
+    " --actor-num-nodes 1 --actor-num-gpus-per-node 1 --advantage-estimator grpo --data-pad-size-multiplier 16"
+    " --prompt-data none --input-key prompt"
+)
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="SLIME_CHECKOUT names no checkout of slime")
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_modules_of_a_checkout_run_unchanged(tmp_path, family):
+    import transformers
+
+    sizes = SIZES | (SPARSE if family == "Qwen3Moe" else {})
+    config = getattr(transformers, f"{family}Config")(**sizes, tie_word_embeddings=False)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(tmp_path)
+    flags = CHECKOUT_FLAGS + (EXPERTS if family == "Qwen3Moe" else "")
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.test_utils.slime_run", CHECKOUT, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(
+        command, cwd=root, env=environment, input=json.dumps(flags.split()), capture_output=True, text=True, timeout=300
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    result = json.loads(finished.stdout.splitlines()[-1])
+    assert result["ppo_kl"] == 0.0 and result["norm"] > 0
+    for row, actual in zip(([3, 9, 4, 4, 20, 7, 31], [5, 1, 2, 8, 50]), result["log_probs"]):
+        tokens = torch.tensor([row])
+        logits = model(tokens).logits.float().log_softmax(-1)[0, :-1]
+        expected = logits.gather(-1, tokens[0, 1:, None])[PROMPT - 1 :, 0]
+        torch.testing.assert_close(torch.tensor(actual), expected, rtol=0, atol=1e-2)
