@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -54,7 +55,9 @@ def run_megatron(words: Sequence[str]) -> tuple[int, str]:
 
 
 def relevant(output: str, words: Sequence[str]) -> str:
-    """Return the lines of ``output`` that contain one of ``words``, else its last three."""
+    """Return the losses of ``output``, the lines that contain one of ``words``, else the last three."""
+    if losses := re.findall(r"lm loss: (\S+)", output):
+        return f"loss {', '.join(f'{float(loss):.5f}' for loss in losses)}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return "\n".join([line for line in lines if any(word in line for word in words)] or lines[-3:])
 
@@ -110,10 +113,10 @@ class Card:
         words = ["pretrain", self.family.programs[0].name, *self.model_flags, "--mock-data", "--num-workers", "0"]
         words += f"--micro-batch-size 1 --global-batch-size 2 --seq-length {length} --lr 1e-4".split()
         words += f"--train-iters {steps} --eval-iters 0 --log-interval 1 --save-interval {steps // 2}".split()
-        if not self.command(f"{steps} training steps", [*words, "--save", full], ["lm loss"]):
+        if not self.command(f"{steps} training steps", [*words, "--save", full]):
             return
         resuming = [*words, "--load", full, "--ckpt-step", str(steps // 2), "--save", resumed]
-        if self.command("resume", resuming, ["lm loss"]):
+        if self.command("resume", resuming):
             self.command("resumed bytes", ["inspect", full, resumed], ["equal", "same"])
 
     def layouts(self, names: Sequence[str]) -> None:
