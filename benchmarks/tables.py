@@ -2,7 +2,8 @@
 
 All tables are in benchmarks/results/README.md, the short ones in docs/guides/performance.md, what recipes need and
 cost in examples/. A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; the text around it is
-written by hand. ``--check`` compares, and exits with 1 where a page is out of date.
+written by hand, except for the figures that benchmarks/harness/page_figures.py lists. ``--check`` compares, and exits
+with 1 where a page is out of date.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.harness import page_figures, roofline  # noqa: E402
 from benchmarks.harness import recipes as recipe_costs  # noqa: E402
-from benchmarks.harness import roofline  # noqa: E402
 from benchmarks.harness.kernel_classes import COMMUNICATION  # noqa: E402
 from benchmarks.harness.rows import ROWS, Row, base_row, row_flags  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
@@ -28,7 +29,9 @@ from megatron.training.config.resolve import resolve  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = ("gpt3", "llama", "nemotron4", "mixtral", "qwen3_moe", "qwen35", "nemotron3", "deepseek_v3", "bert", "t5")
 PAGES = (
-    RESULTS / "README.md", *(ROOT / "docs" / "guides" / name for name in ("performance.md", "layouts.md")),
+    RESULTS / "README.md",
+    *(ROOT / "docs" / "guides" / name for name in ("performance.md", "layouts.md", "evidence.md", "fp8.md")),
+    *(ROOT / name for name in ("README.md", "docs/compared_with.md", "docs/STATUS.md")),
     ROOT / "examples" / "README.md",
     *(ROOT / "examples" / folder / "README.md" for folder in EXAMPLES),
 )  # fmt: skip
@@ -177,7 +180,8 @@ def limits() -> str:
     """Return the limits of every row, computed from the ceilings, without measurements of runs."""
     ceilings, rows = roofline.load_ceilings(), []
     for name, row in ROWS.items():
-        cfg = resolve(parse_args([*row_flags(name), "--train-iters", "1"]), row.gpus, gpus=True)
+        flags = parse_args([*row_flags(name), "--train-iters", "1"], model_family=row.family)
+        cfg = resolve(flags, row.gpus, gpus=True)
         work = roofline.limits(cfg, cfg.tokenizer.vocab_size, ceilings)
         total = sum(each.ms for each in work.values())
         flops = cfg.describe(cfg.tokenizer.vocab_size).flops_per_sample * row.batch / row.gpus
@@ -210,6 +214,47 @@ def loss_curves() -> str:
     ]
     header = ("curves", "first ten steps", "any ten steps", "last twenty", "verdict")
     return table(header, rows) + "".join(f"\n* {note}" for note in notes) + ("\n" if notes else "")
+
+
+def real_text() -> str:
+    """Return the comparisons of loss curves on real text."""
+    content = stored("real_text")
+    rows = []
+    for row in content.get("comparisons", []):
+        verdict = {True: "same", False: "**differs**", None: "the noise of seeds"}[row.get("passed")]
+        values = (f"{row[key]:.4f}" for key in ("rms", "largest", "last"))
+        rows.append((row["curve"], row["steps"], *values, f"{row['last_relative']:.2%}", verdict))
+    notes = [
+        f"{name}: {curve['losses'][0]:.4f} to {curve['losses'][-1]:.4f} in {curve['seconds']} s; "
+        f"{versions(curve['environment'])}"
+        for name, curve in content.get("curves", {}).items() if curve.get("losses")
+    ]  # fmt: skip
+    header = ("curve against bf16", "steps", "rms difference", "largest", "last", "last, relative", "verdict")
+    return table(header, rows) + "".join(f"\n* {note}" for note in notes) + ("\n" if notes else "")
+
+
+def cards() -> str:
+    """Return one line per card and check group: verdicts, figures of logits, losses."""
+    rows = []
+    for path in sorted((RESULTS / "cards").glob("*.json")):
+        card = json.loads(path.read_text(encoding="utf-8"))
+        checks = card["checks"]
+        logits = re.search(r"logits against.*?difference (\S+ of \S+),", checks["import, logits"]["details"])
+        verdicts = {name.split()[1]: check["verdict"] for name, check in checks.items() if name.startswith("layout")}
+
+        def detail(name: str, checks: dict[str, Any] = checks) -> str:
+            check = checks.get(name, {"verdict": "not run", "details": ""})
+            return check["details"] if check["verdict"] == "passed" else check["verdict"]
+
+        resumed = checks.get("resumed bytes", {"verdict": "not run"})["verdict"]
+        rows.append((
+            card["model"], f"{card['model_type']}, {card['parameters'] / 1e6:.1f} M", logits and logits[1],
+            detail("exported bytes").replace("exported tensors have the bytes of the folder", "tensors"),
+            f"{detail('4 training steps')}; resumed bytes: {resumed}",
+            ", ".join(f"{name}: {verdict}" for name, verdict in verdicts.items()), detail("greedy text"),
+        ))  # fmt: skip
+    header = ("model", "architecture", "largest difference of logits", "exported bytes", "training", "layouts", "text")
+    return table(header, rows)
 
 
 def context_parallel() -> str:
@@ -263,22 +308,24 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-before-kernels": partial(training, "training_before_kernels"),
     "pairs": pairs,
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
-    "gradient-sums": gradient_sums,
+    "gradient-sums": gradient_sums, "real-text": real_text, "cards": cards,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
     "copy-engines": plain("copy_engines"), "gemms": plain("gemms"),
     "recipes": partial(recipes, ""), **{f"recipes-{folder}": partial(recipes, folder) for folder in EXAMPLES},
 }  # fmt: skip
 
 
-def page(text: str) -> str:
-    """A page with every table as the results say; ``ValueError`` names a table that does not exist."""
+def page(text: str, path: Path | None = None) -> str:
+    """A page with every table, and the figures of the page at ``path``, as the results say; ``ValueError`` names a
+    table that does not exist, or a figure's pattern that does not match."""
 
     def fill(match: re.Match[str]) -> str:
         if match["name"] not in TABLES:
             raise ValueError(f"no table {match['name']!r}; there are {', '.join(TABLES)}")
         return f"{match[1]}\n{TABLES[match['name']]()}\n{match[3]}"
 
-    return TABLE.sub(fill, text)
+    text = TABLE.sub(fill, text)
+    return text if path is None else page_figures.filled(path.relative_to(ROOT).as_posix(), text, stored)
 
 
 def main(argv: list[str]) -> int:
@@ -286,7 +333,7 @@ def main(argv: list[str]) -> int:
     outdated = 0
     for path in PAGES:
         current = path.read_text(encoding="utf-8")
-        text, name = page(current), path.relative_to(ROOT)
+        text, name = page(current, path), path.relative_to(ROOT)
         if "--check" not in argv:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {name}")

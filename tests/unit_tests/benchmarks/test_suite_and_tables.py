@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks import bench_training, gpu_suite, loss_curves, tables
-from benchmarks.harness import environment
+from benchmarks.harness import environment, page_figures
 
 
 def item(code, seconds=1, gpus=0, limit=20):
@@ -115,7 +115,21 @@ def test_clocks_are_those_of_a_busy_gpu():
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_the_pages_are_up_to_date(page):
     text = page.read_text(encoding="utf-8")
-    assert tables.page(text) == text, "run python benchmarks/tables.py"
+    assert tables.page(text, page) == text, "run python benchmarks/tables.py"
+
+
+def test_figures_are_replaced_by_results_and_patterns_match_once():
+    results = {"side_by_side": {"rows": {"1 GPU": {"theirs": 1.4, "theirs_gb": 20, "ours": 1234.5, "ours_gb": 7}}}}
+    page_figures.FIGURES["x.md"] = [(page_figures.SPEEDS_OF_ONE_GPU, page_figures.PAIR)]
+    try:
+        line = "| one H200 | 550 TFLOP/s, 107 GB | **585 TFLOP/s, 89 GB** |\n"
+        filled = page_figures.filled("x.md", line, results.get)
+        assert filled == "| one H200 | 1 TFLOP/s, 20 GB | **1234 TFLOP/s, 7 GB** |\n"
+        for text in ("", line * 2):
+            with pytest.raises(ValueError, match="x.md: [02] places match"):
+                page_figures.filled("x.md", text, results.get)
+    finally:
+        del page_figures.FIGURES["x.md"]
 
 
 COMPUTED = ("training", "limits", "recipes")

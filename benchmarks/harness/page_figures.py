@@ -1,0 +1,77 @@
+"""Figures inside sentences and handwritten tables of the pages: each one is copied from benchmarks/results.
+
+A run has one figure in one result file. ``side_by_side`` holds pairs (Megatron-LM and this project on the same GPUs on
+the same day) and is quoted where the two are compared; everything else quotes ``training``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+TFLOPS, GB = "tflops_per_gpu", "peak_memory_gb"
+PAIR = tuple(f"side_by_side/1 GPU/{key}" for key in ("theirs", "theirs_gb", "ours", "ours_gb"))
+TWO = ("data parallel 2, distributed optimizer", "tensor parallel 2, sequence parallel", "pipeline parallel 2",
+       "context parallel 2")  # fmt: skip
+PAIRS_OF_TWO = tuple(f"side_by_side/{name}/{side}" for side in ("theirs", "ours") for name in TWO)
+ONE, TENSORWISE, DELAYED = (f"training/one{kind}" for kind in ("", "+fp8-tensorwise", "+fp8-delayed"))
+FLASH_4 = " with flash-attn-4"
+SPEEDS_OF_ONE_GPU = r"H200[^|]*\| (\d+) TFLOP/s, (\d+) GB \| \*\*(\d+) TFLOP/s, (\d+) GB\*\*"
+SPEEDS_OF_ONE_GPU_2 = r"one H200, LLaMA-3-8B shape, bf16 \| (\d+) TFLOP/s, (\d+) GB \| \*\*(\d+) TFLOP/s, (\d+) GB\*\*"
+SPEEDS_OF_TWO_GPUS = (
+    r"context parallel \| (\d+) / (\d+) / (\d+) / (\d+) TFLOP/s \| \*\*(\d+) / (\d+) / (\d+) / (\d+)\*\*"
+)
+FIGURES: dict[str, list[tuple[str, Sequence[str]]]] = {
+    "README.md": [(SPEEDS_OF_ONE_GPU, PAIR), (SPEEDS_OF_TWO_GPUS, PAIRS_OF_TWO)],
+    "docs/compared_with.md": [
+        (SPEEDS_OF_ONE_GPU_2, PAIR),
+        (SPEEDS_OF_TWO_GPUS, PAIRS_OF_TWO),
+        (r"with CUDA graphs \| (\d+) TFLOP/s \| \*\*(\d+) TFLOP/s\*\*",
+         [f"side_by_side/GPT-345M, CUDA graphs/{side}" for side in ("theirs", "ours")]),
+    ],
+    "docs/STATUS.md": [
+        (r"BERT-large (\d+) TFLOP/s \(target", [f"training/bert-large+fp8-tensorwise+cuda-graph/{TFLOPS}"]),
+        (r"T5-3B (\d+) \(540\)", [f"training/t5-3b+fp8-tensorwise+cuda-graph/{TFLOPS}"]),
+        (r"LLaMA-3-8B's shape (\d+) \(`tensorwise`; with flash-attn-4 (\d+),",
+         [f"{TENSORWISE}/{TFLOPS}", f"{TENSORWISE}{FLASH_4}/{TFLOPS}"]),
+        (r"peak memory\s+(\d+) GB against (\d+) GB in bf16", [f"{TENSORWISE}/{GB}", f"{ONE}/{GB}"]),
+    ],
+    "docs/guides/performance.md": [
+        (r"recipe tensorwise` \(\[fp8\]\(fp8.md\)\) \| (\d+) to (\d+) TFLOP/s, (\d+) to (\d+) GB",
+         [f"{ONE}/{TFLOPS}", f"{TENSORWISE}/{TFLOPS}", f"{ONE}/{GB}", f"{TENSORWISE}/{GB}"]),
+        (r"exp-avg-sq-dtype bf16` \| (\d+) to (\d+) GB", [f"{ONE}/{GB}", f"training/one+precision-aware/{GB}"]),
+        (r"mlp_act` \| (\d+) to (\d+) GB", [f"{ONE}/{GB}", f"training/one+recompute-act/{GB}"]),
+        (r"zero-bubble-h2` if its activations fit \| (\d+) to (\d+) TFLOP/s",
+         [f"training/pp4-zero-bubble{kind}/{TFLOPS}" for kind in ("", "-h2")]),
+    ],
+    "docs/guides/fp8.md": [
+        (r"TFLOP/s \(bf16: (\d+)\) \| (\d+) \| (\d+) \| (\d+) \|",
+         [f"{name}/{TFLOPS}" for name in (ONE, DELAYED, TENSORWISE, "training/one+fp8-blockwise")]),
+        (r"on one GPU: (\d+) GB, in bf16 (\d+) GB", [f"{TENSORWISE}/{GB}", f"{ONE}/{GB}"]),
+        (r"`--fp8-param-gather`: (\d+) GB, in bf16 (\d+) GB",
+         [f"training/dp2+fp8-param-gather/{GB}", f"training/dp2/{GB}"]),
+        (r"\| bf16 \| (\d+) \| \d+ \| (\d+) \|", [f"{ONE}/{TFLOPS}", "side_by_side/1 GPU/theirs"]),
+        (r"\| `tensorwise` \| (\d+) \| \*\*(\d+)\*\* \|",
+         [f"{TENSORWISE}/{TFLOPS}", f"{TENSORWISE}{FLASH_4}/{TFLOPS}"]),
+        (r"\| `delayed` \| (\d+) \| \*\*(\d+)\*\* \|", [f"{DELAYED}/{TFLOPS}", f"{DELAYED}{FLASH_4}/{TFLOPS}"]),
+        (r"\| `blockwise` \| (\d+) \| not measured", [f"training/one+fp8-blockwise/{TFLOPS}"]),
+    ],
+}  # fmt: skip
+"""Page -> patterns and, for each group, FILE/ROW/KEY of the result that it shows, rounded to a whole number."""
+
+
+def filled(name: str, text: str, stored: Callable[[str], dict[str, Any]]) -> str:
+    """Return ``text`` of the page ``name`` with the figures of :data:`FIGURES`. ``stored`` reads a result file. Raises
+    ValueError if a pattern does not occur exactly once, KeyError for an unknown row."""
+    for pattern, keys in FIGURES.get(name, ()):
+        matches = list(re.finditer(pattern, text))
+        if len(matches) != 1:
+            raise ValueError(f"{name}: {len(matches)} places match {pattern!r}, not 1; correct FIGURES")
+        match, values = matches[0], []
+        for key in keys:
+            file, row, field = key.split("/")
+            values.append(f"{stored(file)['rows'][row][field]:.0f}")
+        for group in reversed(range(1, len(values) + 1)):
+            text = text[: match.start(group)] + values[group - 1] + text[match.end(group) :]
+    return text
