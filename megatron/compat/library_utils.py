@@ -192,6 +192,10 @@ def set_experimental_flag(flag: bool) -> None:
 # ---- fp8, which layers apply by themselves
 
 
+HAVE_TE_FP8_TENSOR_CLASS = False
+FP8_TENSOR_CLASS = type("FP8_TENSOR_CLASS", (), {"__doc__": "Class without instances; see is_float8tensor."})
+
+
 def is_float8tensor(tensor: object) -> bool:
     """False: parameters stay in the model's dtype, and fp8 copies are separate."""
     return False

@@ -33,6 +33,14 @@ def is_te_min_version(version: str, check_equality: bool = True) -> bool:
     return installed is not None and _reaches(str(installed), version, check_equality)
 
 
+def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
+    """Whether flash-attn is newer than ``version``, or equal with ``check_equality``; False without it."""
+    try:
+        return _reaches(metadata.version("flash-attn"), version, check_equality)
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     """Whether torch is newer than ``version``, or equal with ``check_equality``."""
     return _reaches(str(torch.__version__), version, check_equality)

@@ -5,9 +5,11 @@ from functools import partial
 
 import pytest
 
+from megatron.compat import versions
 from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.spec_utils import get_submodules
+from megatron.core.utils import is_fa_min_version
 from megatron.training.utils import get_blend_and_blend_per_split
 
 
@@ -31,3 +33,9 @@ def test_slots_are_those_of_the_spec(kind):
     assert get_submodules(partial(dict, submodules=slots)) is slots
     with pytest.raises(ValueError, match="has no submodules"):
         get_submodules(dict)
+
+
+def test_version_of_flash_attention(monkeypatch):
+    monkeypatch.setattr(versions.metadata, "version", {"flash-attn": "2.8.3"}.__getitem__)
+    assert [is_fa_min_version(version) for version in ("2.7.4", "2.8.3", "2.10.0")] == [True, True, False]
+    assert not is_fa_min_version("2.8.3", check_equality=False)
