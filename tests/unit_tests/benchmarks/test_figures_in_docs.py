@@ -36,7 +36,15 @@ SIDE_BY_SIDE = (
 )
 GRAPHS = rows("side_by_side")["GPT-345M, CUDA graphs"]
 FLASH = " with flash-attn-4"
+PRUNING = json.loads((RESULTS / "pruning.json").read_text(encoding="utf-8"))["validation loss"]
 CLAIMS = {
+    "docs/guides/smaller_models.md": (
+        f"| parent | {PRUNING['parent']:.3f} |",
+        f"| pruned, before training | {PRUNING['pruned']:.3f} |",
+        f"| random weights, trained on the text | {PRUNING['random weights']['mean']:.3f} |",
+        f"| pruned, trained on the text | {PRUNING['pruned, trained on the text']['mean']:.3f} |",
+        f"| pruned, distilled from the parent | {PRUNING['pruned, distilled from the parent']['mean']:.3f} |",
+    ),
     "README.md": SIDE_BY_SIDE,
     "docs/compared_with.md": (
         *SIDE_BY_SIDE, f"{GRAPHS['theirs']:.0f} TFLOP/s | **{GRAPHS['ours']:.0f} TFLOP/s**",
