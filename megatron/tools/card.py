@@ -140,8 +140,11 @@ class Card:
 
 def compare_tensors(folder: str, exported: str) -> tuple[int, int, list[str]]:
     """Return how many tensors of ``exported`` have bytes, dtype and shape of ``folder``, their number, and names that
-    only ``folder`` has."""
+    only ``folder`` has. A folder without heads, whose names lack the prefix of the encoder (``bert.``), is compared
+    without it, and without heads."""
     before, after = (read_weights(Path(place))[0] for place in (folder, exported))
+    if not before.keys() & after.keys():
+        after = {name.partition(".")[2]: tensor for name, tensor in after.items() if name.partition(".")[2] in before}
     same = 0
     for name, tensor in after.items():
         if name in before:

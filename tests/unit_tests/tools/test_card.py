@@ -89,3 +89,13 @@ def test_card_fails_for_one_changed_bit_and_a_failed_command(folder, tmp_path):
     results = passing() | {"inspect": (1, "model.x: largest difference 1e-3")}
     assert card.main([*words[:-1], str(tmp_path / "resumed")], run_with(results, [])) == 1
     assert written(tmp_path / "resumed")["checks"]["resumed bytes"]["verdict"] == "failed"
+
+
+def test_bytes_of_a_folder_without_heads_are_compared_without_prefix(tmp_path):
+    encoder = {"a.weight": torch.ones(2), "b.weight": torch.zeros(2), "position_ids": torch.arange(2)}
+    exported = {"bert.a.weight": torch.ones(2), "bert.b.weight": torch.ones(2), "cls.bias": torch.zeros(1)}
+    for name, tensors in (("folder", encoder), ("exported", exported)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    result = card.compare_tensors(str(tmp_path / "folder"), str(tmp_path / "exported"))
+    assert result == (1, 2, ["position_ids"])
