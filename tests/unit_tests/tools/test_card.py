@@ -96,6 +96,7 @@ def test_bytes_of_a_folder_without_heads_are_compared_without_prefix(tmp_path):
     exported = {"bert.a.weight": torch.ones(2), "bert.b.weight": torch.ones(2), "cls.bias": torch.zeros(1)}
     for name, tensors in (("folder", encoder), ("exported", exported)):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
         save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
     result = card.compare_tensors(str(tmp_path / "folder"), str(tmp_path / "exported"))
     assert result == (1, 2, ["position_ids"])
