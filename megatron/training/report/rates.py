@@ -27,7 +27,8 @@ class MeasuredRate:
     row: str
     """Name in ``benchmarks/results/training.json``."""
     kind: str
-    """``dense``, ``small``, ``experts``, ``fine experts``, ``recurrent``, or the name of a model family."""
+    """``dense``, ``small``, ``experts``, ``fine experts``, ``recurrent``, ``other recurrent`` (with experts or
+    without kernels), or the name of a model family."""
     axes: Mapping[str, int]
     """Sizes of the axes in :data:`AXES` with more than one rank."""
     tflops: float
@@ -55,8 +56,8 @@ def model_kind(cfg: PretrainConfig) -> str:
 def _kind_in_bf16(cfg: PretrainConfig) -> str:
     if not cfg.family.is_default:
         return cfg.model_family
-    if recurrent_kinds(cfg.model):
-        return "recurrent"
+    if kinds := recurrent_kinds(cfg.model):
+        return "recurrent" if "kimi_delta_attention" not in kinds and cfg.model.num_moe_experts is None else "other recurrent"
     if cfg.model.num_moe_experts is not None:
         return "experts" if (cfg.model.moe_ffn_hidden_size or 0) >= WIDE_EXPERT else "fine experts"
     return "small" if cfg.model.hidden_size <= SMALL_WIDTH else "dense"

@@ -21,6 +21,11 @@ def speed(name):
     return f"{rows('training')[name]['tflops_per_gpu']:.0f}"
 
 
+def speeds(*names):
+    first, second = (rows("training")[name]["tokens_per_second_per_gpu"] for name in names)
+    return f"| {first:,.0f} | {second:,.0f} | {first / second:.2f} x |"
+
+
 def memory(name):
     return f"{rows('training')[name]['peak_memory_gb']:.0f}"
 
@@ -57,6 +62,10 @@ CLAIMS = {
         f"{speed('pp4-zero-bubble')} to {speed('pp4-zero-bubble-h2')} TFLOP/s",
         f"{speed('tp2-sp-overlap')} to {speed('tp2-sp-overlap+four-sequences')} TFLOP/s",
         f"{speed('cp4-s32768')} to {speed('cp4-s32768+a2a')} TFLOP/s",
+    ),
+    "docs/guides/images.md": (f"reach {speed('one-images')} TFLOP/s", f"of the {speed('one next to gdn')} of"),
+    "docs/guides/linear_attention.md": (
+        speeds("gdn", "one next to gdn"), speeds("gdn-s32768", "dense-s32768"), speeds("gdn-s131072", "dense-s131072"),
     ),
     "docs/guides/fp8.md": (
         f"| TFLOP/s (bf16: {speed('one')}) | {speed('one+fp8-delayed')} | {speed('one+fp8-tensorwise')} |"

@@ -99,8 +99,12 @@ def test_the_full_run_of_a_report_is_computed_from_its_iterations(monkeypatch, s
     assert float(gpu_hours.replace(",", "")) == pytest.approx(16 * hours, rel=6e-3)
 
 
-@pytest.mark.parametrize("change", [{"bf16": False}, {"experimental_attention_variant": "gdn"}])
-def test_runs_in_32_bits_and_recurrent_models_have_no_measured_rate(change):
+KIMI, DELTA = {"experimental_attention_variant": "kda"}, {"experimental_attention_variant": "gdn"}
+
+
+@pytest.mark.parametrize("change", [{"bf16": False}, KIMI, {**DELTA, "num_moe_experts": 8}])
+def test_runs_in_32_bits_and_recurrences_without_kernels_have_no_measured_rate(change):
+    assert nearest_rate(resolved("", 8).with_settings(**DELTA)).row == "gdn-s32768"
     cfg = resolved("", 8).with_settings(**change)
     assert nearest_rate(cfg) is None and "not measured" in dict(cost_rows(cfg, 1e15, 1000))["time"]
 
