@@ -57,7 +57,8 @@ def _kind_in_bf16(cfg: PretrainConfig) -> str:
     if not cfg.family.is_default:
         return cfg.model_family
     if kinds := recurrent_kinds(cfg.model):
-        return "recurrent" if "kimi_delta_attention" not in kinds and cfg.model.num_moe_experts is None else "other recurrent"
+        other = "kimi_delta_attention" in kinds or cfg.model.num_moe_experts is not None
+        return "other recurrent" if other else "recurrent"
     if cfg.model.num_moe_experts is not None:
         return "experts" if (cfg.model.moe_ffn_hidden_size or 0) >= WIDE_EXPERT else "fine experts"
     return "small" if cfg.model.hidden_size <= SMALL_WIDTH else "dense"
