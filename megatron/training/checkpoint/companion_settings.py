@@ -7,6 +7,7 @@ ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -50,7 +51,7 @@ def load_companion_config(cfg: PretrainConfig, folder: str, step: int | None = N
     Raises:
         UserError: the folder holds no model, or one of an unknown family.
     """
-    if step is None and (Path(folder) / "config.json").is_file() and find_checkpoint(folder) is None:
+    if step is None and os.path.isfile(Path(folder) / "config.json") and find_checkpoint(folder) is None:
         return companion_config(cfg, load_hf_settings(folder, cfg.model_family), folder, load_hf=folder)
     return companion_config(cfg, load_checkpoint_args(folder, step), folder, load=folder, ckpt_step=step)
 

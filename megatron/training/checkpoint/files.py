@@ -79,7 +79,7 @@ def find_checkpoint(folder: str | os.PathLike | None, step: int | None = None, *
         return None
     if folder is not None and one and not os.path.lexists(Path(folder) / TRACKER):
         return _open(Path(folder).parent, int(one[1]))
-    if folder is None or not Path(folder).is_dir():
+    if folder is None or not os.path.isdir(folder):
         if step is not None:
             raise CheckpointError(f"--ckpt-step {step}: there is no folder {folder}")
         return None

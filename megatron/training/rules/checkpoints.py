@@ -17,7 +17,7 @@ PATHS = (
     "load_hf", "data_path", "train_data_path", "valid_data_path",
     "test_data_path", "data_args_path", "per_split_data_args_path", "data_cache_path", "vocab_file", "merge_file",
     "tokenizer_model", "tensorboard_dir", "wandb_save_dir", "memory_snapshot_path", "nccl_communicator_config_path",
-    "eval_tasks_path", "yaml_cfg",
+    "eval_tasks_path", "yaml_cfg", "export_kd_cfg", "export_kd_teacher_load", "logits_load_dir", "logits_save_dir",
 )  # fmt: skip
 """Fields that hold paths, one or several."""
 
