@@ -244,7 +244,8 @@ def _spellings(library: str) -> tuple[str, str]:
 
 
 def _functions(module: ModuleType) -> Iterator[str]:
-    """Yield the code of all functions and methods of ``module``."""
+    """Yield the code of all functions and methods of ``module``, but those that Triton's interpreter adds to a module
+    whose kernel runs."""
     for name, member in sorted(vars(module).items()):
         members = vars(member) if isinstance(member, type) and member.__module__ == module.__name__ else {name: member}
         for key, function in sorted(members.items()):
@@ -252,7 +253,7 @@ def _functions(module: ModuleType) -> Iterator[str]:
                 function = function.__func__
             elif isinstance(function, property):
                 function = function.fget
-            if isinstance(function, FunctionType):
+            if isinstance(function, FunctionType) and not str(function.__module__).startswith("triton."):
                 yield f"{name}.{key}: {_bytecode(function.__code__)}"
 
 
