@@ -11,6 +11,7 @@ from tests.test_utils.flag_effects.rows import (
     keeps,
     modules,
     row,
+    says,
     shape,
     stops,
 )
@@ -150,6 +151,6 @@ ROWS = [
     row("--embedding-init-method-std 0.1", times(5.0, lambda name: name.startswith("embedding."))),
     row("--init-method-xavier-uniform", xavier_bounds),
     row("--no-initialization", nothing_is_drawn),
-    row("--transformer-impl transformer_engine", stops("transformer_engine", code=2)),
+    row("--transformer-impl transformer_engine", says("using local layers with its parameter names"), keeps("losses")),
     row("--no-position-embedding", stops("--position-embedding-type none", code=2)),
 ]  # fmt: skip
