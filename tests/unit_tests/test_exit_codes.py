@@ -38,6 +38,7 @@ BAD_INPUT = {
     "plan": "--num-layers -1",
     "quantize": "--load nothing --save-hf out --data nothing",
     "lora": "export --load nothing --save out",
+    "card": "--load-hf nothing --output card",
     "prune": "--load nothing --save out --mock-data --prune-export-config {}",
     "draw-schedule": "--num-layers -1",
     "inspect-batch": "--load nothing --iteration 1",

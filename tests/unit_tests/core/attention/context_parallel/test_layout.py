@@ -94,7 +94,7 @@ def sliced_by_task(rank, size):
         sequence_keys, whole_keys = ("weights",), ("pictures",)
 
     task = object.__new__(Weighted)
-    task.preferences = PreferenceConfig()
+    task.preferences, task.stored_logits = PreferenceConfig(), None
     task.cfg = SimpleNamespace(
         family=get_family("gpt"),
         variable_lengths=SimpleNamespace(use_varlen_dataset=False),
