@@ -23,6 +23,7 @@ TEACHER = (
     "--position-embedding-type rope --disable-bias-linear --init-method-std 0.3 --make-vocab-size-divisible-by 1 "
     "--untie-embeddings-and-output-weights"
 )
+WIDE = "--hidden-size 32"  # the student's
 LAYOUTS = {
     "TP 2": (f"{TP2} --micro-batch-size 4", 2),
     "TP 2 + SP": (f"{TP2} {SP} --micro-batch-size 4", 2),
@@ -39,6 +40,20 @@ LAYOUTS = {
     "TP 2 + SP, PP 2": (f"{TP2} {SP} {PP2} --micro-batch-size 2", 4),
     "TP 2 + SP, CP 2": (f"{TP2} {SP} {CP2} --micro-batch-size 4", 4),
 }  # fmt: skip
+LAYER_LAYOUTS = {
+    "TP 2": (f"{TP2} --micro-batch-size 4", 2),
+    "DP 2, ZeRO-1": (f"{ZERO} --micro-batch-size 2", 2),
+    "FSDP2": ("--use-torch-fsdp2 --micro-batch-size 4", 2),
+    "PP 2 x VPP 2": (f"{PP2} {VPP2} --micro-batch-size 2", 2),
+    "TP 2 + SP, overlap": (f"{TP2} {SP} --tp-comm-overlap --micro-batch-size 4", 2),
+    "TP 2 + SP, PP 2, recomputation": (
+        f"{TP2} {SP} {PP2} --micro-batch-size 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+        4,
+    ),
+    "TP 2 + SP, CP 2": (f"{TP2} {SP} {CP2} --micro-batch-size 4", 4),
+}  # fmt: skip
+"""Layouts with losses between layers."""
 EP2 = "--expert-model-parallel-size 2"
 EXPERT_LAYOUTS = {
     "student": (EXPERTS, "", f"{EP2} --micro-batch-size 2", 2),
@@ -78,6 +93,18 @@ def row(folder, layout, ranks, loss, model=STUDENT):
 def test_layout_equals_one_rank(matrix, teachers, name):
     verdict = matrix.verdict(row(teachers(""), *LAYOUTS[name], random.Random(name).choice(LOSSES)))
     assert verdict.equal, verdict.first
+
+
+@pytest.mark.parametrize("name", LAYER_LAYOUTS)
+def test_layout_with_losses_between_layers_equals_one_rank(matrix, teachers, name):
+    pairs = "--kd-layer-pairs 1:1:mse 3:4 final:final:mse --kd-layer-loss-scale 2"
+    verdict = matrix.verdict(row(teachers(WIDE), *LAYER_LAYOUTS[name], pairs))
+    assert verdict.equal, verdict.first
+
+
+def test_planted_error_of_losses_between_layers_is_found(matrix, teachers):
+    one = row(teachers(WIDE), *LAYER_LAYOUTS["TP 2"], "--kd-layer-pairs 1:1:mse")
+    assert not matrix.verdict(one, fault="layer_loss_on_one_rank").equal
 
 
 def test_planted_error_is_found(matrix, teachers):

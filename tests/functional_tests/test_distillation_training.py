@@ -24,6 +24,7 @@ LOSSES = {
     "forward": "--kd-temperature 2 --kd-lm-loss-weight 0.5",
     "reverse": "--kd-loss reverse-kl --kd-temperature 1.5 --kd-loss-scale 0.8 --kd-lm-loss-weight 0.1",
 }
+TP2, CP2, PP2 = (f"--{axis}-parallel-size 2" for axis in ("tensor-model", "context", "pipeline-model"))
 NAMES = ("distillation loss", "kd loss", "lm loss")
 
 
@@ -149,6 +150,123 @@ def test_validation_reports_the_divergence(gloo_pool, folders, data, tmp_path):
     assert valid[0]["kd loss"] == valid[0]["distillation loss"] > 0.5 and valid[0]["lm loss"] > 1
 
 
+# ---- layers
+
+
+LAYERS = "--kd-layer-pairs 1:2:mse final:final --kd-layer-loss-scale 0.7 --kd-temperature 2"
+
+
+@pytest.fixture(scope="module")
+def same_width(folders, tmp_path_factory):
+    """The student, and a teacher of its width with three layers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, intermediate_size=48, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder := tmp_path_factory.mktemp("same_width") / "hf")
+    return folders[0], folder
+
+
+def layers_loop(folders, flags):
+    """Ten steps in plain torch with the losses of :data:`LAYERS`, after the definitions of NVIDIA ModelOpt 0.47
+    (``distill/plugins/megatron.py``): per token the mean of squares over channels, or 1 - cosine; mean over the pairs.
+    Return (layer loss, divergence) of each step, and the final weights."""
+    transformers = pytest.importorskip("transformers")
+    models = [transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
+    optimizer, losses = torch.optim.AdamW(models[0].parameters(), lr=1e-3, weight_decay=0), []
+    for tokens, _, mask in samples(flags):
+        student, teacher = (model(tokens, output_hidden_states=True) for model in models)
+        x, y = student.hidden_states, [states.detach() for states in teacher.hidden_states]
+        squares = (x[1] - y[2]).square().mean(-1)
+        angles = 1 - (x[-1] * y[-1]).sum(-1) / (x[-1].norm(dim=-1) * y[-1].norm(dim=-1))
+        q, p = ((output.logits / 2).log_softmax(-1) for output in (student, teacher))
+        kl = 4 * F.kl_div(q, p.detach(), reduction="none", log_target=True).sum(-1)
+        layer, kd = ((values * mask).sum() / mask.sum() for values in ((squares + angles) / 2, kl))
+        losses.append((layer.item(), kd.item()))
+        optimizer.zero_grad()
+        (kd + 0.7 * layer).backward()
+        optimizer.step()
+    return losses, models[0].state_dict()
+
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+
+
+@pytest.mark.parametrize("more", ["", RECOMPUTE, "--micro-batch-size 4"])
+def test_layer_losses_equal_a_loop_of_transformers(gloo_pool, same_width, data, tmp_path, more):
+    flags = flags_of(same_width, data, f"{LAYERS} {more}")
+    logged = records(gloo_pool, tmp_path, 1, [*flags, "--save-interval", "10", "--save-hf-interval", "10"])
+    expected, weights = layers_loop(same_width, flags)
+    for record, losses in zip(logged, expected, strict=True):
+        assert (record["layer loss"], record["kd loss"]) == pytest.approx(losses, rel=1e-6), record["iteration"]
+    trained = weights_in(tmp_path / "hf" / f"iter_{STEPS:07d}")
+    for weight in weights:
+        np.testing.assert_allclose(trained[weight], weights[weight], atol=2e-6, err_msg=weight)
+
+
+def test_layer_losses_of_a_teacher_that_is_the_student_are_0(gloo_pool, folders, data, tmp_path):
+    flags = flags_of((folders[0], folders[0]), data, "--kd-layer-pairs 1:1 2:2:mse final:final --train-iters 1")
+    (record,) = records(gloo_pool, tmp_path, 1, flags)
+    assert abs(record["layer loss"]) < 1e-12 and abs(record["grad_norm"]) < 1e-12
+
+
+@pytest.mark.parametrize("fault", ["teacher_layer_shifted_by_a_token", "unmasked_layer_loss"])
+def test_planted_error_of_layer_losses_is_found(gloo_pool, same_width, data, tmp_path, fault):
+    flags = flags_of(same_width, data, f"{LAYERS} --train-iters 1")
+    if fault == "unmasked_layer_loss":
+        flags.append("--eod-mask-loss")
+    (record,) = records(gloo_pool, tmp_path, 1, flags, fault)
+    expected = layers_loop(same_width, flags)[0][0]
+    assert record["kd loss"] == pytest.approx(expected[1], rel=1e-6)
+    assert record["layer loss"] != pytest.approx(expected[0], rel=1e-4)
+
+
+def test_modelopt_names_pairs_of_layers(gloo_pool, same_width, data, tmp_path):
+    (tmp_path / "kd.yaml").write_text(
+        "intermediate_layer_pairs: [[decoder.layers.0, decoder.layers.1, mse], "
+        "[decoder.final_layernorm, decoder.final_layernorm]]\nkd_loss_alpha: 0.75\n"
+    )
+    first, second = (
+        records(gloo_pool, tmp_path / name, 1, flags_of(same_width, data, f"{more} --train-iters 2"))
+        for name, more in {
+            "file": f"--export-kd-cfg {tmp_path / 'kd.yaml'}",
+            "flags": "--kd-layer-pairs 1:2:mse final:final:cosine --kd-loss-scale 0.75 --kd-lm-loss-weight 0.25 "
+            "--kd-layer-loss-scale 0.75",
+        }.items()
+    )
+    for record, other in zip(first, second, strict=True):
+        assert all(record[name] == other[name] for name in (*NAMES, "layer loss", "grad_norm"))
+
+
+LAYER_PROBLEMS = {
+    "--kd-layer-pairs 1:x": r"must be STUDENT:TEACHER.:cosine\|mse. with layers from 1 or final",
+    "--kd-layer-pairs 1:2 1:2:cosine": "has a pair twice",
+    "--kd-layer-pairs 3:1": "3:1:cosine: the student has layers 1 to 2, not 3",
+    "--kd-layer-pairs 1:4:mse": "1:4:mse: the teacher has layers 1 to 3, not 4",
+    f"--kd-layer-pairs 1:3 {PP2}": "1:3:cosine: is on pipeline stages 0 and 1; use a pair on one stage, such as 2:3",
+    "--kd-layer-loss-scale 2": "has no effect without --kd-layer-pairs",
+    "--export-kd-cfg {tmp}/kd.yaml": "intermediate_layer_pairs .'decoder.layers.0.mlp', 'decoder.layers.1'.: only",
+    "--export-kd-cfg {tmp}/alpha.yaml": "kd_loss_alpha 0.5: must be at most 1, without skip_lm_loss and kd_loss_scale",
+}
+
+
+@pytest.mark.parametrize("flags", LAYER_PROBLEMS)
+def test_pairs_of_layers_that_do_not_fit_end_the_run_with_one_message(gloo_pool, same_width, data, tmp_path, flags):
+    (tmp_path / "kd.yaml").write_text("intermediate_layer_pairs: [[decoder.layers.0.mlp, decoder.layers.1]]")
+    (tmp_path / "alpha.yaml").write_text("kd_loss_alpha: 0.5\nskip_lm_loss: false")
+    argv = flags_of(same_width, data, flags.format(tmp=tmp_path))
+    results = gloo_pool.run(train_with_errors, 2 if PP2 in flags else 1, argv)
+    assert {code for code, _ in results} == {2}
+    assert len(re.findall(LAYER_PROBLEMS[flags], "".join(text for _, text in results))) == 1, results
+
+
+def test_layers_of_another_width_are_rejected(gloo_pool, folders, data):
+    ((code, text),) = gloo_pool.run(train_with_errors, 1, flags_of(folders, data, "--kd-layer-pairs 1:2"))
+    assert code == 2 and "compares layers of one width; --hidden-size is 32, the teacher's 48" in text
+
+
 # ---- stored log-probabilities
 
 
@@ -156,7 +274,6 @@ TEACHER = [
     "--num-layers", "3", "--hidden-size", "48", "--num-attention-heads", "4", "--ffn-hidden-size", "80",
     "--num-query-groups", "2", "--kv-channels", "16", "--qk-layernorm",
 ]  # fmt: skip
-TP2, CP2, PP2 = (f"--{axis}-parallel-size 2" for axis in ("tensor-model", "context", "pipeline-model"))
 LAYOUTS = {
     "TP 2 + SP": (f"{TP2} --sequence-parallel", 2),
     "PP 2": (PP2, 2),

@@ -552,6 +552,33 @@ def teacher_shifted_by_a_token(rank):
     )
 
 
+def teacher_layer_shifted_by_a_token(rank):
+    """The student's layers are compared with the teacher's of the token before."""
+    where = module("megatron.core.transformer.layer_losses")
+    correct = where._store
+
+    def store(pair, layer, args, output):
+        correct(pair, layer, args, output.roll(1, 0))
+
+    return mock.patch.object(where, "_store", store)
+
+
+def layer_loss_on_one_rank(rank):
+    """Only the first tensor-parallel rank adds the gradient of a loss between layers."""
+    where = module("megatron.core.transformer.layer_losses")
+    correct = where.attach_loss
+    return mock.patch.object(
+        where, "attach_loss", lambda values, loss, scale: correct(values, loss, scale) if rank == 0 else values
+    )
+
+
+def unmasked_layer_loss(rank):
+    """The losses of layers count all tokens."""
+    where = module("megatron.training.tasks.gpt")
+    correct = where.LayerTargets
+    return mock.patch.object(where, "LayerTargets", lambda mask, weight: correct(mask * 0 + 1, weight))
+
+
 def distillation_is_a_mean_of_means(rank):
     """The normalizer of distillation is not that of the global batch: every micro-batch has the same weight."""
     where = module("megatron.training.tasks.distillation")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron.core.config.cli import flag
 from megatron.core.config.optional import OptionalGroup
@@ -11,6 +12,27 @@ from megatron.core.config.ranges import NonNegativeFloat, PositiveFloat, Positiv
 
 TEACHER = "teacher"
 """Name of the teacher among the frozen models of a run."""
+
+_PAIR = re.compile(r"([1-9]\d*|final):([1-9]\d*|final)(?::(cosine|mse))?")
+
+
+class LayerPair(NamedTuple):
+    """Layers of both models, from 1, whose outputs are compared; None: the output of the final norm."""
+
+    student: int | None
+    teacher: int | None
+    loss: str = "cosine"
+
+    def __str__(self) -> str:
+        return f"{self.student or 'final'}:{self.teacher or 'final'}:{self.loss}"
+
+
+def layer_pair(text: str) -> LayerPair:
+    """Return the pair in ``text``, such as 2:4, 2:4:mse or final:final. Raises ValueError."""
+    if not (match := _PAIR.fullmatch(text)):
+        raise ValueError("must be STUDENT:TEACHER[:cosine|mse] with layers from 1 or final, such as 2:4:mse")
+    student, teacher = (None if name == "final" else int(name) for name in match.groups()[:2])
+    return LayerPair(student, teacher, match[3] or "cosine")
 
 
 @dataclass(kw_only=True)
@@ -34,7 +56,8 @@ class DistillationConfig(OptionalGroup):
     """Folder of --logits-save-dir: train on its distributions, over their entries only, instead of a teacher's."""
 
     export_kd_cfg: str | None = flag("--export-kd-cfg", "--export-kd-distill-cfg", metavar="FILE")
-    """YAML file of ModelOpt with skip_lm_loss, kd_loss_scale and logit_kl_temperature. Flags win over its values."""
+    """YAML file of ModelOpt with intermediate_layer_pairs, kd_loss_alpha (or skip_lm_loss and kd_loss_scale) and
+    logit_kl_temperature. Flags win over its values."""
 
     kd_loss: Literal["forward-kl", "reverse-kl"] = "forward-kl"
     """Divergence: KL(teacher, student), or KL(student, teacher). Times the square of --kd-temperature."""
@@ -47,6 +70,18 @@ class DistillationConfig(OptionalGroup):
 
     kd_lm_loss_weight: NonNegativeFloat = 0.0
     """Factor of the language-model loss in the loss, to which the divergence is added."""
+
+    kd_layer_pairs: list[str] | None = flag(nargs="+", metavar="STUDENT:TEACHER[:LOSS]")
+    """Layers whose outputs are compared too: numbers from 1, or final (after the final norm); loss: cosine (default) or
+    mse. The mean over the pairs is added."""
+
+    kd_layer_loss_scale: PositiveFloat = 1.0
+    """Factor of the loss of --kd-layer-pairs in the loss."""
+
+    @property
+    def layer_pairs(self) -> list[LayerPair]:
+        """Pairs of --kd-layer-pairs. Raises ValueError."""
+        return list(map(layer_pair, self.kd_layer_pairs or ()))
 
     @property
     def distills(self) -> bool:

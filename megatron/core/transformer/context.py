@@ -9,6 +9,7 @@ Legend: s sequence (local; e: of the encoder), b batch, h hidden, r rotated chan
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import RotaryTables
 from megatron.core.pipeline_parallel.loss_weights import AuxLossWeights
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.layer_losses import LayerTargets
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class ForwardContext(AttentionContext):
     """Rotary tables of queries and keys; None without rotary positions."""
     aux_losses: AuxLossWeights | None = None
     """Weights of auxiliary losses; None without them, as in evaluation."""
+    layer_targets: LayerTargets | None = None
+    """Outputs of a teacher's layers, with which layers compare theirs; None without them."""
     rotary_pos_emb_local: RotaryTables | None = None
     """Rotary tables of sliding-window layers; None: ``rotary_pos_emb``."""
     encoder_output: Tensor | None = None
@@ -44,9 +50,9 @@ class ForwardContext(AttentionContext):
     @property
     def can_be_halved(self) -> bool:
         """Whether the batch may be split in two. Packed documents prevent it: they are numbered over the full
-        micro-batch.
+        micro-batch. Layers in two halves run without the hooks that ``layer_targets`` needs.
         """
-        return self.layout.documents is None and self.encoder_documents is None
+        return self.layout.documents is None and self.encoder_documents is None and self.layer_targets is None
 
     def halves(self, batch: int) -> tuple[ForwardContext, ForwardContext]:
         """Return the contexts of the two halves of ``batch`` (even) sequences. Per-sequence fields are split into

@@ -64,6 +64,7 @@ def build_companions(task: Task, model: Sequence[nn.Module], groups: ProcessGrou
     if task.base_name is not None:
         stages = [BaseStage(chunk, cfg.transforms, groups) for chunk in model]
         companions.append(Companion(task.base_name, cfg, stages))
+    task.connect(model, {companion.name: companion.model for companion in companions})
     return companions
 
 

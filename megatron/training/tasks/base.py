@@ -5,7 +5,7 @@ To train a custom model, subclass :class:`Task`, or pass the same five functions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,9 @@ class Task:
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """Return this rank's part of the next micro-batch, on its device."""
         return self.batches.local(next(data_iterator))
+
+    def connect(self, model: Sequence[nn.Module], frozen: Mapping[str, Sequence[nn.Module]]) -> None:
+        """Connect this rank's chunks of the model with the same chunks of the frozen models, by name."""
 
     def loss_func(self, batch: dict[str, Tensor], output: Tensor) -> LossPairs:
         """Return ``{name: (sum of losses, count)}`` of this rank's tokens for all of :attr:`losses`; backward starts

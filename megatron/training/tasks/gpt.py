@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.distillation import DistillationConfig
+from megatron.core import parallel_state
+from megatron.core.config.distillation import TEACHER, DistillationConfig
 from megatron.core.config.preferences import REFERENCE, PreferenceConfig
 from megatron.core.config.sft import FineTuningConfig
 from megatron.core.models.gpt.custom_layers import spec_layers
@@ -19,13 +20,14 @@ from megatron.core.models.gpt.model import GPTModel
 from megatron.core.pipeline_parallel.loss_weights import LossPairs, MainLoss
 from megatron.core.pipeline_parallel.paired_stage import PairedOutput
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.layer_losses import LayerTargets
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batches import Batches
 from megatron.training.data.datasets import select_data_set
 from megatron.training.data.packed_rows import PackedRows
 from megatron.training.data.planned_rows import PlannedRows
 from megatron.training.data.stored_logits import IDS, VALUES
-from megatron.training.tasks import distillation
+from megatron.training.tasks import distillation, layer_pairs
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask
 from megatron.training.tasks.preferences import LOSS, PreferenceRows, preference_losses
@@ -51,6 +53,7 @@ class GPTTask(LanguageModelTask):
             self.stored_logits = distillation.open_stored(self.distillation, self.vocab_size)
             if self.stored_logits is None:
                 distillation.check_vocabulary(cfg, self.vocab_size, tokenizer)
+                layer_pairs.stages_of_pairs(cfg, self.vocab_size)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -86,6 +89,13 @@ class GPTTask(LanguageModelTask):
             return PreferenceRows(self.cfg, self.sequence_keys, self.whole_keys)
         return super().make_batches()
 
+    def connect(self, model: Sequence[nn.Module], frozen: Mapping[str, Sequence[nn.Module]]) -> None:
+        """Attach the losses between layers of the model and of the teacher."""
+        if self.distillation.layer_pairs:
+            layer_pairs.connect(
+                self.cfg, self.vocab_size, model, frozen[TEACHER], parallel_state.get_process_groups().pp
+            )
+
     def loss_func(self, batch: dict[str, Tensor], output: object) -> LossPairs:
         """Return the masked sum of token losses and the token count; with --dpo losses and count of pairs."""
         if self.preferences.dpo:
@@ -109,6 +119,9 @@ class GPTTask(LanguageModelTask):
         its loss function with the batch bound; other stages return hidden states. The ``inputs`` of a batch are further
         arguments of the model."""
         batch = self.get_batch(data_iterator)
+        inputs, weight = batch.get("inputs", {}), self.loss_weights[self.losses[0]]
+        if self.distillation.layer_pairs:
+            inputs = {**inputs, "layer_targets": LayerTargets(batch["loss_mask"], weight)}
         output = model(
             batch["tokens"],
             batch["position_ids"],
@@ -116,8 +129,8 @@ class GPTTask(LanguageModelTask):
             loss_mask=batch["loss_mask"],
             packed_seq_params=batch.get("layout", batch["documents"]),
             sample_index=batch["sample_index"],
-            main_loss=MainLoss(self.loss_weights[self.losses[0]], batch.get("valid_tokens")),
-            **batch.get("inputs", {}),
+            main_loss=MainLoss(weight, batch.get("valid_tokens")),
+            **inputs,
         )
         return output, partial(self.loss_func, batch)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from megatron.core.config.distillation import DistillationConfig
+from megatron.core.config.distillation import DistillationConfig, LayerPair, layer_pair
 from megatron.core.config.optional import used_fields
 from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.problems import Problems, Settings, flag_names, problem
@@ -13,6 +14,9 @@ from megatron.core.safe_files import read_text
 
 OUTPUTS = ["output_layer", "output_layer"]
 """The only logit_layers: outputs of both models."""
+
+
+_LAYER = re.compile(r"decoder\.(?:layers\.(\d+)|final_layernorm)")
 
 
 class _BadFile(ValueError):
@@ -43,25 +47,47 @@ def read_file(path: str) -> dict[str, object]:
         raise _BadFile("must hold names and values")
     defaults = {
         "logit_layers": OUTPUTS, "intermediate_layer_pairs": [], "skip_lm_loss": True, "kd_loss_scale": 1.0,
-        "logit_kl_temperature": 1.0, "logit_kl_topk": None,
+        "logit_kl_temperature": 1.0, "logit_kl_topk": None, "kd_loss_alpha": 1.0,
     }  # fmt: skip
     if unknown := [str(name) for name in content if name not in defaults]:
         raise _BadFile(f"{unknown[0]} is not one of {', '.join(defaults)}")
-    for name in ("logit_layers", "intermediate_layer_pairs", "logit_kl_topk"):
+    for name in ("logit_layers", "logit_kl_topk"):
         if name in content and content[name] != defaults[name]:
             raise _BadFile(f"{name} {content[name]}: only {defaults[name]} is available")
     values = {**defaults, **content}
-    for name in ("kd_loss_scale", "logit_kl_temperature"):
+    for name in ("kd_loss_scale", "logit_kl_temperature", "kd_loss_alpha"):
         if isinstance(values[name], bool) or not isinstance(values[name], int | float) or not values[name] > 0:
             raise _BadFile(f"{name} {values[name]}: must be a number above 0")
     if not isinstance(values["skip_lm_loss"], bool):
         raise _BadFile(f"skip_lm_loss {values['skip_lm_loss']}: must be true or false")
-    skips = values["skip_lm_loss"]
-    return {
-        "kd_temperature": float(values["logit_kl_temperature"]),
-        "kd_loss_scale": 1.0 if skips else float(values["kd_loss_scale"]),
-        "kd_lm_loss_weight": float(not skips),
-    }
+    scale, weight = (1.0, 0.0) if values["skip_lm_loss"] else (float(values["kd_loss_scale"]), 1.0)
+    if "kd_loss_alpha" in content:  # in place of skip_lm_loss and kd_loss_scale since ModelOpt 0.48
+        if values["kd_loss_alpha"] > 1 or {"skip_lm_loss", "kd_loss_scale"} & {*content}:
+            raise _BadFile(
+                f"kd_loss_alpha {values['kd_loss_alpha']}: must be at most 1, without skip_lm_loss and kd_loss_scale"
+            )
+        scale, weight = float(values["kd_loss_alpha"]), 1 - float(values["kd_loss_alpha"])
+    settings: dict[str, object] = {
+        "kd_temperature": float(values["logit_kl_temperature"]), "kd_loss_scale": scale, "kd_lm_loss_weight": weight,
+    }  # fmt: skip
+    if pairs := _layer_pairs(values["intermediate_layer_pairs"]):
+        settings |= {"kd_layer_pairs": pairs, "kd_layer_loss_scale": scale}
+    return settings
+
+
+def _layer_pairs(entries: object) -> list[str]:
+    """Return the texts of --kd-layer-pairs for ModelOpt's lists [student layer, teacher layer, loss (default
+    cosine)]."""
+    pairs = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        names, kind = (entry[:2], entry[2:]) if isinstance(entry, list) else ([], [])
+        matches = [match for name in names if (match := _LAYER.fullmatch(str(name)))]
+        if len(matches) != 2 or kind not in ([], ["cosine"], ["mse"]):
+            reason = "only [decoder.layers.N, decoder.layers.M, cosine or mse] and decoder.final_layernorm"
+            raise _BadFile(f"intermediate_layer_pairs {entry}: {reason} are available")
+        student, teacher = (None if match[1] is None else int(match[1]) + 1 for match in matches)
+        pairs.append(str(LayerPair(student, teacher, *kind)))
+    return pairs
 
 
 def distillation_file_is_readable(cfg: Settings) -> Problems:
@@ -86,6 +112,22 @@ def distillation_requires_a_teacher(cfg: Settings) -> Problems:
             yield problem(cfg, field, f"has no effect without {flag}", "add it, or remove this")
     if settings.logits_save_dir is not None and settings.logits_save_top_k is None:
         yield problem(cfg, "logits_save_dir", "requires --logits-save-top-k", "for example --logits-save-top-k 64")
+
+
+def layer_pairs_are_valid(cfg: Settings) -> Problems:
+    """Reject pairs of layers that are not pairs, twice the same, or without a teacher that runs next to the student."""
+    settings = cfg.group(DistillationConfig)
+    texts = settings.kd_layer_pairs or []
+    try:
+        if len(set(map(layer_pair, texts))) < len(texts):
+            yield problem(cfg, "kd_layer_pairs", "has a pair twice", "remove one")
+    except ValueError as error:
+        yield problem(cfg, "kd_layer_pairs", str(error), "correct the pair")
+    if texts and settings.logits_load_dir is not None:
+        reason = "requires the layers of a teacher, not stored log-probabilities"
+        yield problem(cfg, "kd_layer_pairs", reason, "use --export-kd-teacher-load, or remove this")
+    if "kd_layer_loss_scale" in cfg.explicit and not texts:
+        yield problem(cfg, "kd_layer_loss_scale", "has no effect without --kd-layer-pairs", "add it, or remove this")
 
 
 def distillation_conflicts(cfg: Settings) -> Problems:
