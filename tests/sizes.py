@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=96_945, any_uses=901, skips=296)
+CEILING = Size(lines=97_203, any_uses=905, skips=297)
 
 
 def main() -> None:
