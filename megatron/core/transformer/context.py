@@ -32,7 +32,7 @@ class ForwardContext(AttentionContext):
     aux_losses: AuxLossWeights | None = None
     """Weights of auxiliary losses; None without them, as in evaluation."""
     layer_targets: LayerTargets | None = None
-    """Outputs of a teacher's layers, with which layers compare theirs; None without them."""
+    """Outputs of a teacher's layers for the losses between layers; None without them."""
     rotary_pos_emb_local: RotaryTables | None = None
     """Rotary tables of sliding-window layers; None: ``rotary_pos_emb``."""
     encoder_output: Tensor | None = None
