@@ -99,4 +99,24 @@ def test_bytes_of_a_folder_without_heads_are_compared_without_prefix(tmp_path):
         (tmp_path / name / "config.json").write_text("{}")
         save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
     result = card.compare_tensors(str(tmp_path / "folder"), str(tmp_path / "exported"))
-    assert result == (1, 2, ["position_ids"])
+    assert result == (1, 2, ["position_ids"], [])
+
+
+def test_exported_tensors_that_the_folder_lacks_pass_only_if_the_import_created_them(folder, tmp_path):
+    """The published AntiBERTy has no pooler: the import begins one at random values, and the export contains it."""
+
+    def change(tensors):
+        tensors["pooler.weight"] = torch.ones(2)
+
+    for note, code in (("the folder has no pooler.weight: random values begin there", 0), ("", 1)):
+        run = run_with(passing(), [], change)
+
+        def noted(words, run=run, note=note):
+            result, output = run(words)
+            return result, f"note: {note}\n{output}" if words[0] == "convert" else output
+
+        output = tmp_path / f"card{code}"
+        assert card.main(["--load-hf", str(folder), "--output", str(output)], noted) == code
+        check = written(output)["checks"]["exported bytes"]
+        assert check["details"].endswith("21 of 21 exported tensors have the bytes of the folder; not in the folder: "
+                                         "pooler.weight")  # fmt: skip
