@@ -15,14 +15,16 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mbridge") is None, reason="mbridge is not installed")
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+@pytest.mark.parametrize("family", ["Qwen3", "Llama", "Qwen3Moe"])
 def test_mbridge_converts_without_changes(tmp_path, family, ranks):
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**SIZES, tie_word_embeddings=False)
+    sizes = SIZES | (EXPERTS if family == "Qwen3Moe" else {})
+    config = getattr(transformers, f"{family}Config")(**sizes, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for param in model.parameters():
@@ -31,7 +33,12 @@ def test_mbridge_converts_without_changes(tmp_path, family, ranks):
     model.save_pretrained(tmp_path / "source")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
                "tests/test_utils/mbridge_run.py", str(tmp_path / "source"), str(tmp_path / "target")]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr[-3000:]
     result = json.loads(next(line for line in finished.stdout.splitlines() if line.startswith('{"difference"')))

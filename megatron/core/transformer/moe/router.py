@@ -150,6 +150,18 @@ class TopKRouter(nn.Module):
         self.register_buffer("expert_bias", bias if biased or self.rule.quantiles else None)
         self.register_buffer("last_choices", choices)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Leave ``last_choices`` out where it is all zeros: converters know Megatron-LM's names. Checkpoints, which ask
+        for ``keep_vars``, always have it."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not (keep_vars or self.counts_choices):
+            del destination[f"{prefix}last_choices"]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Also read states without ``last_choices``. torch passes a dict for this module only."""
+        state_dict.setdefault(f"{prefix}last_choices", self.last_choices)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the expert bias between devices, but keep it fp32: steps of 1e-3 would be lost in bf16."""
         bias = self.expert_bias

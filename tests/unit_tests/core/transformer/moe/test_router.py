@@ -327,6 +327,20 @@ def test_global_losses_take_the_last_batch_and_no_other():
         assert torch.equal(router.last_choices, counts)
 
 
+@pytest.mark.parametrize("balancing", ["none", "global_aux_loss"])
+def test_state_dicts_have_choices_only_for_losses_that_read_them(balancing):
+    """mbridge's rule: every name of a state dict is one of Megatron-LM's. Checkpoints ask for ``keep_vars``."""
+    router, other = (
+        make_router(moe_router_load_balancing_type=[balancing], moe_aux_loss_coeff=[0.5]) for _ in range(2)
+    )
+    state = router.state_dict()
+    assert state.keys() == {"weight"} | ({"last_choices"} if balancing == "global_aux_loss" else set())
+    assert router.state_dict(keep_vars=True).keys() == {"weight", "last_choices"}
+    state["weight"] = state["weight"] + 1.0
+    assert not any(other.load_state_dict(state))
+    torch.testing.assert_close(other.weight, router.weight + 1.0, rtol=0, atol=0)
+
+
 QUANTILES = {"moe_router_load_balancing_type": ["quantile_balancing"]}
 BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 GROUPED = {"moe_router_num_groups": 4, "moe_router_group_topk": 1}
