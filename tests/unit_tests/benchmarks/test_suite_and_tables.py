@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 
 import pytest
@@ -130,6 +131,16 @@ def test_figures_are_replaced_by_results_and_patterns_match_once():
                 page_figures.filled("x.md", text, results.get)
     finally:
         del page_figures.FIGURES["x.md"]
+
+
+def test_cards_are_of_commits_in_the_history_and_no_check_failed():
+    shallow = ["git", "rev-parse", "--is-shallow-repository"]
+    has_history = subprocess.run(shallow, cwd=tables.ROOT, capture_output=True).stdout == b"false\n"
+    for path in (tables.RESULTS / "cards").glob("*.json"):
+        card = json.loads(path.read_text())
+        assert {check["verdict"] for check in card["checks"].values()} <= {"passed", "not applicable"}, path.name
+        command = ["git", "merge-base", "--is-ancestor", card["environment"]["commit"], "HEAD"]
+        assert not has_history or subprocess.run(command, cwd=tables.ROOT).returncode == 0, path.name
 
 
 COMPUTED = ("training", "limits", "recipes")
