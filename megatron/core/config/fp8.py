@@ -46,6 +46,10 @@ class Fp8Config(FlagGroup):
     fp8_wgrad: bool = flag("--no-fp8-wgrad", "--disable-fp8-wgrad", default=True)
     """Compute weight gradients in fp8 too."""
 
+    fp8_weight_transpose_cache: bool = flag("--no-fp8-weight-transpose-cache", default=True)
+    """Keep transposed fp8 copies of weights for a step, 1 byte per weight. Otherwise the backward pass of each
+    micro-batch makes them again, with the same results."""
+
     fp8_param_gather: bool = False
     """All-gather fp8 copies of updated weights over data-parallel ranks: half of the bytes, the same results. Requires
     --use-distributed-optimizer or --use-torch-fsdp2."""

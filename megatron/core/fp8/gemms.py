@@ -57,6 +57,8 @@ class Fp8Gemms(Gemms):
         self.weight_gradients = weight_gradients
         self.keeps_weights = True
         """Whether copies of weights live until the next step; False if the weights themselves do not (FSDP)."""
+        self.keeps_transposed = True
+        """Whether the kept copies of weights include transposed ones; else each use makes one and discards it."""
         self._copies: dict[int, Copies] = {}
         self._copied = WeightCopy()
 
@@ -88,18 +90,21 @@ class Fp8Gemms(Gemms):
             return _present(copies.columns if columns else copies.rows)
         if not self._copied.valid_for(self.epoch, self.weights) or weight.data_ptr() not in self._copies:
             matrices = self.matrices()
-            copies_of_weights = self._gathered_copies() or self.cast_weights(matrices, rows=True, columns=True)
+            columns_too = self.keeps_transposed
+            copies_of_weights = self._gathered_copies() or self.cast_weights(matrices, rows=True, columns=columns_too)
             self._copies = {matrix.data_ptr(): copies for matrix, copies in zip(matrices, copies_of_weights)}
             self._copied.made_for(self.epoch, self.weights)
         copies = self._copies[weight.data_ptr()]
+        if columns and copies.columns is None:
+            return transposed(_present(copies.rows))
         return _present(copies.columns if columns else copies.rows)
 
     def _gathered_copies(self) -> list[Copies] | None:
-        """Return gathered copies (``storage.py``) with transposed ones; None without them."""
+        """Return gathered copies (``storage.py``) with the transposed ones to keep; None without gathered copies."""
         gathered = [None if (copy := fp8_copy(weight)) is None else copy.quantized for weight in self.weights]
         rows = [copy_of_rows for copy_of_rows in gathered if copy_of_rows is not None]
         return (
-            [Copies(copy_of_rows, transposed(copy_of_rows)) for copy_of_rows in rows]
+            [Copies(copy_of_rows, transposed(copy_of_rows) if self.keeps_transposed else None) for copy_of_rows in rows]
             if len(rows) == len(gathered)
             else None
         )

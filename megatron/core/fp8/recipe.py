@@ -110,6 +110,8 @@ def install_fp8(stack: nn.Module, config: TransformerConfig, num_layers: int, gr
         notice(logger, f"fp8: experts compute in the model's dtype; fp8 experts require {needed}")
     state = Fp8Stack(config, num_layers, groups)
     install_gemms(stack, state.recipe)
+    for gemms in fp8_gemms(stack):
+        gemms.keeps_transposed = config.fp8_weight_transpose_cache
     for name, module in stack.named_modules():  # layers of other packages cast by themselves
         if (use_fp8 := getattr(module, "use_fp8", None)) is not None and layer_index(name) not in state.in_bf16:
             use_fp8(config)

@@ -156,21 +156,24 @@ def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageConte
     if cfg.model.fp8 is not None and not cfg.distributed.use_torch_fsdp2:
         dense, of_experts = _fp8_copies(cfg, model, stage)
         shards = _sum_ranks(cfg) // cfg.distributed.num_distributed_optimizer_instances
-        # the two copies of weights are as large as their bf16 values, of which a rank keeps only its shard
-        weights += of_experts + (dense // shards if cfg.model.fp8_param_gather else dense)
+        weights += of_experts + dense
+        if cfg.model.fp8_param_gather:  # a rank keeps only its shard of the bf16 values
+            values = dense if cfg.model.fp8_weight_transpose_cache else 2 * dense
+            weights -= values - values // shards
     return weights, gradients, optimizer, working
 
 
 def _fp8_copies(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int]:
-    """Return the bytes of the two fp8 copies of every weight of a stage's dense layers and experts."""
+    """Return the bytes of the fp8 copies, one or two, of every weight of a stage's dense layers and experts."""
+    number = 2 if cfg.model.fp8_weight_transpose_cache else 1
     branches = [branch for layer in layers_held(model, stage) for branch in layer]
     experts = [branch for branch in branches if any(param.is_expert for param in branch.params)]
     dense = [branch for branch in branches if branch not in experts]
-    copies = 2 * sum(out * into for branch in dense for op in branch.ops if op.gemm for out, into in [op.gemm])
+    copies = number * sum(out * into for branch in dense for op in branch.ops if op.gemm for out, into in [op.gemm])
     if not experts_in_fp8(cfg.model):
         return copies, 0
     stored = stored_parameters(cfg, experts)
-    return copies, 2 * sum(
+    return copies, number * sum(
         parameter.elements for parameter in stored if parameter.param.is_expert and parameter.param.ndim == 2
     )
 

@@ -189,6 +189,8 @@ def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> T
         width = 8.0 if model.fp8_recipe == "blockwise" else 6.0
         times["F", "memory-bound"] = rows * groups * k * width / (gpu.memory_rate * 1e12)
         times["I", "memory-bound"] = rows * groups * n * width / (gpu.memory_rate * 1e12)
+        if not model.fp8_weight_transpose_cache:  # read and written once per micro-batch, 1 byte each
+            times["I", "memory-bound"] += 2.0 * n * k * groups / (gpu.memory_rate * 1e12)
     item = 1 if in_fp8 else activation_bytes(model)
     for phase, speed, sizes in (("F", rate, (rows, n, k)), ("I", rate, (rows, k, n)), ("W", wgrad, (n, k, rows))):
         if phase != "W" or op.backward == 2:

@@ -100,6 +100,15 @@ def test_delayed_scales_are_used_once_input_and_gradient_have_one():
     assert not torch.equal(run(products, x, weight, grad, ends)[0], plain)
 
 
+def test_transposed_copies_made_at_each_use_give_the_same_bits():
+    ends = torch.tensor([16, 32], dtype=torch.int32)
+    x, weight, grad = (filled(*shape, dtype=torch.bfloat16) for shape in ((32, 48), (2, 16, 48), (32, 16)))
+    kept, made = (build("tensorwise", weight) for _ in range(2))
+    made.casts.keeps_transposed = False
+    assert all(map(torch.equal, run(kept, x, weight, grad, ends), run(made, x, weight, grad, ends)))
+    assert all(copies.columns is None for copies in made.casts._copies.values())
+
+
 def test_weights_are_cast_once_per_step_with_a_scale_each():
     weight = torch.stack([filled(32, 48, dtype=torch.bfloat16) * scale for scale in (1.0, 2.0**-7)])
     products = build("tensorwise", weight)

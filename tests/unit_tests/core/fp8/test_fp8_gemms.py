@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.fp8.gemms import BlockwiseGemms, PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory
-from megatron.core.fp8.storage import Epoch
+from megatron.core.fp8.storage import Epoch, GatheredCopy
 from megatron.core.fusions.fp8_cast import E4M3, E5M2
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.gemms import accumulate_product
@@ -165,6 +165,36 @@ def test_weights_are_cast_once_per_step_for_all_micro_batches():
     assert gemms.casts == 1
     gemms.epoch.advance()
     assert value(gemms, weight, columns=True) is not None and gemms.casts == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_transposed_copies_made_at_each_use_give_the_same_bits(recipe):
+    x, weight, grad = (
+        filled(*shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate([(48, 130), (32, 130), (48, 32)])
+    )
+    results = []
+    for keeps_transposed in (True, False):
+        gemms = build_gemms(recipe, [weight])
+        gemms.keeps_transposed = keeps_transposed
+        results.append(products(gemms, x, weight, grad)[:3])
+        assert [copies.columns is not None for copies in gemms._copies.values()] == [keeps_transposed]
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["blocks", "tensor"])
+def test_gathered_weights_are_transposed_at_each_use(square):
+    weight = filled(144, 130, dtype=torch.bfloat16)
+    weight.fp8_copy = copy = GatheredCopy((144, 130), square=square, groups=())
+    copy.set_scales(copy.amax(weight.view(-1), 0))
+    copy.payload = copy.cast(weight.view(-1), 0).view(144, 130)
+    kept, made = (build_gemms("blockwise" if square else "tensorwise", [weight]) for _ in range(2))
+    made.keeps_transposed = False
+    for gemms in (kept, made):
+        gemms.found = gemms.weight_copies(weight, columns=True)
+    assert torch.equal(kept.found.data.float(), made.found.data.float())
+    assert torch.equal(made.found.data.float(), copy.quantized.data.float().t())
+    assert torch.equal(kept.found.scale, made.found.scale)
+    assert made.weight_copies(weight, columns=True).data is not made.found.data
 
 
 def test_weights_of_one_layer_share_a_scale():

@@ -128,6 +128,16 @@ def test_weights_that_are_gathered_in_fp8_are_counted_once(gloo_pool):
     assert 0 < plain[0] - gathered[0] == pytest.approx(plain[1] - gathered[1], rel=0.01)
 
 
+@pytest.mark.parametrize("gathers", ["", f"{ZERO} --fp8-param-gather"])
+def test_transposed_copies_that_are_not_kept_free_a_byte_per_weight(gathers):
+    text = f"{LLAMA} --bf16 --ffn-hidden-size 256 --fp8-format hybrid {gathers}"
+    kept, made = (
+        estimate_memory(settings(item, 4), VOCAB_SIZE)[0].weights
+        for item in (text, f"{text} --no-fp8-weight-transpose-cache")
+    )
+    assert kept - made == 4 * 32 * (64 + 32 + 2 * 256 + 256), "layers, width; QKV, projection, both layers of the MLP"
+
+
 @pytest.mark.parametrize("text", ["--bf16", f"--bf16 {ZERO} --optimizer muon --pipeline-model-parallel-size 2"])
 def test_offloaded_state_is_counted_on_the_host(text):
     wide = f"{text} --hidden-size 1024 --num-layers 16"

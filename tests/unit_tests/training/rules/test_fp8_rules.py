@@ -87,6 +87,8 @@ def test_consistent_settings_pass(text, ranks):
     (f"{FP8} {MODULES} layernorm core_attn", 1, "--recompute-modules layernorm core_attn: layernorm would save no"),
     (f"{FP8} {MODULES} mlp_act layernorm", 1, "--recompute-modules mlp_act layernorm: "),
     (f"{FP8} {WIDE_EXPERTS} 6144 {MODULES} moe_act", 1, "--recompute-modules moe_act: moe_act would save no memory"),
+    (f"{FP8} --no-fp8-weight-transpose-cache --bf16 --use-torch-fsdp2", 2, "--no-fp8-weight-transpose-cache: has no "
+     "effect with --use-torch-fsdp2"),
     # gathers of fp8 weights
     ("--fp8-param-gather --bf16 --use-distributed-optimizer", 2, "--fp8-param-gather: gathers weights of fp8 layers,"),
     (f"{FP8} --fp8-param-gather --bf16", 2, "--fp8-param-gather: requires sharded optimizer state; add"),
@@ -134,6 +136,7 @@ ENGINE = "--transformer-impl transformer_engine"
 
 @pytest.mark.parametrize("text, expected", [
     (DELAYED, "--fp8-recipe delayed: "), (f"{FP8} --no-fp8-wgrad", "--no-fp8-wgrad: "),
+    (f"{FP8} --no-fp8-weight-transpose-cache", "--no-fp8-weight-transpose-cache: "),
 ])  # fmt: skip
 def test_layers_of_transformer_engine_support_less(text, expected):
     """An installed package is another rule."""

@@ -190,6 +190,16 @@ def test_experts_wait_for_row_counts_of_the_all_to_all(monkeypatch):
     assert counted.parts["host"] - gathered.parts.get("host", 0.0) == pytest.approx(8 * microbatches * 2.2e-3)
 
 
+def test_transposing_fp8_weights_per_micro_batch_takes_two_bytes_of_traffic_per_weight(monkeypatch):
+    monkeypatch.setattr(step_time, "LAUNCH", 0.0)
+    fp8 = f"{SMALL} --fp8-format hybrid --fp8-recipe tensorwise"
+    kept, made = (predicted(f"{fp8} {more}", world_size=1) for more in ("", "--no-fp8-weight-transpose-cache"))
+    weights, microbatches = 8 * 12 * 2048**2, 32
+    rate = build_cluster("H200", 1, 1).gpu.memory_rate * 1e12
+    added = sum(made.parts.values()) - sum(kept.parts.values())
+    assert added == pytest.approx(2 * weights * microbatches / rate, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("flags", "launches"), [("", 53), ("--fp8-format hybrid --fp8-recipe tensorwise", 71), ("--num-experts 8", 166)]
 )
