@@ -30,7 +30,7 @@ from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropo
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.norm import StreamNorm, ToDtype
-from megatron.core.transformer.overlap import Segments, mixer_segments, runs_its_segments
+from megatron.core.transformer.overlap import runs_its_segments
 from megatron.core.transformer.sites import Sited
 from megatron.core.transformer.spec_utils import BranchSpec, build_module
 
@@ -110,37 +110,26 @@ class Branch(Sited):
         """Whether the norm's kernel also adds the previous branch's output to the stream."""
         return isinstance(self.norm, StreamNorm) and not self.normed_is_residual
 
-    def _norm(self, hidden: Tensor, *output: Tensor | None) -> Any:
-        return getattr(self.at, self.norm_site)(self.norm, hidden, *output)
-
     def enter(self, hidden: Tensor) -> Stream:
         """Normalize the residual stream ``hidden`` and return both; the residual is ``hidden``, or the normalized
         stream with ``normed_is_residual``."""
+        normalize = getattr(self.at, self.norm_site)
         if self.norm_adds:  # its backward also accumulates the gradient of the residual stream
-            residual, normed = self._norm(hidden, None)
+            residual, normed = normalize(self.norm, hidden, None)
             return Stream(hidden, residual, normed)
-        normed = self._norm(hidden)
+        normed = normalize(self.norm, hidden)
         return Stream(hidden, normed if self.normed_is_residual else hidden, normed)
 
     def add_and_norm(self, before: Branch, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Stream:
         """Add the output of the branch ``before``, after its dropout, to ``residual`` and normalize by this branch's
         norm. One fused kernel does both if ``before`` has no dropout and the norm is a :class:`StreamNorm`."""
-        if self.norm_adds and isinstance(before.dropout, NoDropout):
-            hidden, normed = self._norm(residual, output)
+        if isinstance(before.dropout, NoDropout) and self.norm_adds:
+            hidden, normed = getattr(self.at, self.norm_site)(self.norm, residual, output)
             return Stream(hidden, hidden, normed)
         return self.enter(before.add(residual, output, ctx))
 
-    def mix(self, stream: Stream, ctx: ForwardContext) -> Segments[Tensor]:
-        """Return the mixer's output, after the post-norm if there is one, times ``residual_multiplier``. A generator:
-        it yields inside the mixer only with ``ctx.overlap``, where it recomputes neither the norm nor the mixer.
-        """
-        if ctx.overlap:
-            output = yield from mixer_segments(self.mixer, stream.normed, ctx)
-        else:
-            mixer = self.mixer
-            with self.kept.layernorm(stream.normed, self.norm, stream.hidden):
-                facts = (ctx,) if accepts_context(type(mixer).forward) else ()
-                output = getattr(self.at, self.name)(mixer, stream.normed, *facts)
+    def finish(self, output: Tensor) -> Tensor:
+        """Return the mixer's ``output`` after the post-norm if there is one, times ``residual_multiplier``."""
         output = output if self.post_norm is None else self.post_norm(output)
         return output if self._multiplier == 1.0 else output * self._multiplier
 

@@ -120,7 +120,11 @@ class TransformerBlock(Sited, nn.Module):
         if this stage has it."""
         hidden_states = hidden_states.to(self.stream_dtype)
         for run, positions in self.layer_runs:
-            hidden_states = run(partial(self._through, positions, ctx), hidden_states)
+            if run is not call or self._overlaps:
+                hidden_states = run(partial(self._through, positions, ctx), hidden_states)
+                continue
+            for position in positions:  # as ``_through``, one frame less in every trace
+                hidden_states = self.layers[position](hidden_states, ctx)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def _through(self, positions: range, ctx: ForwardContext, hidden_states: Tensor) -> Tensor:

@@ -28,9 +28,9 @@ from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.transformer.branch import Branch, Stream
+from megatron.core.transformer.branch import Branch, Stream, accepts_context
 from megatron.core.transformer.context import ForwardContext
-from megatron.core.transformer.overlap import Segmented, Segments, runs_its_segments
+from megatron.core.transformer.overlap import Segmented, Segments, mixer_segments, runs_its_segments
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 
 
@@ -93,33 +93,38 @@ class TransformerLayer(Segmented):
             self.branches.append(Branch(self, spec, config, layer_number, groups, reads_norm_of=first))
         if config.embed_layernorm and layer_number == 1 and built[0] is specs[0]:
             self.branches[0].normed_is_residual = True  # its first norm is the embedding's norm
-        self._order = self._parallel_branches if config.use_parallel_residual else self._sequential_branches
+        self._is_parallel = config.use_parallel_residual
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Run ``forward`` as a generator that yields where a collective may be in flight (``overlap.py``)."""
-        return self._order(hidden_states, ctx)
+        """Run ``forward`` as a generator that yields, with ``ctx.overlap``, where a collective may be in flight
+        (``overlap.py``); with it neither norms nor mixers are recomputed. Adding a branch's output and the next
+        branch's norm are one step, in one kernel where possible. With ``use_parallel_residual`` the outputs are added
+        to the input one after another."""
+        streams = [self.branches[0].enter(hidden_states)]
+        if self._is_parallel:
+            self._add_parallel_streams(streams)
+        residual = streams[-1].residual
+        for branch, following in zip(self.branches, [*self.branches[1:], None]):
+            stream, mixer = streams.pop(0), branch.mixer
+            if ctx.overlap:
+                output = yield from mixer_segments(mixer, stream.normed, ctx)
+            else:
+                with branch.kept.layernorm(stream.normed, branch.norm, stream.hidden):
+                    facts = (ctx,) if accepts_context(type(mixer).forward) else ()
+                    output = getattr(branch.at, branch.name)(mixer, stream.normed, *facts)
+            output = branch.finish(output)
+            if following is None or self._is_parallel:
+                residual = branch.add(residual, output, ctx)
+            else:
+                streams.append(following.add_and_norm(branch, residual, output, ctx))
+                residual = streams[0].residual
+        return residual
 
-    def _parallel_branches(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Run all branches on the same input [s, b, h] and add their outputs to it one after another, as a generator
-        (``use_parallel_residual``). Each branch has a norm, or all read the norm of the first."""
-        streams = list[Stream]()
-        for branch in self.branches:  # chain the stream through the norms: their backward accumulates its gradient
-            shares = streams and self.config.share_parallel_norm
-            streams.append(streams[0] if shares else branch.enter(hidden_states))
-            hidden_states = streams[-1].residual
-        for branch, stream in zip(self.branches, streams):
-            hidden_states = branch.add(hidden_states, (yield from branch.mix(stream, ctx)), ctx)
-        return hidden_states
-
-    def _sequential_branches(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Run the branches one after another on [s, b, h], as a generator: adding a branch's output and the next
-        branch's norm are one step, in one kernel where possible."""
-        stream = self.branches[0].enter(hidden_states)
-        for branch, next_branch in zip(self.branches, self.branches[1:]):
-            output = yield from branch.mix(stream, ctx)
-            stream = next_branch.add_and_norm(branch, stream.residual, output, ctx)
-        last = self.branches[-1]
-        return last.add(stream.residual, (yield from last.mix(stream, ctx)), ctx)
+    def _add_parallel_streams(self, streams: list[Stream]) -> None:
+        """Append the inputs of all branches but the first, normalized by their own norms or all by that of the first.
+        Chains the stream through the norms: their backward accumulates its gradient."""
+        for branch in self.branches[1:]:
+            streams.append(streams[0] if self.config.share_parallel_norm else branch.enter(streams[-1].residual))
 
     @property
     def overlaps(self) -> bool:
