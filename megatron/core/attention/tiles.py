@@ -59,8 +59,8 @@ class Visibility(NamedTuple):
     @property
     def limits(self) -> tuple[int | None, int | None]:
         """Numbers of visible keys before and after a query's position; None is unlimited."""
-        left, right = (None if side < 0 else side for side in self.window or (-1, -1))
-        return left, 0 if self.causal else right
+        left, right = self.window or (-1, -1)
+        return None if left < 0 else left, 0 if self.causal else None if right < 0 else right
 
 
 def full_tile(num_queries: int, num_keys: int, visibility: Visibility) -> Tile:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from megatron.core.config.errors import UserError
@@ -42,7 +43,7 @@ class Group:
     engines: CopyEngines | None = field(default=None, compare=False)
     """None: all messages use ``handle``."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 

@@ -72,7 +72,7 @@ class Dropout(nn.Module):
         """Return dropout of ``x`` [s, b, h], plus ``residual`` [s, b, h] if given; in eval mode without dropout.
         Changes neither in place. Raises ValueError in training without ``coordinates``."""
         if not self.training:
-            return _added(x, residual)
+            return x if residual is None else residual + x
         return self._drop(x, self._checked(coordinates), residual)
 
     def _drop_plain(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
@@ -85,22 +85,19 @@ class Dropout(nn.Module):
             position = at.position_s[first : first + step, None, None]
             sample = samples if len(samples) == 1 else samples[first : first + step]
             mask[first : first + step] = at.stream.keep_mask(self.rate, self.site, sample, position, 0, features)
-        return _added(self._scaled(x, mask), residual)
+        dropped = self._scaled(x, mask)
+        return dropped if residual is None else residual + dropped
 
     def _drop_in_kernel(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
         threshold = round(DropoutStream.exact_rate(self.rate) * 65536)
         return dropout_add_triton(x, residual, Draw(at.stream.key(self.site), at.sample_b, at.position_s, threshold))
 
 
-def _added(x: Tensor, residual: Tensor | None) -> Tensor:
-    return x if residual is None else residual + x
-
-
 class NoDropout(nn.Module):
     """Module for rate zero: returns ``x``, plus ``residual`` if given."""
 
     def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
-        return _added(x, residual)
+        return x if residual is None else residual + x
 
 
 class DropoutSettings(Protocol):

@@ -45,13 +45,18 @@ def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int
     """Run ten rounds of Philox4x32 on a counter of four words, tensors or integers (broadcast together), with the
     64-bit ``key``. Return four int64 tensors with 32-bit unsigned values; integers if all words are. Uses NumPy on
     CPUs, with equal results."""
-    if {(type(word), word.device.type) for word in counter if isinstance(word, Tensor)} != {(Tensor, "cpu")}:
+    arrays: list[Any] = list(counter)
+    has_arrays = False
+    for index, word in enumerate(counter):
+        if isinstance(word, Tensor):
+            if type(word) is not Tensor or word.device.type != "cpu":
+                return _rounds(counter, key)
+            arrays[index], has_arrays = word.numpy(), True
+    if not has_arrays:
         return _rounds(counter, key)
-    # NumPy needs a third of torch's time for these operations, for large and small arrays; lists, as each item of a
-    # generator is a call
-    arrays = [word.numpy() if isinstance(word, Tensor) else word for word in counter]
+    # NumPy needs a third of torch's time for these operations, for large and small arrays
     with np.errstate(over="ignore"):
-        return tuple([torch.from_numpy(np.asarray(word)) for word in _rounds(arrays, key)])
+        return tuple(map(torch.from_numpy, map(np.asarray, _rounds(arrays, key))))
 
 
 def _rounds(counter: Sequence[Any], key: int) -> tuple[Any, ...]:

@@ -92,7 +92,7 @@ def parallel_linear(
     seen_bias, bias_ready = (None, None) if bias is None else autograd_proxy(bias, x, traits)
     proxy: Tensor | FusedGradParam = FusedGradParam(weight)
     ready = None
-    if not is_deferred(x, weight, traits, store):
+    if store is None or not is_deferred(x, weight, traits, store):
         store = None
         proxy, ready = autograd_proxy(weight, x, traits)
     for_backward = torch.is_grad_enabled() and weight.requires_grad
@@ -118,7 +118,8 @@ class _ParallelLinear(torch.autograd.Function):
         """Saves the weight and, unless it is frozen, the local ``x`` (not gathered) as an operand; keeps the parameters
         on ``ctx`` for their ``main_grad``."""
         ctx.adds_weight, ctx.adds_bias = isinstance(weight, FusedGradParam), isinstance(bias, FusedGradParam)
-        weight, bias = unwrap(weight), unwrap(bias)
+        weight = weight.tensor if ctx.adds_weight else weight
+        bias = bias.tensor if ctx.adds_bias else bias
         packed = traits.gemms.pack_input(x, for_backward=for_backward)
         # a frozen weight's input is read by no backward pass
         ctx.save_for_backward(weight, *(tensors_of(packed.second) if for_backward else ()))
@@ -204,7 +205,8 @@ def autograd_proxy(
     (parameter, None), although operators add to ``main_grad``."""
     # hide the parameter: its hooks run even without a gradient, so the bucket would count it as ready before dW is
     # added, or twice; the token gets its gradient only after all uses have added their gradients
-    if not parameter.requires_grad or fused_gradient(parameter, traits) is None:
+    is_fused = traits.fuse_weight_gradient and getattr(parameter, "main_grad", None) is not None
+    if not parameter.requires_grad or not is_fused:
         return parameter, None
     ready = None if traits.weight_has_other_uses else getattr(parameter, "grad_ready", None)
     if ready is None and (x is None or not x.requires_grad):
