@@ -105,7 +105,7 @@ class TransformerBlock(Sited, nn.Module):
             layer = build_token_mixer(specs[part.layer], config, layer_number=number, groups=groups, **options)
             self.layers.append(layer, part.layer)
         self.layer_runs: list[tuple[Run, range]] = [(call, range(len(self.layers)))]
-        """How each group of layers, by position, is called."""
+        """Policy of each group of layers, and their positions."""
         self.final_layernorm = None
         if post_layer_norm:
             norm = build_norm if isinstance(spec, ModuleSpec) else spec.layer_norm

@@ -121,7 +121,7 @@ class TransformerLayer(Segmented):
         return residual
 
     def _add_parallel_streams(self, streams: list[Stream]) -> None:
-        """Append the inputs of all branches but the first, normalized by their own norms or all by that of the first.
+        """Append the inputs of all branches but the first: each normalized by its norm, or all by the first norm.
         Chains the stream through the norms: their backward accumulates its gradient."""
         for branch in self.branches[1:]:
             streams.append(streams[0] if self.config.share_parallel_norm else branch.enter(streams[-1].residual))
