@@ -219,7 +219,7 @@ def mxfp4_folder(folder):
     return write(folder, result, GPT_OSS)
 
 
-def test_mxfp4_experts_are_read_as_transformers_converts_them(tmp_path):
+def test_mxfp4_experts_are_read_as_transformers_converts_them(tmp_path, capsys):
     folder = mxfp4_folder(tmp_path / "a")
     assert_reads_like_transformers(folder, GPT_OSS)
     assert verify.main([str(folder)]) == 0
@@ -231,6 +231,7 @@ def test_mxfp4_experts_are_read_as_transformers_converts_them(tmp_path):
         load_hf(write(tmp_path / "c", {key: stored[key] for key in stored if key != f"{name[:-6]}blocks"}, GPT_OSS))
     stored[name][1, 2] = 255
     assert verify.main([str(write(tmp_path / "d", stored, GPT_OSS))]) == 1
+    assert "1 of 192 scales are not positive and finite" in capsys.readouterr().out
 
 
 def test_every_mxfp4_byte_and_scale_has_the_value_of_transformers():

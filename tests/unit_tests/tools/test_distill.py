@@ -57,13 +57,16 @@ FILES = {
     "skip_lm_loss: true\nkd_loss_scale: 3": (1.0, 1.0, 0.0),
     "skip_lm_loss: false\nkd_loss_scale: 3\nlogit_kl_temperature: 2": (2.0, 3.0, 1.0),
     "logit_layers: [output_layer, output_layer]\nintermediate_layer_pairs: []": (1.0, 1.0, 0.0),
+    "kd_loss_alpha: 0.75": (1.0, 0.75, 0.25),
 }
 BAD_FILES = {
     "kd_loss_scale: high": "kd_loss_scale high: must be a number above 0",
     "skip_lm_loss: 1": "skip_lm_loss 1: must be true or false",
     "loss: 1": "loss is not one of logit_layers, intermediate_layer_pairs, skip_lm_loss, kd_loss_scale",
     "logit_kl_topk: 8": "logit_kl_topk 8: only None is available",
-    "intermediate_layer_pairs: [[a, b]]": "only \\[\\] is available",
+    "intermediate_layer_pairs: [[a, b]]": r"\['a', 'b'\]: only \[decoder.layers.N, decoder.layers.M, cosine or mse\]",
+    "intermediate_layer_pairs: [[decoder.final_layernorm, decoder.layers.1, l1]]": "'l1'.: only",
+    "kd_loss_alpha: 1.5": "kd_loss_alpha 1.5: must be at most 1",
     "- 1": "must hold names and values",
     "a: [": "cannot be read: while parsing",
 }

@@ -1,5 +1,10 @@
 """Divergences of a student from a teacher: ``F.kl_div``, ModelOpt's loss, slices of the vocabulary, stored entries."""
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,6 +45,30 @@ def test_value_and_gradient_are_those_of_kl_div(monkeypatch, temperature, revers
     gradients = [torch.autograd.grad((values * weight).sum(), student)[0] for values in (actual, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
     assert actual.min() > 0.1 and not gradients[0][..., VOCABULARY:].any()
+
+
+ORACLE = """
+import sys, torch
+from modelopt.torch.distill import LogitsDistillationLoss
+
+student, teacher = torch.load(sys.argv[1])
+values = LogitsDistillationLoss(temperature=2.5, reduction="none")(student.requires_grad_(), teacher)
+torch.save((values.detach(), *torch.autograd.grad(values.sum(), student)), sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(find_spec("modelopt") is None, reason="pip install nvidia-modelopt: it is what is compared with")
+def test_value_and_gradient_are_those_of_model_optimizer(tmp_path):
+    """In a process without this package, which ModelOpt takes for Megatron-LM."""
+    student, teacher = logits(1).requires_grad_(), logits(2)
+    torch.save([x.detach()[..., :VOCABULARY].clone() for x in (student, teacher)], tmp_path / "values.pt")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [sys.executable, "-c", ORACLE, tmp_path / "values.pt"]
+    subprocess.run(words, check=True, cwd=tmp_path, env=environment)
+    actual = Divergence(VOCABULARY, SINGLE, 2.5)(student, teacher)
+    (gradient,) = torch.autograd.grad(actual.sum(), student)
+    expected = torch.load(tmp_path / "values.pt")
+    torch.testing.assert_close((actual.detach(), gradient[..., :VOCABULARY]), expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
