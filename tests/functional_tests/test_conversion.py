@@ -110,7 +110,7 @@ def test_a_converted_checkpoint_trains_as_the_folder_itself(gloo_pool, llama, on
     assert losses(tmp_path / "run") == losses(one_rank)
 
 
-def test_exports_hold_what_the_checkpoint_holds(one_rank):
+def test_exports_equal_the_checkpoint(one_rank):
     assert [path.name for path in (one_rank / "hf").iterdir()] == ["iter_0000003"]
     exported = load_hf(one_rank / "hf" / "iter_0000003")
     stored = CheckpointReader(one_rank / "iter_0000003")
@@ -125,17 +125,17 @@ def test_repeated_command_resumes_from_its_checkpoint(gloo_pool, llama, one_rank
     assert losses(tmp_path) == losses(one_rank)
 
 
-def test_flags_that_contradict_the_folder_are_refused_with_both_values(gloo_pool, llama):
+def test_flags_that_contradict_the_folder_are_rejected_with_both_values(gloo_pool, llama):
     ((code, errors),) = gloo_pool.run(train_with_errors, 1, ["--load-hf", str(llama), "--num-layers", "3"])
     assert code != 0 and "--num-layers is 3, there it is 2" in errors
 
 
-def test_a_folder_without_a_model_is_refused_by_the_name_of_the_flag(gloo_pool):
+def test_a_folder_without_a_model_is_rejected_by_the_name_of_the_flag(gloo_pool):
     ((code, errors),) = gloo_pool.run(train_with_errors, 1, ["--load-hf", "/nowhere"])
     assert code != 0 and "--load-hf /nowhere: no folder of a Hugging Face model" in errors
 
 
-def test_a_folder_that_does_not_fit_its_config_is_refused(gloo_pool, llama, tmp_path):
+def test_a_folder_that_does_not_fit_its_config_is_rejected(gloo_pool, llama, tmp_path):
     folder = tiny_llama(tmp_path / "hf")
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 65}))

@@ -159,7 +159,7 @@ def test_changing_the_layout_changes_no_bit_of_half_precision(gloo_pool, dataset
             assert digests(halves(gloo_pool, dataset, tmp_path, writer, reader, flags, False)) == expected, writer[0]
 
 
-def test_another_precision_is_refused_with_the_fix(gloo_pool, dataset, tmp_path):
+def test_another_precision_is_rejected_with_the_fix(gloo_pool, dataset, tmp_path):
     run(gloo_pool, 2, dataset, tmp_path, ["--exit-interval", "2", *SHARDED])
     argv = ["--data-path", str(dataset), "--split", "80,10,10", *SHORT, "--bf16", "--load", str(tmp_path)]
     for code, errors in gloo_pool.run(train_with_errors, 2, argv):

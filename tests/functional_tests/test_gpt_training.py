@@ -133,7 +133,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_second_start_into_a_used_folder_is_refused_or_starts_over(gloo_pool, dataset, tmp_path, world_size):
+def test_a_second_start_into_a_used_folder_is_rejected_or_starts_over(gloo_pool, dataset, tmp_path, world_size):
     """Without --load the run would start at 0 and overwrite the existing run."""
     save = tmp_path / "run"
     argv = [*data_flags(dataset, save), "--save-interval", "4"]
@@ -195,12 +195,12 @@ def test_a_token_beyond_the_vocabulary_is_named(gloo_pool, tmp_path):
     assert f"token id {VOCAB_SIZE + 5} in document" in message
 
 
-def test_an_empty_validation_split_is_refused_with_the_fix(gloo_pool, dataset):
+def test_an_empty_validation_split_is_rejected_with_the_fix(gloo_pool, dataset):
     message = refused(gloo_pool, ["--data-path", str(dataset), "--split", "100,0,0", "--eval-interval", "2"])
     assert "--split" in message and "--eval-iters" in message
 
 
-def test_truncated_data_is_refused(gloo_pool, dataset, tmp_path):
+def test_truncated_data_is_rejected(gloo_pool, dataset, tmp_path):
     (tmp_path / "cut.idx").write_bytes(dataset.with_suffix(".idx").read_bytes())
     (tmp_path / "cut.bin").write_bytes(dataset.with_suffix(".bin").read_bytes()[:-10])
     message = refused(gloo_pool, ["--data-path", str(tmp_path / "cut"), "--split", "80,10,10"])

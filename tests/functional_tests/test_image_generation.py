@@ -168,7 +168,7 @@ def scores(rank, world_size, more):
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_ranks_generate_what_one_rank_does(gloo_pool, name):
+def test_ranks_generate_the_same_text_as_one_rank(gloo_pool, name):
     ((tokens, logprobs),) = gloo_pool.run(scores, 1, "")
     (first, values), *rest = gloo_pool.run(scores, 2, RANKS[name])
     assert len(tokens) == len(IMAGES) and first == tokens and all(other[0] == [] for other in rest)

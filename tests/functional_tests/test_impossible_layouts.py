@@ -50,7 +50,7 @@ def test_all_reasons_come_at_once_with_sizes_that_fit(flags, world_size, reasons
         assert reason in text, text
 
 
-def test_a_refused_rank_never_looks_for_the_others():
+def test_a_rejected_rank_never_looks_for_the_others():
     """No launcher listens at the address; a rank that tried to connect would wait for it."""
     flags = "--micro-batch-size 1 --tensor-model-parallel-size 3 --pipeline-model-parallel-size 9 --mock-data"
     place = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -100,7 +100,7 @@ def test_t5_shards_are_read_as_native_weights(tmp_path, monkeypatch):
     ("t5", "holds a model of the family 'gpt' (trained by pretrain_gpt.py, pretrain_moe.py and pretrain_hybrid.py)"),
     ("gpt", "holds a model of the family 'bert' (trained by pretrain_bert.py), this run trains 'gpt'"),
 ])  # fmt: skip
-def test_a_checkpoint_of_another_program_is_refused(gloo_pool, tmp_path, kind, said):
+def test_a_checkpoint_of_another_program_is_rejected(gloo_pool, tmp_path, kind, said):
     """Its own native checkpoint, by --load with and without --use-checkpoint-args, and by --pretrained-checkpoint."""
     from megatron.tools.checkpoint import convert
 

@@ -34,7 +34,7 @@ def test_a_run_resumes_bit_for_bit_and_on_another_layout(gloo_pool, data, tmp_pa
     assert np.all(np.array(later[-1]) < np.array(later[0]))  # every depth learns
 
 
-def test_a_checkpoint_without_depths_is_refused(gloo_pool, data, tmp_path):
+def test_a_checkpoint_without_depths_is_rejected(gloo_pool, data, tmp_path):
     plain = [item for item in data if item not in FLAGS[:2]]
     assert gloo_pool.run(train, 1, [*plain, "--save", str(tmp_path)]) == [0]
     assert gloo_pool.run(train, 1, [*data, "--load", str(tmp_path), "--save", str(tmp_path / "other")]) != [0]

@@ -134,14 +134,14 @@ def test_the_dry_run_needs_no_vocabulary(layers, parts):
     assert [len(stage.branches) for stage in run_stages(cfg, None)] == parts
 
 
-def test_what_specifies_no_layers_is_refused_in_one_line():
+def test_what_specifies_no_layers_is_rejected_in_one_line():
     for name in ("torch.nn Linear", "os path", "platform python_version"):
         cfg = settings(f"--num-layers 4 --spec {name}")
         with pytest.raises(UserError, match=f"--spec {name}: .* specifies no layers"):
             cfg.describe(VOCAB_SIZE)
 
 
-def test_stages_are_balanced_by_what_its_branches_cost():
+def test_stages_are_balanced_by_branch_costs():
     """The recurrence, at this width a third of a decoder layer on top, makes the third layer the longest."""
     described = settings(MIXED).describe(VOCAB_SIZE)
     layers = described.costs.layers
@@ -156,7 +156,7 @@ def test_stages_are_balanced_by_what_its_branches_cost():
     assert result <= 1.01 * min(max(sum(costs[:at]), sum(costs[at:])) for at in range(1, len(costs)))
 
 
-def test_a_layout_that_its_layers_do_not_have_is_refused():
+def test_a_layout_that_its_layers_do_not_have_is_rejected():
     settings(f"--num-layers 6 {SPEC} --pipeline-model-parallel-size 3 {CUT} Etta|aftta|afL", 3)
     with pytest.raises(ConfigError, match=r"Etta\|ftL: 'f' .* is not the last branch of layer 3"):
         settings(f"{MIXED} --pipeline-model-parallel-size 2 {CUT} Etta|ftL", 2)
@@ -222,7 +222,7 @@ def test_a_run_resumes_bit_for_bit_and_goes_on_in_any_layout(gloo_pool, dataset,
     np.testing.assert_allclose(losses(other), losses(full)[4:], rtol=1e-11)
 
 
-def test_a_checkpoint_of_other_settings_of_its_layers_is_refused():
+def test_a_checkpoint_of_other_settings_of_its_layers_is_rejected():
     """The description names them, a script's own flags among them, in place of a list in the library."""
     described = settings(MIXED).describe(VOCAB_SIZE)
     assert {"gate_width", "ffn_hidden_size", "rotary_base"} <= set(described.settings)

@@ -58,7 +58,7 @@ def test_map_holds_full_epochs_and_short_targets():
 
 
 @pytest.mark.parametrize("pair", [True, False])
-def test_what_bert_predicts_is_what_was_masked(pair):
+def test_bert_predicts_masked_tokens(pair):
     samples = bert_samples(documents(), 300, 32, 0.1, 3, VOCABULARY, Masking(), pair)
     swapped = [sample["is_random"] for sample in samples]
     assert 0.4 < np.mean(swapped) < 0.6 if pair else not any(swapped)

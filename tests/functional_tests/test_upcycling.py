@@ -88,7 +88,7 @@ def test_a_started_model_is_an_ordinary_one_and_the_same_command_continues_it(gl
     assert train_records(run(gloo_pool, 1, dataset, tmp_path / "plain", plain, fp64=True))[0]["iteration"] == 3
 
 
-def test_another_width_and_the_dense_folder_are_refused(gloo_pool, dataset, dense, tmp_path):
+def test_another_width_and_the_dense_folder_are_rejected(gloo_pool, dataset, dense, tmp_path):
     def told(flags, save):
         argv = f"--data-path {dataset} --split 9,1,0 {DENSE} {START} --load {dense} --save {save} {flags}"
         ((code, errors),) = gloo_pool.run(train_with_errors, 1, argv.split(), True)

@@ -117,7 +117,7 @@ MISSING_FAMILIES = {
     ("core.post_training.modelopt.layers", "run ModelOpt on the folder"),
     ("training.config.instantiate_utils", "hold the settings"),
 ])  # fmt: skip
-def test_missing_modules_say_what_to_use(module, text):
+def test_missing_modules_name_their_replacement(module, text):
     with pytest.raises(MissingModule) as raised:
         import_module(f"megatron.{module}")
     assert str(raised.value).startswith("megatron.") and text in str(raised.value)
@@ -170,7 +170,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_who_leaves_an_argument_out_gets_what_was_promised(name):
+def test_omitted_arguments_have_their_documented_defaults(name):
     module, _, attribute = f"megatron.core.{name}".rpartition(".")
     parameters = inspect.signature(getattr(import_module(module), attribute)).parameters
     assert {key: parameters[key].default for key in DEFAULTS[name]} == DEFAULTS[name]

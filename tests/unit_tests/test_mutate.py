@@ -71,7 +71,7 @@ def test_every_change_is_of_one_line_and_applies():
         assert item.apply(TOY).split("\n") == [*lines[: item.line - 1], item.after, *lines[item.line :]]
 
 
-def test_a_campaign_tells_what_is_noticed_from_what_is_not(tmp_path):
+def test_campaign_separates_detected_from_undetected_mutants(tmp_path):
     """A real one, on a module and the tests of it that need neither torch nor other processes."""
     command = [sys.executable, "tests/mutate.py", "--jobs", "1", "--coverage", str(tmp_path / "coverage")]
     command += ["--suite", "tests/unit_tests/core/schedules/test_batch_size.py"]

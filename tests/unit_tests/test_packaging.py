@@ -56,7 +56,7 @@ def exact_version(specifier):
 
 
 @pytest.mark.parametrize("torch", TORCH_PINS)
-def test_no_requirement_contradicts_what_torch_pins(torch):
+def test_requirements_agree_with_the_pins_of_torch(torch):
     native = requirements()
     assert all(our.specifier.contains(torch) for our in native if our.name == "torch")
     for requirement in native:
@@ -66,7 +66,7 @@ def test_no_requirement_contradicts_what_torch_pins(torch):
             assert pinned is not None, f"{requirement}: torch bounds it from above; leave it to torch"
 
 
-def test_constraints_agree_with_what_their_torch_pins():
+def test_constraints_agree_with_the_pins_of_their_torch():
     chosen = {constraint.name: str(constraint.specifier) for constraint in constraints()}
     torch = exact_version(chosen["torch"])
     for name, specifier in chosen.items():
@@ -104,5 +104,5 @@ def test_the_extension_has_one_name_outside_of_the_package():
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "moe"])
-def test_the_description_promises_only_what_can_be_trained(kind):
+def test_description_names_trainable_models_only(kind):
     assert kind not in project()["description"].lower() or (ROOT / f"pretrain_{kind}.py").exists()

@@ -85,7 +85,7 @@ def test_launches_waits_and_copies_to_the_host_are_counted(two_steps):
     assert result.device_to_host_copies == 1
 
 
-def test_gaps_say_what_the_host_did(two_steps):
+def test_gaps_name_the_host_operation(two_steps):
     max_length, second = step_trace.profile(two_steps, WEIGHTS).gaps[:2]
     assert max_length["ms"] == pytest.approx(0.020)
     assert (max_length["after"], max_length["before"]) == ("vectorized_elementwise_kernel", "nvjet_tst_128x256")
@@ -158,7 +158,7 @@ def test_the_table_names_every_class_that_took_time(two_steps):
         ("void at::native::vectorized_elementwise_kernel<4>", "forward-backward/aten::add", kinds.OTHER),
     ],
 )  # fmt: skip
-def test_kernels_are_classified_by_their_name_and_by_what_launched_them(kernel, scope, kind):
+def test_kernels_are_classified_by_name_and_launching_scope(kernel, scope, kind):
     assert kinds.classify(kernel, scope) == kind
 
 

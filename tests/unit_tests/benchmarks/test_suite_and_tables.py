@@ -15,7 +15,7 @@ def item(code, seconds=1, gpus=0, limit=20):
     return gpu_suite.Item(("-c", code), seconds, gpus, limit)
 
 
-def test_the_suite_runs_what_fits_writes_at_once_and_skips_what_is_done(tmp_path, capsys):
+def test_suite_runs_rows_that_fit_and_skips_finished_rows(tmp_path, capsys):
     plan = {
         "good": item("print('fine')"),
         "bad": item("raise SystemExit(3)"),
@@ -35,7 +35,7 @@ def test_the_suite_runs_what_fits_writes_at_once_and_skips_what_is_done(tmp_path
     assert "exit code 3" in gpu_suite.summary(finished, list(plan))
 
 
-def test_the_command_line_runs_what_is_named_into_the_folder(tmp_path, capsys, monkeypatch):
+def test_command_line_runs_named_rows_into_the_folder(tmp_path, capsys, monkeypatch):
     words = ["gpu_suite.py", "--only", "row:one", "row:dp4+te", "--budget", "20", "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", words)
     assert gpu_suite.main() == 0

@@ -137,7 +137,7 @@ def _write(state, folder, queue):
     queue.schedule_async_request(AsyncRequest(function, arguments, [end], preload_fn=preload))
 
 
-def test_torch_reads_what_the_background_wrote(tmp_path):
+def test_torch_reads_background_checkpoints(tmp_path):
     queue, weight = AsyncCallsQueue(), torch.arange(6.0)
     _write({"weight": weight, "note": "text"}, tmp_path / "saved", queue)
     weight.zero_()  # training continues

@@ -21,7 +21,7 @@ def forgotten(monkeypatch):
     destroy_num_microbatches_calculator()
 
 
-def test_asking_before_a_program_runs_says_what_to_call(forgotten):
+def test_getters_before_initialization_name_the_call_to_make(forgotten):
     with pytest.raises(RuntimeError, match="call pretrain"):
         program.get_args()
 

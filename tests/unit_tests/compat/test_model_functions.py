@@ -83,7 +83,7 @@ def test_rotation_and_residual_addition():
     torch.testing.assert_close(add((x, None), x, 0.5), 2 * x)
 
 
-def test_star_imports_hold_what_the_modules_of_megatron_import():
+def test_star_imports_provide_the_names_that_megatron_imports():
     for module in ("core.transformer.attention", "core.transformer.transformer_block"):
         space = {}
         exec(f"from megatron.{module} import *", space)

@@ -31,7 +31,7 @@ def test_a_ramp_is_followed_as_samples_are_consumed(caplog):
     assert calculator.get_micro_batch_size() == 2
 
 
-def test_a_size_that_ranks_cannot_share_is_lowered_if_asked_else_refused():
+def test_a_size_that_ranks_cannot_share_is_lowered_if_asked_else_rejected():
     with pytest.raises(ValueError, match="nearest valid sizes: 8 and 12"):
         calculator.init_num_microbatches_calculator(0, None, 10, 2, 2)
     calculator.init_num_microbatches_calculator(0, None, 10, 2, 2, decrease_batch_size_if_needed=True)
@@ -56,7 +56,7 @@ def test_arguments_of_newer_programs_are_taken_by_name():
     assert sizes == [16, 16, 32]
 
 
-def test_asking_too_early_and_setting_up_twice_say_what_to_call():
+def test_calculator_rejects_early_reads_and_second_initialization():
     with pytest.raises(RuntimeError, match="call init_num_microbatches_calculator"):
         calculator.get_num_microbatches()
     calculator.init_num_microbatches_calculator(1, None, 8, 2, 2)

@@ -199,7 +199,7 @@ def test_axes_of_size_one_may_be_left_out_of_an_order(order, full):
         assert short.sizes == long.sizes and short._rank_lists(short.sizes, axis) == long._rank_lists(long.sizes, axis)
 
 
-def test_model_chunks_without_a_pipeline_are_refused():
+def test_model_chunks_without_a_pipeline_are_rejected():
     with pytest.raises(
         ValueError, match="virtual_pipeline_model_parallel_size 2: requires pipeline_model_parallel_siz"
     ):

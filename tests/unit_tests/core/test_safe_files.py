@@ -266,7 +266,7 @@ def test_links_within_an_unfinished_conversion_are_removed_not_followed(tmp_path
 
 @pytest.mark.parametrize("line", ["[" * 10**5, "5", "[]", '["../moved", {}]', '["a", 5]', '["a", {}]', '["/etc", {}]',
                                   '["a", {"bytes": "x", "header_bytes": null, "header_crc32": 1}]'])  # fmt: skip
-def test_a_damaged_journal_costs_only_what_it_recorded(line, tmp_path):
+def test_damaged_journal_loses_its_records_only(line, tmp_path):
     with pytest.raises(KeyboardInterrupt), Target(tmp_path / "out", "a conversion") as target:
         (target.folder / "a").write_text("x")
         raise KeyboardInterrupt

@@ -33,7 +33,7 @@ def test_prefixes_and_weighted_pairs():
 
 
 @pytest.mark.parametrize("blend", [["0.5", "a", "b"], ["0.5", "a", "b", "c"], ["a", "0.5"], ["1", "2"], []])
-def test_mixtures_of_the_two_forms_are_refused(blend):
+def test_mixtures_of_the_two_forms_are_rejected(blend):
     with pytest.raises(ValueError, match="--data-path"):
         get_blend_from_list(blend)
 
@@ -59,7 +59,7 @@ def test_each_source_of_data(tmp_path):
     assert get_blend_and_blend_per_split(flags(per_split_data_args_path=str(per_split))) == expected
 
 
-def test_two_sources_are_refused_by_name():
+def test_two_sources_are_rejected_by_name():
     with pytest.raises(ValueError, match="--data-path and --mock-data"):
         get_blend_and_blend_per_split(flags(data_path=["a"], mock_data=True))
     with pytest.raises(ValueError, match="--data-args-path and --train-data-path"):
@@ -69,7 +69,7 @@ def test_two_sources_are_refused_by_name():
 @pytest.mark.parametrize(
     "content", ["{", "[]", "{}", '{"val": ["a"]}', '{"train": "a"}', '{"train": [["a"]]}', '{"train": []}']
 )
-def test_a_wrong_per_split_file_is_refused(tmp_path, content):
+def test_a_wrong_per_split_file_is_rejected(tmp_path, content):
     path = tmp_path / "x.json"
     path.write_text(content)
     with pytest.raises(ValueError, match="--per-split-data-args-path"):
@@ -80,7 +80,7 @@ def test_a_wrong_per_split_file_is_refused(tmp_path, content):
 
 @settings(deadline=None)
 @given(st.binary(max_size=60))
-def test_random_files_are_parsed_or_refused(tmp_path_factory, content):
+def test_random_files_are_parsed_or_rejected(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("blend") / "x"
     path.write_bytes(content)
     for name in ("data_args_path", "per_split_data_args_path"):
@@ -98,7 +98,7 @@ def test_spellings_of_a_split(split):
 
 
 @pytest.mark.parametrize("split", ["", "0,0,0", "1,1,1,1", "-1,1", "a,b", "1..2", "nan"])
-def test_wrong_splits_are_refused(split):
+def test_wrong_splits_are_rejected(split):
     with pytest.raises(ValueError, match="--split"):
         parse_and_normalize_split(split)
 

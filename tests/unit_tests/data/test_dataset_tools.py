@@ -100,7 +100,7 @@ def test_a_part_without_a_recorded_tokenizer_leaves_the_result_without(tmp_path)
     assert read_sidecar(str(tmp_path / "all")) is None and len(IndexedDataset(str(tmp_path / "all"))) == 6
 
 
-def test_check_prints_what_is_there(tmp_path):
+def test_check_prints_documents_tokens_and_lengths(tmp_path):
     write(tmp_path / "x_text_document", [[1, 2, 900], [], [4]] + [[5] * 100] * 3)
     result = run("check_dataset.py", tmp_path / "x", "--vocab-size", 901)
     assert result.returncode == 0, result.stderr
@@ -114,7 +114,7 @@ def test_check_prints_what_is_there(tmp_path):
         assert text in result.stdout
 
 
-def test_check_says_what_bert_can_use_of_sentences(tmp_path):
+def test_check_counts_sentences_that_bert_can_use(tmp_path):
     with IndexedDatasetBuilder(str(tmp_path / "x_text_sentence.bin"), dtype=np.uint16) as builder:
         for lengths in ([3, 5], [4], [1, 513, 1], [2, 2, 2]):
             builder.add_document(np.arange(sum(lengths)), lengths)

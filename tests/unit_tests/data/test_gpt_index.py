@@ -120,7 +120,7 @@ def test_number_of_epochs_takes_no_loop():
     assert plan.num_epochs == -(-(10**15 * 4096 + 1) // 3)
 
 
-def test_documents_without_tokens_are_refused():
+def test_documents_without_tokens_are_rejected():
     with pytest.raises(ValueError, match="no tokens"):
         plan_epochs(0, 10, 4, 1)
 

@@ -102,7 +102,7 @@ def test_token_positions_beyond_32_bits_are_exact():
 
 
 @pytest.mark.parametrize("documents", [[0, 7], [0, -1]])
-def test_a_document_outside_the_data_set_is_refused(documents):
+def test_a_document_outside_the_data_set_is_rejected(documents):
     for build in (
         lambda d: helpers.build_sample_idx(np.array([4, 4], dtype=np.int32), d, 2, 1, 8),
         lambda d: helpers.build_sample_idx_numpy(np.array([4, 4], dtype=np.int32), d, 2, 3, 1),
@@ -111,7 +111,7 @@ def test_a_document_outside_the_data_set_is_refused(documents):
             build(np.array(documents, dtype=np.int32))
 
 
-def test_fewer_tokens_than_announced_are_refused():
+def test_fewer_tokens_than_announced_are_rejected():
     sizes, documents = np.array([4, 4], dtype=np.int32), np.array([0, 1], dtype=np.int32)
     with pytest.raises(ValueError, match="fewer tokens"):
         helpers.build_sample_idx(sizes, documents, 2, 1, 1000)
@@ -187,7 +187,7 @@ def test_a_known_blend():
     assert sample.tolist() == [0, 0, 1, 2, 3, 1, 4, 5]
 
 
-def test_too_many_sources_are_refused():
+def test_too_many_sources_are_rejected():
     with pytest.raises(ValueError, match="merge_datasets"):
         helpers.build_blending_indices(np.full(32768, 1 / 32768), 4)
 

@@ -45,7 +45,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_files_are_refused_with_the_reason(prefix, name):
+def test_damaged_files_are_rejected_with_the_reason(prefix, name):
     suffix, change, reason = DAMAGE[name]
     path = Path(prefix + suffix)
     path.write_bytes(change(path.read_bytes()))
@@ -75,7 +75,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_wrong_fields_are_refused_with_the_reason(prefix, name):
+def test_wrong_fields_are_rejected_with_the_reason(prefix, name):
     at, data, reason = FIELDS[name]
     patch(prefix + ".idx", at, data)
     with pytest.raises(IndexedDatasetError, match=reason):

@@ -143,7 +143,7 @@ def test_torch_tensors_can_be_added(tmp_path):
 
 
 @pytest.mark.parametrize("token", [65536, -1, 10**12])
-def test_a_token_that_does_not_fit_is_refused(tmp_path, token):
+def test_a_token_that_does_not_fit_is_rejected(tmp_path, token):
     with IndexedDatasetBuilder(str(tmp_path / "x.bin"), np.uint16) as builder:
         with pytest.raises(ValueError, match=f"token id {token} does not fit uint16"):
             builder.add_document(np.array([3, token]), [2])

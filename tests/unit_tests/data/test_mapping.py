@@ -59,7 +59,7 @@ def test_numbers_come_back(tmp_path, array):
     assert result.shape == np.shape(array) and result.dtype == array.dtype and result.tobytes() == array.tobytes()
 
 
-def test_objects_and_damage_are_refused(tmp_path):
+def test_objects_and_damage_are_rejected(tmp_path):
     path = str(tmp_path / "x.npy")
     np.save(path, np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="no complete array of numbers"):

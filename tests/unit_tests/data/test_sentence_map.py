@@ -107,12 +107,12 @@ def test_seed_0_is_a_seed(either_builder):
     "documents, reason",
     [([[5], [9]], "2 have fewer than 2"), ([[5, 600]], "1 have a sentence of more than 512"), ([[], []], "fewer")],
 )
-def test_documents_without_a_sample_are_refused_at_once(either_builder, documents, reason):
+def test_documents_without_a_sample_are_rejected_at_once(either_builder, documents, reason):
     with pytest.raises(NoSamplesError, match=reason):
         mapping(documents, 10, FOREVER, 100)
 
 
-def test_arguments_out_of_range_are_refused():
+def test_arguments_out_of_range_are_rejected():
     for options in ({"length": 1}, {"short": 1.5}, {"short": -0.1}, {"epochs": 0}):
         with pytest.raises(ValueError):
             mapping([[5, 5]], **{"length": 10, **options})
@@ -130,7 +130,7 @@ def test_blocks_count_the_title_and_their_number_within_the_epoch(either_builder
     assert in_order(rows)[::2] == in_order(rows)[1::2]  # two equal epochs
 
 
-def test_a_block_of_one_long_sentence_is_refused(either_builder):
+def test_a_block_of_one_long_sentence_is_rejected(either_builder):
     with pytest.raises(NoSamplesError):
         build_blocks_mapping(np.array([0, 1]), np.array([513]), np.array([1]), 1, None, 12, 5, True)
 

@@ -82,7 +82,7 @@ def test_tied_against_untied_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 4, 100, 20_000])
-def test_a_truncated_file_is_refused_with_a_tensor(cut, tmp_path):
+def test_a_truncated_file_is_rejected_with_a_tensor(cut, tmp_path):
     folder = write(tmp_path / "a", random_weights(CONFIG))
     path = folder / "model.safetensors"
     os.truncate(path, path.stat().st_size - cut)
@@ -120,7 +120,7 @@ def test_a_missing_shard_and_an_index_that_lies_are_named(tmp_path):
     refused(folder, "weight_map")
 
 
-def test_an_existing_target_is_refused_and_nothing_is_half_written(tmp_path):
+def test_an_existing_target_is_rejected_and_nothing_is_half_written(tmp_path):
     model = load_hf(write(tmp_path / "a", random_weights(CONFIG)))
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine").write_text("precious")
@@ -174,7 +174,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("protocol", ["torch", "pickle"])
-def test_a_crafted_pickle_is_refused_and_runs_nothing(protocol, tmp_path):
+def test_a_crafted_pickle_is_rejected_and_runs_nothing(protocol, tmp_path):
     folder = write(tmp_path / "a", random_weights(CONFIG))
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -271,7 +271,7 @@ def test_another_architecture_and_an_unknown_family_list_those_that_there_are(tm
     ({"num_hidden_layers": 10**9}, ("num_layers", "1000000000")),
     ({"vocab_size": 0}, ("vocab_size", "0")),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")  # fmt: skip
-def test_a_key_that_no_setting_can_represent_is_refused_with_its_value(change, words, tmp_path):
+def test_a_key_that_no_setting_can_represent_is_rejected_with_its_value(change, words, tmp_path):
     refused(write(tmp_path / "a", {}, {**CONFIG, **change}), *words)
 
 
@@ -290,7 +290,7 @@ def test_odd_values_of_any_key_end_in_one_message(name, tmp_path):
                 assert str(error).startswith(str(tmp_path / "a")), error
 
 
-def test_settings_that_no_family_has_are_refused_with_the_reasons_of_the_nearest(tmp_path):
+def test_settings_that_no_family_has_are_rejected_with_the_reasons_of_the_nearest(tmp_path):
     model = load_hf(write(tmp_path / "a", random_weights(CONFIG)))
     model.settings["qk_l2_norm"] = True
     with pytest.raises(UserError, match="not llama: qk_l2_norm is True, the family has False alone. not") as caught:
@@ -354,7 +354,7 @@ def test_a_folder_may_be_links_into_a_cache_as_the_hub_makes_it(tmp_path):
 
 @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "config.json", "generation_config.json"])
 @pytest.mark.parametrize("cache", [False, True], ids=["folder", "cache whose blobs are a link"])
-def test_a_file_that_links_out_of_its_folder_is_refused(name, cache, tmp_path):
+def test_a_file_that_links_out_of_its_folder_is_rejected(name, cache, tmp_path):
     secrets = tmp_path / "private"
     secrets.mkdir()
     (secrets / "secret").write_text(json.dumps(CONFIG))

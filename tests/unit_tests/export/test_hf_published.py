@@ -124,12 +124,12 @@ def test_what_the_settings_of_gemma_say():
         ({**OLMO_2_7B, "attention_bias": True}, "attention_bias is True"),
     ],
 )
-def test_what_no_setting_can_say_is_refused(config, message):
+def test_what_no_setting_can_say_is_rejected(config, message):
     with pytest.raises(UserError, match=message):
         settings_of(config)
 
 
-def test_settings_that_gemma_cannot_say_are_refused():
+def test_settings_that_gemma_cannot_say_are_rejected():
     family = find_family(GEMMA_3_1B)
     settings = settings_of(GEMMA_3_1B)
     with pytest.raises(UserError, match="softmax_scale is 0.3"):
@@ -231,7 +231,7 @@ def test_values_of_further_published_models_that_cannot_be_converted(config, mes
         (published.MT5_SMALL, {"scale_decoder_outputs": True}, "scale_decoder_outputs is True"),
     ],
 )
-def test_settings_that_a_further_family_lacks_are_refused(config, change, message):
+def test_settings_that_a_further_family_lacks_are_rejected(config, change, message):
     with pytest.raises(UserError, match=re.escape(message)):
         find_family(config).save_settings({**settings_of(config), **change})
 

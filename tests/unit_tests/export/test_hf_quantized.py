@@ -192,14 +192,14 @@ def test_verify_names_invalid_scales(value, tmp_path, capsys):
     ({**FP8, "activation_scheme": "static"}, ("activation_scheme is 'static'", "in bf16")),
     ([1], ("quantization_config is [1]", "expected an object")),
 ], ids=str)  # fmt: skip
-def test_other_quantizations_are_refused_with_method_and_fix(quantization, words, tmp_path):
+def test_other_quantizations_are_rejected_with_method_and_fix(quantization, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "quantization_config": quantization}))
     with pytest.raises(UserError) as caught:
         load_hf(tmp_path)
     assert all(word in str(caught.value) for word in (str(tmp_path), *words)), caught.value
 
 
-def test_fp8_weights_without_a_quantization_in_config_are_refused(tmp_path):
+def test_fp8_weights_without_a_quantization_in_config_are_rejected(tmp_path):
     tensors = random_bf16(QWEN3)
     folder = write(tmp_path / "a", {**tensors, QUERY: tensors[QUERY].to(E4M3)}, QWEN3)
     with pytest.raises(UserError, match="torch.float8_e4m3fn, which config.json does not explain"):
@@ -308,7 +308,7 @@ def test_converted_fp8_folders_pass_verification_and_the_comparison_of_logits(tm
 @pytest.mark.parametrize(("flags", "words"), [
     (("--saver", "native"), "--saver hf"), (("--saver", "hf", "--original-dir", "x"), "remove --original-dir"),
 ])  # fmt: skip
-def test_quantize_is_refused_for_other_targets(flags, words, tmp_path):
+def test_quantize_is_rejected_for_other_targets(flags, words, tmp_path):
     with pytest.raises(UserError, match=f"--quantize fp8-blocks: .*{words}"):
         convert.main([*flags, "--load-dir", "a", "--save-dir", str(tmp_path / "b"), "--quantize", "fp8-blocks"])
 

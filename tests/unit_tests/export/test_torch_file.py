@@ -66,7 +66,7 @@ class SetsState:
     ],
 )
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_a_pickle_that_calls_is_refused_by_name(value, named, protocol, tmp_path, monkeypatch):
+def test_a_pickle_that_calls_is_rejected_by_name(value, named, protocol, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=named):
         load(pickle.dumps(value, protocol))
@@ -102,12 +102,12 @@ def test_enum_members_as_python_3_11_0_to_3_11_3_pickle_them_are_records():
         b"csignal\nraise_signal\nK\x09\x85R",
     ],
 )
-def test_other_attributes_are_refused(data):
+def test_other_attributes_are_rejected(data):
     with pytest.raises(CheckpointError, match="attribute|requests|call"):
         load(b"\x80\x02" + data + b".")
 
 
-def test_a_reduce_of_what_a_reduce_made_is_refused():
+def test_pickle_with_nested_reduce_is_rejected():
     with pytest.raises(CheckpointError):
         load(b"\x80\x02cmegatron\nA\n)R)R.")
 
@@ -399,7 +399,7 @@ def test_files_of_torch_before_1_6_are_read(tmp_path):
             read_torch_file(path)
 
 
-def test_a_tensor_larger_than_its_storage_is_refused(tmp_path):
+def test_a_tensor_larger_than_its_storage_is_rejected(tmp_path):
     torch.save({"a": torch.ones(4)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
         for name in old.namelist():

@@ -143,7 +143,7 @@ def run_of(pool, kind, folder, *flags):
     return folder / "run"
 
 
-def test_a_bert_without_the_binary_head_says_what_it_can_and_what_it_cannot(tool, gloo_pool, tmp_path, capsys):
+def test_bert_without_binary_head_lists_available_and_missing_tasks(tool, gloo_pool, tmp_path, capsys):
     run = run_of(gloo_pool, "bert", tmp_path, "--bert-no-binary-head")
     assert tool("fill-mask", "--load", run, "--text", "The [MASK] jumps. [MASK]", "--text", "[MASK]", "--top-k", 2) == 0
     out = capsys.readouterr().out.splitlines()

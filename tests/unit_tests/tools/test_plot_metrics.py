@@ -71,7 +71,7 @@ def test_the_load_of_experts_is_a_panel_and_statistics_can_be_asked_for(tmp_path
     assert main([str(tmp_path), "--output", str(tmp_path / "p.png"), *requested]) == 0
 
 
-def test_asked_keys_are_drawn_and_unknown_ones_refused_with_what_there_is(tmp_path, capsys):
+def test_requested_keys_are_drawn_and_unknown_ones_rejected_with_a_list(tmp_path, capsys):
     folder = write_run(tmp_path)
     assert main([str(folder), "--output", str(tmp_path / "p.svg"), "--keys", "num_tokens"]) == 0
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
@@ -80,7 +80,7 @@ def test_asked_keys_are_drawn_and_unknown_ones_refused_with_what_there_is(tmp_pa
     assert not (tmp_path / "q.png").exists()
 
 
-def test_the_x_axis_counts_what_it_says(tmp_path):
+def test_x_axis_counts_the_unit_of_its_label(tmp_path):
     folder = write_run(tmp_path)
     assert load(folder, "a").train["lm loss"].x[-1] == 40
     assert load(folder, "a", "samples").train["lm loss"].x[-1] == 160
@@ -150,7 +150,7 @@ def test_labels_are_the_shortest_ends_that_differ(tmp_path):
         (["EMPTY", "--text"], 2, "no record in it yet"),
     ],
 )
-def test_wrong_use_is_refused_in_one_line(tmp_path, capsys, arguments, code, message):
+def test_wrong_use_is_rejected_in_one_line(tmp_path, capsys, arguments, code, message):
     write_run(tmp_path / "RUN")
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "EMPTY" / "metrics.jsonl").touch()

@@ -123,6 +123,6 @@ def answers(server):
     return results
 
 
-def test_ranks_serve_what_one_rank_does(gloo_pool):
+def test_ranks_serve_the_same_text_as_one_rank(gloo_pool):
     (single,) = gloo_pool.run(serve, 1)
     assert len(single) == 6 and gloo_pool.run(serve, 2) == [single, None]

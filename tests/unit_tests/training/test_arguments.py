@@ -208,7 +208,7 @@ def test_script_flag_mistakes_are_reported_with_the_others():
     assert any("--my_number" in problem for problem in problems)
 
 
-def test_script_flag_that_exists_is_refused_by_argparse():
+def test_script_flag_that_exists_is_rejected_by_argparse():
     with pytest.raises(argparse.ArgumentError):
         parse(extra_args_provider=lambda parser: parser.add_argument("--hidden-size"))
 
@@ -231,7 +231,7 @@ def test_arguments_are_printed_sorted_with_dots():
     assert names == sorted(names, key=str.lower) and len(names) > 250
 
 
-def test_a_run_prints_what_was_given_or_differs_from_the_defaults():
+def test_run_prints_explicit_and_changed_settings():
     text = format_arguments(validate_args(parse("--norm-epsilon 1e-5 --bf16"), 1).flat, everything=False)
     names = [line.split()[0] for line in text.splitlines()[1:-1]]
     assert {"hidden_size", "ffn_hidden_size", "norm_epsilon", "bf16", "params_dtype", "world_size"} <= set(names)

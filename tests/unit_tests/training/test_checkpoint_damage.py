@@ -280,7 +280,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage, words", DAMAGE.values(), ids=DAMAGE.keys())
-def test_any_damage_to_the_newest_is_refused_and_kept(two, damage, words):
+def test_any_damage_to_the_newest_is_rejected_and_kept(two, damage, words):
     """One rule for all of it; who then takes an earlier one overwrites no evidence."""
     damage(two / "iter_0000002")
     evidence = {path.name: path.read_bytes() for path in (two / "iter_0000002").iterdir() if path.is_file()}
@@ -306,7 +306,7 @@ def test_the_earlier_checkpoint_that_is_named_is_complete(tmp_path):
     assert "--ckpt-step" not in str(caught.value), "an earlier one does not fit either"
 
 
-def test_a_renamed_checkpoint_is_refused(two):
+def test_a_renamed_checkpoint_is_rejected(two):
     (two / "iter_0000002").rename(two / "iter_0000009")
     (two / TRACKER).write_text("9")
     with pytest.raises(CheckpointError, match="of iteration 2: it was renamed"):

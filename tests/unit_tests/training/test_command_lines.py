@@ -112,7 +112,7 @@ def dry_run(line, family="gpt"):
 
 
 @pytest.mark.parametrize(("family", "text", "notice"), MASKED_LINES)
-def test_lines_of_bert_and_t5_pass_and_say_what_is_done_otherwise(family, text, notice, caplog):
+def test_bert_and_t5_lines_pass_with_notices_of_differences(family, text, notice, caplog):
     with caplog.at_level(logging.INFO):
         cfg = dry_run(MASKED + text, family)
     assert sum(notice in record.message for record in caplog.records) == 1
@@ -120,7 +120,7 @@ def test_lines_of_bert_and_t5_pass_and_say_what_is_done_otherwise(family, text, 
 
 
 @pytest.mark.parametrize(("text", "notice"), LINES)
-def test_line_passes_and_says_what_is_done_otherwise(text, notice, caplog):
+def test_line_passes_with_notices_of_differences(text, notice, caplog):
     with caplog.at_level(logging.INFO):
         cfg = dry_run(f"{BASE} {text}")
     messages = [record.message for record in caplog.records]
@@ -150,7 +150,7 @@ def test_saving_intervals_without_a_folder_are_taken(caplog):
     assert any(record.message.startswith("--save-interval 50: no effect without --save") for record in caplog.records)
 
 
-def test_dry_run_lists_what_a_run_would_miss_here(monkeypatch):
+def test_dry_run_lists_missing_packages_and_devices(monkeypatch):
     monkeypatch.setattr("megatron.training.rules.training.is_installed", lambda package: False)
     report = dry_run_report(dry_run(f"{BASE} --wandb-project runs --wandb-exp-name first"))
     missing = report[report.index("missing on this machine") :]
@@ -164,6 +164,6 @@ def test_line_with_mup_passes():
 
 
 @pytest.mark.parametrize("text", ["--enable-mhc-connections", "--moe-latent-size 8"])
-def test_what_would_change_results_is_refused(text):
+def test_what_would_change_results_is_rejected(text):
     with pytest.raises(ValueError, match="is not available (here|yet)"):
         parse_args(f"{BASE} {text}".split())

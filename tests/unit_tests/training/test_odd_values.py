@@ -53,7 +53,7 @@ COUNTED = (TrainingConfig, LearningRateConfig, ValidationConfig)
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_an_odd_value_is_taken_or_refused_in_words(base, tmp_path, monkeypatch):
+def test_an_odd_value_is_taken_or_rejected_in_words(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert answers(BASES[base])
     specs = SPECS if base == "everything" else [spec for spec in SPECS if spec.group in COUNTED]
@@ -103,7 +103,7 @@ def test_numbers_of_flags_without_effect_have_a_range(flag, value, reason):
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.range is not None], ids=lambda spec: spec.names[0])
-def test_a_number_outside_of_its_range_is_refused_with_its_flag(spec):
+def test_a_number_outside_of_its_range_is_rejected_with_its_flag(spec):
     """Just outside of both ends, and far away from them."""
     low, high = spec.range.low, spec.range.high
     outside = [str(2**64), "1e999", "nan"] if spec.type_name == "int" else ["nan", "inf"]

@@ -138,7 +138,7 @@ def test_every_label_is_among_the_places_of_one_rank(ranks, mask_prob, folder, m
     assert sorted(actual) == sorted(expected) and len(actual) > 20 * (mask_prob > 0.1)
 
 
-def test_more_masked_tokens_than_are_predicted_are_refused_before_the_batch_is_used(folder):
+def test_more_masked_tokens_than_are_predicted_are_rejected_before_the_batch_is_used(folder):
     task = make_task("bert", folder, "--mask-prob 0.5")
     inputs = batches(task)
     most = max(int(batch["loss_mask"].sum(1).max()) for batch in inputs)

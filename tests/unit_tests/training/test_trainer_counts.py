@@ -26,7 +26,7 @@ from megatron.training.trainer import Trainer
     "losses, skipped, count",
     [({"lm loss": 1.0}, False, 0), ({"lm loss": 1.0}, True, 1), ({}, True, 0)],  # the last: --iterations-to-skip
 )
-def test_only_refused_updates_count_as_skipped_iterations(losses, skipped, count):
+def test_only_rejected_updates_count_as_skipped_iterations(losses, skipped, count):
     step = TrainStep.__new__(TrainStep)
     step.state, step.flops_per_sample = TrainState(), 3.0
     metrics = StepMetrics(losses=losses, num_tokens=8, learning_rate=0.0, global_batch_size=4, skipped=skipped)

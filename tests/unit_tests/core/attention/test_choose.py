@@ -92,7 +92,7 @@ def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason
         ({"soft_cap": 50.0, "flash_version": 2, "flash_packages": (2,)}, "it does not cap logits"),
     ],
 )
-def test_what_was_asked_for_by_name_is_refused_where_it_cannot_serve(changes, message):
+def test_what_was_asked_for_by_name_is_rejected_where_it_cannot_serve(changes, message):
     with pytest.raises(ValueError, match=message):
         choose_kernel(request(**changes))
 

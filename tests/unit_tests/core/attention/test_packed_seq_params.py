@@ -72,7 +72,7 @@ def test_ranges_are_of_each_token_in_its_row():
 
 
 @pytest.mark.parametrize("bounds", [[1, 8, 16], [0, 8, 15], [0, 8, 24], [0, 9, 16], [0, 12, 8, 16], [0, 8], [0, 4]])
-def test_documents_of_other_rows_are_refused(bounds):
+def test_documents_of_other_rows_are_rejected(bounds):
     of([0, 3, 8, 8, 16]).check(2, 8)
     PackedSeqParams().check(2, 8)
     with pytest.raises(ValueError, match="cu_seqlens_q must ascend from 0 to 16"):

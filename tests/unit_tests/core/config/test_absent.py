@@ -94,7 +94,7 @@ def test_a_configuration_takes_settings_at_the_defaults_of_megatron_lm():
         TransformerConfig(**SIZES, cpu_offloading=True)
 
 
-def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
+def test_a_value_that_is_not_available_is_rejected_and_the_others_pass():
     assert problems_of("--optimizer soap") == ["--optimizer soap: this optimizer is not available yet; remove it"]
     assert "is not available yet" in problems_of("--rerun-mode report_stats")[0]
     assert parse_args((TINY + "--rerun-mode disabled --spec local --fp8-margin 0").split())
@@ -127,7 +127,7 @@ def test_a_value_has_the_same_answer_wherever_it_stands(caplog):
         TransformerConfig(**SIZES, fp8_multi_head_attention=True)
 
 
-def test_a_flag_that_a_script_adds_means_what_the_script_says(caplog):
+def test_flag_added_by_a_script_has_the_scripts_meaning(caplog):
     def own_flags(parser):
         parser.add_argument("--rerun-mode", choices=["disabled", "report_stats"])
 
@@ -157,7 +157,7 @@ def test_typing_mistakes_differ_from_absent_flags():
     assert problems_of("--mtp-standalone")[0].startswith("--mtp-standalone: exists in Megatron-LM, is not available")
 
 
-def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
+def test_absent_features_may_be_named_while_disabled():
     config = TransformerConfig(**SIZES, num_moe_experts=None, moe_router_topk=2, fp8=None, batch_p2p_comm=True,
                                deallocate_pipeline_outputs=True, mtp_standalone=None)  # fmt: skip
     assert config.num_moe_experts is None and config.moe_grouped_gemm is False and config.deallocate_pipeline_outputs

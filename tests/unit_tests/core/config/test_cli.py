@@ -229,7 +229,7 @@ def test_error_prints_one_line_per_problem(capsys):
     assert capsys.readouterr().err.splitlines()[0] == "program: 2 problems with the settings"
 
 
-def test_field_types_that_cannot_be_flags_are_refused():
+def test_field_types_that_cannot_be_flags_are_rejected():
     @dataclass(kw_only=True)
     class Wrong:
         """Wrong"""

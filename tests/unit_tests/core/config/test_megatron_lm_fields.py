@@ -89,7 +89,7 @@ FOREIGN = [name for name, row in absent.settings().items() if row.status in ("fo
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_another_value_of_a_missing_capability_is_refused(name):
+def test_another_value_of_a_missing_capability_is_rejected(name):
     with pytest.raises(ConfigError, match=rf"^{name} 77: .*(not available here|not available yet); "):
         TransformerConfig(**SIZES, **{name: 77})
 

@@ -26,7 +26,7 @@ SIZES = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4}
          "moe_token_dispatcher_type all: must be one of allgather, alltoall, flex"),
     ],
 )  # fmt: skip
-def test_impossible_experts_are_refused(settings, problem):
+def test_impossible_experts_are_rejected(settings, problem):
     with pytest.raises(ConfigError) as caught:
         TransformerConfig(**SIZES, **settings)
     assert [str(item) for item in caught.value.problems][0].startswith(problem)

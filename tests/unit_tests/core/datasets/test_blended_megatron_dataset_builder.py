@@ -103,12 +103,12 @@ def test_several_validation_sets_stay_apart(prefixes):
     assert all(data.num_epochs == 1 for data in valid)
 
 
-def test_a_full_pass_of_weighted_sources_is_refused(prefixes):
+def test_a_full_pass_of_weighted_sources_is_rejected(prefixes):
     with pytest.raises(ValueError, match="--full-validation"):
         build([10, None, 10], blend=(prefixes, [1.0, 1.0, 1.0]), split="8,1,1")
 
 
-def test_samples_of_an_empty_split_are_refused_in_one_line(prefixes):
+def test_samples_of_an_empty_split_are_rejected_in_one_line(prefixes):
     with pytest.raises(
         EmptySplitError, match=r"4 samples of valid asked of .*source2.* 0 documents.*--split \(now 989,1,10\)"
     ) as error:
@@ -129,14 +129,14 @@ def test_a_test_that_nobody_asked_for_is_left_out_with_one_line(prefixes, caplog
     assert "--split" in line and any(path in line for path in paths)
 
 
-def test_named_test_data_without_a_sample_is_refused(prefixes):
+def test_named_test_data_without_a_sample_is_rejected(prefixes):
     blends = [([prefixes[0]], None), None, ([prefixes[2]], None)]
     with pytest.raises(EmptySplitError, match="of test asked of"):
         build([10, 0, None], blend_per_split=blends, sequence_length=5000)
 
 
 @pytest.mark.parametrize("weights", [None, [0.5, 0.5]])
-def test_all_splits_and_sources_say_what_they_lack_at_once(prefixes, weights):
+def test_shortages_of_all_splits_and_sources_are_reported_at_once(prefixes, weights):
     blends = [([prefixes[0], "none"], weights), ([prefixes[1], "missing"], weights), ([prefixes[0], "none"], weights)]
     with pytest.raises(IndexedDatasetError) as caught:
         build([10, 10, 10], blend_per_split=blends)
@@ -157,7 +157,7 @@ def test_sources_without_a_sample_are_left_out_of_a_pass(prefixes, caplog):
         build([0, None, 0], blend=(prefixes[1:], None), split="999999,1,0")
 
 
-def test_an_exhausted_source_is_refused_by_flag(prefixes):
+def test_an_exhausted_source_is_rejected_by_flag(prefixes):
     datasets = build([None, 0, 0], blend=(prefixes, None), split="1,0,0")[0].datasets
     config = datasets[0].config
     with pytest.raises(
@@ -211,7 +211,7 @@ def test_a_process_that_needs_no_data_opens_nothing():
     assert BlendedMegatronDatasetBuilder(GPTDataset, [1, 1, 1], lambda: False, config).build() == [None] * 3
 
 
-def test_wrong_configurations_are_refused():
+def test_wrong_configurations_are_rejected():
     base = {"random_seed": 1, "sequence_length": 8}
     for options, reason in (
         ({"blend": (["a"], None), "blend_per_split": [(["a"], None), None, None]}, "one source"),

@@ -95,7 +95,7 @@ def test_rates_are_shares_of_the_segments(corpus, rate, spm):
     assert suffix_first == 1 if spm else suffix_first < 0.4
 
 
-def test_a_sample_does_not_depend_on_what_was_read_before(corpus):
+def test_sample_does_not_depend_on_earlier_reads(corpus):
     first, _ = datasets(corpus, fim_rate=0.5)
     second, _ = datasets(corpus, fim_rate=0.5)
     backwards = {index: second[index] for index in reversed(range(60))}

@@ -181,7 +181,7 @@ def test_a_sample_without_loss_fills_a_batch(prefix):
 
 @pytest.mark.parametrize("place", [0, 4])
 @pytest.mark.parametrize("bad, dtype", [(1000, np.uint16), (-5, np.int32), (10**9, np.int32)])
-def test_a_token_outside_the_vocabulary_is_refused_by_document_and_offset(tmp_path, bad, dtype, place):
+def test_a_token_outside_the_vocabulary_is_rejected_by_document_and_offset(tmp_path, bad, dtype, place):
     documents = corpus(count=10)
     documents[5] = [1, 2, 3, 4, 5]
     documents[5].insert(place, bad)
@@ -201,7 +201,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_document_and_offset(tmp_pa
 
 
 @pytest.mark.parametrize("documents", [[], [[]], [[], []], [[1, 2]]])
-def test_a_split_without_a_sample_is_refused(tmp_path, documents):
+def test_a_split_without_a_sample_is_rejected(tmp_path, documents):
     path = write(tmp_path / "short", documents)
     with pytest.raises(EmptySplitError, match=r"a full pass of train asked of .*--split .*--eval-iters 0"):
         dataset(path, None)

@@ -195,7 +195,7 @@ BAD_NAMES = ["../secret.safetensors", "/etc/x.safetensors", "a/b.safetensors", "
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_paths_in_the_manifest_are_refused(saved, name):
+def test_paths_in_the_manifest_are_rejected(saved, name):
     def change(content):
         content["files"][name] = content["files"].pop("model_00000.safetensors")
 
@@ -204,7 +204,7 @@ def test_paths_in_the_manifest_are_refused(saved, name):
         CheckpointReader(saved)
 
 
-def test_links_are_refused(saved, tmp_path):
+def test_links_are_rejected(saved, tmp_path):
     path = saved / "model_00000.safetensors"
     outside = tmp_path / "outside.safetensors"
     path.rename(outside)
@@ -224,7 +224,7 @@ def test_links_are_refused(saved, tmp_path):
     lambda c: c["files"]["model_00000.safetensors"].update(header_bytes="8"),
     lambda c: c.update(format="other"), lambda c: c.update(format_version=99), lambda c: c.update(assets={"../x": {}}),
 ])  # fmt: skip
-def test_malformed_manifests_are_refused(saved, change):
+def test_malformed_manifests_are_rejected(saved, change):
     rewrite(saved, change)
     with pytest.raises(CheckpointError, match=r"metadata\.json"):
         CheckpointReader(saved)
@@ -285,7 +285,7 @@ def save_failing_on_rank_1(rank, world, folder):
         return str(error)
 
 
-def test_a_hole_in_a_tensor_is_refused_before_anything_appears(gloo_pool, tmp_path):
+def test_a_hole_in_a_tensor_is_rejected_before_anything_appears(gloo_pool, tmp_path):
     with pytest.raises(AssertionError, match="model.x of shape .* is not covered exactly once"):
         gloo_pool.run(save_with_gap, 2, tmp_path / "c")
     assert not list(tmp_path.iterdir())
@@ -315,7 +315,7 @@ def test_a_module_is_stored_under_its_names():
     }  # fmt: skip
 
 
-def test_impossible_rectangles_are_refused():
+def test_impossible_rectangles_are_rejected():
     with pytest.raises(ValueError, match="does not lie in"):
         ShardedTensor("x", torch.ones(3), (4,), (2,))
     with pytest.raises(ValueError, match="cannot be stored"):

@@ -273,7 +273,7 @@ def test_a_continuation_that_merges_into_the_context_is_scored_by_its_text(rando
     assert logprob == adapter._loglikelihood_tokens([(None, context_ids, continuation_ids)])[0][0] < -1
 
 
-def test_continuations_without_tokens_are_refused(random_pair):
+def test_continuations_without_tokens_are_rejected(random_pair):
     adapter, _, _ = random_pair
     for pair in (("the", ""), ("", "")):
         with pytest.raises(UserError, match="continuation"):

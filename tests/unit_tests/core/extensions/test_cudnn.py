@@ -47,7 +47,7 @@ def test_who_asks_for_a_part_by_name_gets_that_of_torch(two_versions):
 
 
 @pytest.mark.parametrize("where", ["with one_cudnn(): load()", "load(); require_one_cudnn()"])
-def test_parts_of_another_one_are_refused(two_versions, where):
+def test_parts_of_another_one_are_rejected(two_versions, where):
     load = "load = lambda: ctypes.CDLL(root + '/system/libcudnn_graph.so.9')"
     error = run(two_versions, "require_one_cudnn()", load, where).stderr
     assert "UserError" in error and "import torch first" in error

@@ -206,7 +206,7 @@ def test_attention_with_dropout_is_the_built_in_one(monkeypatch):
     assert not torch.allclose(local, losses(make_model(False)))
 
 
-def test_contradicting_variables_are_refused(monkeypatch):
+def test_contradicting_variables_are_rejected(monkeypatch):
     fake_transformer_engine.install(monkeypatch)
     for name in kernel_variables("flash"):
         monkeypatch.setenv(name, "0")

@@ -305,7 +305,7 @@ def test_an_equal_prompt_is_computed_once():
     assert counts == [11, 3]
 
 
-def test_pages_fill_what_the_limits_can_use():
+def test_number_of_pages_is_bounded_by_the_limits():
     item = Engine(build("latent"), Limits(max_length=16, max_sequences=3), page_size=4)
     assert item.pool.num_usable == 3 * 4
     assert item.runner.measure(5, 4) == 2 * (10 + 4) * 8  # the latent and the rope key of two layers

@@ -79,7 +79,7 @@ def names(fields):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_generate_what_one_rank_does(gloo_pool, case):
+def test_ranks_generate_the_same_text_as_one_rank(gloo_pool, case):
     ranks, fields = CASES[case]
     single = {name: value for name, value in fields.items() if name != "sequence_parallel"}
     ((tokens, logprobs),) = gloo_pool.run(completions, 1, {}, single)

@@ -47,7 +47,7 @@ def test_draws_are_those_of_the_seed_and_position():
         assert token == int((row.float() - row.float().max() + noise).argmax())
 
 
-def test_an_empty_prompt_is_refused():
+def test_an_empty_prompt_is_rejected():
     with pytest.raises(ValueError, match="prompt is empty"):
         next(generate(NextNumber(), [], max_new_tokens=1, max_sequence_length=4))
 

@@ -58,7 +58,7 @@ def test_sums_and_means_have_the_same_gradients():
 
 
 @pytest.mark.parametrize("is_sum, found", [(True, "a sum over 36 tokens.*as of a mean"), (False, "a mean.*of 36 ")])
-def test_a_main_loss_of_another_kind_is_refused(is_sum, found):
+def test_a_main_loss_of_another_kind_is_rejected(is_sum, found):
     """Either would silently scale the routers' losses by the tokens of a micro-batch."""
     for coefficients in ({}, {"moe_z_loss_coeff": None, "moe_aux_loss_coeff": [0.0]}):
         model, passed = make_model(**{**EXPERTS, **coefficients}).train(), MainLossInput()
@@ -126,7 +126,7 @@ def test_sums_and_means_have_the_same_gradients_on_any_ranks(gloo_pool, size, si
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_tensor_parallel_ranks_that_would_route_the_same_tokens_are_refused():
+def test_tensor_parallel_ranks_that_would_route_the_same_tokens_are_rejected():
     config = make_config(**EXPERTS)
     layer = ModuleSpec(MoELayer, submodules=MoESubmodules(shared_experts=None))
     groups = replace(SINGLE_PROCESS, tp=Group("tp", (0, 1)))

@@ -125,7 +125,7 @@ def test_padding_is_inert_and_said_in_two_ways():
 
 
 @pytest.mark.parametrize("position_embedding_type", ["learned_absolute", "rope"])
-def test_samples_laid_end_to_end_are_what_they_are_in_rows(position_embedding_type):
+def test_packed_samples_equal_samples_in_rows(position_embedding_type):
     model, *_ = make(position_embedding_type=position_embedding_type)
     ids, mask, types, labels = inputs()
     lengths = torch.tensor([16, 7, 11])
@@ -156,7 +156,7 @@ def test_tokens_see_later_tokens():
     assert (model(ids, mask, types, labels)[0] != losses).all()
 
 
-def test_padding_before_a_token_is_refused():
+def test_padding_before_a_token_is_rejected():
     model, *_ = make()
     ids, mask, types, _ = inputs()
     mask[0, 0] = 0
@@ -193,7 +193,7 @@ def test_losses_and_gradients_of_some_positions_equal_those_of_full_rows(setting
     torch.testing.assert_close(*results)
 
 
-def test_places_are_refused_where_ranks_hold_parts_of_rows():
+def test_places_are_rejected_where_ranks_hold_parts_of_rows():
     model, *_ = make("one loss, untied")
     model.config.sequence_parallel = True
     with pytest.raises(ValueError, match=r"LabelsAt: under sequence parallelism .* give labels \[b, s\]"):

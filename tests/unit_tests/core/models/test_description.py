@@ -200,7 +200,7 @@ EXPERT_GRIDS = [(1, 1, 1), (2, 1, 2), (1, 2, 1), (1, 4, 1), (2, 2, 1), (2, 2, 2)
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_spec_describes_what_the_settings_describe(name):
+def test_description_of_a_spec_equals_that_of_the_settings(name):
     config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=4, **SPECS[name])
     spec = get_gpt_decoder_block_spec(config)
     assert described(config, 50, 16, spec=spec) == described(config, 50, 16, spec=spec.layer_specs[0])

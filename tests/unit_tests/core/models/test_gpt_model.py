@@ -215,7 +215,7 @@ def test_packed_documents_equal_the_same_documents_in_separate_rows(backend, win
 
 
 @pytest.mark.parametrize("bounds", [[0, 12, 24, 34], [1, 12, 24, 36], [0, 13, 24, 36], [0, 12, 24, 20, 36]])
-def test_packed_documents_that_are_not_the_batch_are_refused(bounds):
+def test_packed_documents_that_are_not_the_batch_are_rejected(bounds):
     """Padding after the last document would get uninitialized gradients."""
     tokens, _, positions = batch()
     packed = PackedSeqParams(cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32))
@@ -276,7 +276,7 @@ def test_grouped_queries_equal_many_heads_with_repeated_keys_and_values():
         {"share_embeddings_and_output_weights": True, "vocab_size": 65},
     ],
 )
-def test_the_closed_form_counts_what_is_built(overrides):
+def test_closed_form_parameter_count_equals_the_built_model(overrides):
     model = make_model(**overrides)
     shared = ("position_embedding_type", "share_embeddings_and_output_weights")
     options = {name: overrides[name] for name in shared if name in overrides}
@@ -348,7 +348,7 @@ def test_post_norm_residuals_take_the_normed_stream():
     torch.testing.assert_close(layer(x), middle + layer.mlp(middle))
 
 
-def test_one_layer_spec_serves_all_layers_and_wrong_counts_are_refused():
+def test_one_layer_spec_serves_all_layers_and_wrong_counts_are_rejected():
     config = make_config()
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCAB, max_sequence_length=16)
     assert len(model.decoder.layers) == 2
@@ -362,7 +362,7 @@ def test_what_is_not_available_says_so():
         make_model(position_embedding_type="mrope")
 
 
-def test_ids_outside_of_the_vocabulary_are_refused():
+def test_ids_outside_of_the_vocabulary_are_rejected():
     model = make_model()
     tokens, labels, positions = batch()
     with pytest.raises(IndexError):

@@ -69,6 +69,6 @@ def test_yarn_without_stretching_is_plain_and_needs_the_original_length_otherwis
 
 
 @pytest.mark.parametrize("channels, percent", [(10, 0.5), (8, 0.1)])
-def test_odd_rotated_widths_are_refused(channels, percent):
+def test_odd_rotated_widths_are_rejected(channels, percent):
     with pytest.raises(ValueError, match="even number"):
         RotaryEmbedding(channels, percent)

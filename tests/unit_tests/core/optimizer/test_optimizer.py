@@ -269,7 +269,7 @@ def test_restored_state_goes_on_bit_for_bit(kind, dtype):
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), twin.state_dict().values()))
 
 
-def test_state_that_does_not_fit_is_refused_with_every_name():
+def test_state_that_does_not_fit_is_rejected_with_every_name():
     optimizer = get_megatron_optimizer(settings(), [wrapped(network())])
     state = copy.deepcopy(optimizer.state_dict())
     state["exp_avg"]["9.weight"] = state["exp_avg"].pop("0.weight")

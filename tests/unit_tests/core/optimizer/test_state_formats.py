@@ -102,7 +102,7 @@ def test_gradients_may_stay_in_16_bits():
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8"])
-def test_formats_without_scales_are_refused(name):
+def test_formats_without_scales_are_rejected(name):
     with pytest.raises(ValueError, match=f"--exp-avg-dtype {name}: moments fall below"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1, exp_avg_dtype=name), [nn.Linear(2, 2)])
 

@@ -44,7 +44,7 @@ def test_losses_have_their_weights_and_others_are_logged_only():
 
 
 @pytest.mark.parametrize("returned", [torch.ones(()), (torch.ones(()), {}), {"lm loss": torch.ones(3)}])
-def test_losses_without_counts_are_refused(returned):
+def test_losses_without_counts_are_rejected(returned):
     with pytest.raises(UserError, match="loss_func: returned .*; return {name: "):
         run(torch.nn.Linear(3, 1), [torch.randn(2, 3)], lambda output: returned)
 

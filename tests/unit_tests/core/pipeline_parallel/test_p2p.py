@@ -108,7 +108,7 @@ def test_each_message_is_complete_and_reaches_the_action_that_needs_it(monkeypat
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_mailboxes_hand_out_what_was_sent_in_the_senders_order(num_ranks):
+def test_mailboxes_keep_the_order_of_each_sender(num_ranks):
     """With two ranks, chunks after the first send up and down between the same two, in an order that differs by
     rank."""
     schedule = interleaved(num_ranks, 2, 4)
@@ -180,7 +180,7 @@ def test_what_is_sent_is_no_part_of_a_graph_and_contiguous(monkeypatch):
     assert saved[0].is_contiguous() and not saved[0].requires_grad and saved[0].shape == (3, 2)
 
 
-def test_a_message_of_another_shape_or_dtype_is_refused():
+def test_a_message_of_another_shape_or_dtype_is_rejected():
     first, _ = ends(engines=engines_of(2))
     encoder, decoder = message(0)
     expected = r"a pipeline stage made \(4, 2, 3\) and \(1, 2, 3\) torch.float64, but stages pass on \(4, 2, 3\) and"

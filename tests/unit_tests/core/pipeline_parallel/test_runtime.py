@@ -120,7 +120,7 @@ def test_outputs_are_let_go_before_their_backward():
     assert chunks[1].received is None  # nor does a model keep its last input
 
 
-def test_iterators_for_other_numbers_of_chunks_are_refused():
+def test_iterators_for_other_numbers_of_chunks_are_rejected():
     with pytest.raises(ValueError, match="3 data iterators for 2 model chunks"):
         chunk_iterators([iter(())] * 3, 2)
 

@@ -132,7 +132,7 @@ def test_a_remainder_too_small_to_fill_the_pipeline_joins_the_other_groups():
     assert group_sizes(4, 3, 4) == [3]
 
 
-def test_a_schedule_that_does_not_fit_the_chunks_is_refused():
+def test_a_schedule_that_does_not_fit_the_chunks_is_rejected():
     with pytest.raises(ValueError, match="--pipeline-schedule 1f1b does not fit 2 model chunks"):
         choose_schedule("1f1b", 2, 2, 4)
     with pytest.raises(ValueError, match="interleaved"):

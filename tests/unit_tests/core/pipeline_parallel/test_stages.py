@@ -96,7 +96,7 @@ LLAMA = describe_gpt(
 ).costs  # fmt: skip
 
 
-def test_the_parts_of_a_model_weigh_what_they_take():
+def test_costs_of_model_parts_are_their_times():
     """LLaMA-3-8B, million multiplications per token: 41.9 in the projections, 33.6 slower between them, 176, 525."""
     attention, mlp = 41.943 + 33.554 / 0.65, 176.161
     layer = attention + mlp
@@ -163,7 +163,7 @@ def test_given_ends_count_for_the_full_rank():
         counts(shape(7, 2, **ends))
 
 
-def test_layout_strings_say_exactly_what_every_stage_holds():
+def test_layout_strings_define_the_layers_of_every_stage():
     stages = parse_layout("Et*3|(tt|)*29,m|L")
     assert len(stages) == 32
     assert [stage.num_layers for stage in stages] == [3, *[2] * 29, 0, 0]
@@ -221,7 +221,7 @@ def test_a_wrong_layout_string_is_located(text, message):
     assert message in str(error.value)
 
 
-def test_a_layout_that_does_not_fit_the_model_is_refused():
+def test_a_layout_that_does_not_fit_the_model_is_rejected():
     with pytest.raises(ValueError, match="3 stages, not a multiple of 2"):
         pipeline_stages(shape(2, 2, pipeline_model_parallel_layout="Et|t|L"))
     with pytest.raises(ValueError, match="2 layers, the model 3"):
@@ -261,7 +261,7 @@ def test_layers_that_are_cut_in_three_add_up_to_full_layers():
     assert len(pipeline_stages(shape(1, 6, pipeline_model_parallel_layout="Ea|a|a|a|a|fL"), six)) == 6
 
 
-def test_layers_of_three_branches_are_balanced_by_what_each_costs():
+def test_layers_of_three_branches_are_balanced_by_branch_costs():
     costs = ModelCosts((THREE,) * 2, ((0.5, 0.25, 0.25),) * 2, 1.0)
     assert list(map(str, pipeline_stages(shape(2, 2), costs))) == [
         "embedding + layer 1 + recurrence of layer 2", "attention and feed-forward of layer 2 + loss",

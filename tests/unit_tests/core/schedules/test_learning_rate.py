@@ -141,7 +141,7 @@ def optimizer_with(*groups):
     return SimpleNamespace(param_groups=[dict(group) for group in groups])
 
 
-def test_the_scheduler_writes_what_the_pure_functions_say():
+def test_scheduler_writes_values_of_the_pure_functions():
     optimizer = optimizer_with({}, {"lr_mult": 0.5, "wd_mult": 0.0})
     scheduler = get_optimizer_param_scheduler(config(), optimizer)
     for _ in range(30):
@@ -180,7 +180,7 @@ def test_a_restored_scheduler_goes_on_where_it_was():
     assert second.state_dict() == first.state_dict()
 
 
-def test_a_changed_schedule_is_refused_unless_a_flag_decides():
+def test_a_changed_schedule_is_rejected_unless_a_flag_decides():
     stored = get_optimizer_param_scheduler(config(), optimizer_with({}))
     stored.step(550)
     changed = config(lr=2.0, train_iters=200)

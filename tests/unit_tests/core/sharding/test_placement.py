@@ -185,7 +185,7 @@ def test_any_expert_axis_makes_an_expert_parameter(mesh):
 
 
 @pytest.mark.parametrize("dim", [-1, 0])
-def test_a_stride_is_refused_with_words_that_can_be_copied(dim):
+def test_a_stride_is_rejected_with_words_that_can_be_copied(dim):
     module = nn.Linear(2, 2)
     module.weight.tensor_model_parallel, module.weight.partition_stride = True, 2
     module.weight.partition_dim = dim

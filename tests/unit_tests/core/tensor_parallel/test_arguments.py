@@ -64,7 +64,7 @@ def _layers(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_layers_of_a_program_compute_what_one_rank_does(gloo_pool, world_size):
+def test_layers_of_a_program_equal_one_rank(gloo_pool, world_size):
     assert gloo_pool.run(_layers, world_size) == [True] * world_size
 
 

@@ -62,7 +62,7 @@ def test_a_second_backward_through_reused_logits_is_an_error():
         loss.backward()
 
 
-def test_logits_of_another_width_are_refused():
+def test_logits_of_another_width_are_rejected():
     with pytest.raises(ValueError, match="not gathered"):
         vocab_parallel_cross_entropy(random(2, 256), torch.tensor([0, 1]), vocab_size=100)
     with pytest.raises(ValueError, match="leading dims"):

@@ -349,14 +349,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_files_are_refused_with_the_reason(tmp_path, case):
+def test_broken_files_are_rejected_with_the_reason(tmp_path, case):
     make, reason = BROKEN[case]
     cfg = make(tmp_path)
     with pytest.raises(ValueError, match=reason):
         build_tokenizer(cfg)
 
 
-def test_lone_surrogates_are_refused(tokenizers):
+def test_lone_surrogates_are_rejected(tokenizers):
     for kind in KINDS:
         if kind != "NullTokenizer":
             with pytest.raises((ValueError, UnicodeEncodeError)):

@@ -195,7 +195,7 @@ def test_layers_run_in_the_groups_that_were_asked_for():
     assert layer_runs(RecomputeConfig(), 3, SINGLE_PROCESS) == [(call, range(3))]
 
 
-def test_incomplete_settings_are_refused():
+def test_incomplete_settings_are_rejected():
     with pytest.raises(ValueError, match="recompute_num_layers"):
         layer_runs(RecomputeConfig(recompute_granularity="full"), 2, SINGLE_PROCESS)
     with pytest.raises(ValueError, match=r"\['mlps'\]: choose from core_attn, .*mlp, "):

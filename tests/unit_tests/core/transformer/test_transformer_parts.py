@@ -42,7 +42,7 @@ def make_config(**overrides):
 @pytest.mark.parametrize("queries, keys", [(6, 6), (2, 6)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (2, 0), (1, 2), (-1, 1), (2, -1)])
-def test_masks_hide_what_the_definition_hides(queries, keys, causal, window):
+def test_masks_equal_their_definition(queries, keys, causal, window):
     mask = hidden_pairs(full_tile(queries, keys, Visibility(causal, window)))
     left, right = window or (-1, -1)
     for q in range(queries):
@@ -199,7 +199,7 @@ def test_a_copy_of_a_layer_computes_with_its_weights():
     assert torch.equal(twin(x), x) and not torch.equal(layer(x), x)
 
 
-def test_branches_of_one_name_are_refused():
+def test_branches_of_one_name_are_rejected():
     (attention, mlp), config = get_gpt_layer_local_spec().submodules.branches, make_config()
     with pytest.raises(ValueError, match="parameters are called by these names, one each"):
         TransformerLayer(config, [mlp, attention, mlp], groups=SINGLE_PROCESS)
@@ -241,7 +241,7 @@ class OfOlderArguments(torch.nn.Module):
         return hidden_states
 
 
-def test_a_mixer_to_which_no_one_would_give_its_rotations_is_refused():
+def test_a_mixer_to_which_no_one_would_give_its_rotations_is_rejected():
     (attention, _), config = get_gpt_layer_local_spec().submodules.branches, make_config()
     with pytest.raises(UserError, match=r"OfOlderArguments.forward takes attention_mask, .* ctx.attention_mask"):
         TransformerLayer(config, [replace(attention, mixer=OfOlderArguments)], groups=SINGLE_PROCESS)
@@ -316,7 +316,7 @@ def test_initial_values_follow_from_the_configuration(fields, reading, writing, 
     assert (weight_init(config), output_weight_init(config), embedding_init(config)) == (reading, writing, embedding)
 
 
-def test_a_mixer_is_given_what_its_signature_takes():
+def test_mixer_receives_arguments_of_its_signature():
     assert accepts_context(lambda x, ctx: x) and accepts_context(lambda x, *rest: x)
     assert not accepts_context(lambda x: x)
 

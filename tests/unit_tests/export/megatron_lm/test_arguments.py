@@ -124,7 +124,7 @@ def test_norm_weights_around_zero_come_over_under_both_names(version, name, tmp_
     assert loaded.settings["apply_layernorm_1p"] is True
 
 
-def test_arguments_that_make_another_model_are_refused_together(tmp_path, monkeypatch):
+def test_arguments_that_make_another_model_are_rejected_together(tmp_path, monkeypatch):
     args = arguments("main", "dense", monkeypatch, openai_gelu=True, moe_latent_size=8)
     with pytest.raises(CheckpointError, match=r"moe_latent_size is 8; openai_gelu is True"):
         load_megatron_torch_dist(write(tmp_path, "dense", "torch_dist", args))

@@ -248,7 +248,7 @@ def test_model_of_flags_equals_a_megatron_lm_encoder(tmp_path):
         assert shapes == {name: tensor.shape for name, tensor in native.tensors.items()}
 
 
-def test_an_encoder_without_a_layer_is_refused(tmp_path, monkeypatch):
+def test_an_encoder_without_a_layer_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setitem(ARGS, "num_layers", 3)
     write_torch_dist(tmp_path, "bert")
     with pytest.raises(CheckpointError, match=r"holds layers \[0, 1\], its arguments say 3"):

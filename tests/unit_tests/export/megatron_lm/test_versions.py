@@ -135,7 +135,7 @@ def test_flat_buckets_of_the_distributed_optimizer_are_full_states(written, tmp_
         "optimizer.distributed.dp_group_idx_0.gbuf_idx_1.dtype_x.bucket_idx_0.param": {(0,): torch.ones(2)},
     }), "of several buffers"),
 ])  # fmt: skip
-def test_flat_buckets_that_cannot_be_cut_are_refused_with_advice(harm, message, written, tmp_path):
+def test_flat_buckets_that_cannot_be_cut_are_rejected_with_advice(harm, message, written, tmp_path):
     def change(pieces, common, metadata):
         flat_buckets(pieces, common, metadata)
         harm(pieces, common)
@@ -145,7 +145,7 @@ def test_flat_buckets_that_cannot_be_cut_are_refused_with_advice(harm, message, 
     assert "--dist-ckpt-optim-fully-reshardable" in str(caught.value)
 
 
-def test_a_flat_state_that_is_not_its_parameters_is_refused(written, tmp_path):
+def test_a_flat_state_that_is_not_its_parameters_is_rejected(written, tmp_path):
     def change(pieces, common, metadata):
         name = "optimizer.state.exp_avg.output_layer.weight"
         (tensor,) = pieces[name].values()

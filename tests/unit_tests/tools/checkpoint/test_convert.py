@@ -260,7 +260,7 @@ def test_flags_that_contradict_a_formats_settings_are_named_with_both_values(fol
     assert "--num-layers is 3, there it is 2" in message
 
 
-def test_another_architecture_is_refused(folders, tmp_path):
+def test_another_architecture_is_rejected(folders, tmp_path):
     shutil.copytree(folders / "hf", tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "mamba"}))
@@ -311,7 +311,7 @@ def test_existing_target_is_rejected_and_not_changed(folders, tmp_path):
     converted(folders / "hf", tmp_path / "empty", "native")
 
 
-def test_a_folder_that_is_being_written_is_refused_on_both_sides(warm_python, folders, tmp_path):
+def test_a_folder_that_is_being_written_is_rejected_on_both_sides(warm_python, folders, tmp_path):
     with Target(tmp_path / "out", "another conversion") as target:
         target.write("model.safetensors", {"a": LazyTensor.of(torch.ones(3))}, {})
         assert "an unfinished conversion" in refused(target.folder, tmp_path / "copy")
@@ -415,7 +415,7 @@ def test_no_space_is_one_message_and_no_target(warm_python, folders, tmp_path):
     assert "Traceback" not in result.stderr and not (tmp_path / "out").exists()
 
 
-def test_too_little_space_is_refused_before_anything_is_copied(folders, tmp_path, monkeypatch):
+def test_too_little_space_is_rejected_before_anything_is_copied(folders, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     message = refused(folders / "hf", tmp_path / "out")
@@ -423,5 +423,5 @@ def test_too_little_space_is_refused_before_anything_is_copied(folders, tmp_path
 
 
 @pytest.mark.parametrize(("family", "own"), [("gpt", "and a --save"), ("t5", "and --decoder-seq-length N and a")])
-def test_what_to_type_next_names_what_weights_do_not_say(family, own):
+def test_next_command_names_settings_that_weights_do_not_state(family, own):
     assert own in convert.how_to_load("weights", Interchange({"model_family": family}, {}))

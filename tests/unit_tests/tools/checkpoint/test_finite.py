@@ -42,7 +42,7 @@ def test_non_finite_weights_are_counted_named_and_not_published(broken, saver):
     assert not (broken / saver).exists()
 
 
-def test_a_repeated_conversion_counts_what_the_first_attempt_wrote(broken):
+def test_repeated_conversion_counts_files_of_the_first_attempt(broken):
     for _ in range(2):
         with pytest.raises(CheckpointError, match="5 NaN or infinite values in 2 tensors"):
             convert_to(broken, "native", "--max-shard-size", "0.000005")

@@ -220,7 +220,7 @@ def draws_after_seed():
     return torch.rand(1).item()
 
 
-def test_another_architecture_is_refused_with_every_mismatch(two):
+def test_another_architecture_is_rejected_with_every_mismatch(two):
     with pytest.raises(CheckpointError) as caught:
         Run(settings(two, num_layers=3, swiglu=True, hidden_dropout=0.5)).load()
     assert "num_layers is 3, the checkpoint has 2" in str(caught.value)
@@ -233,12 +233,12 @@ def test_another_architecture_is_refused_with_every_mismatch(two):
         Run(settings(two, hidden_size=16, finetune=True)).load()
 
 
-def test_another_tokenizer_is_refused(two):
+def test_another_tokenizer_is_rejected(two):
     with pytest.raises(CheckpointError, match="another tokenizer"):
         Run(settings(two), tokenizer="xyz").load()
 
 
-def test_a_changed_schedule_is_refused_or_overridden(two):
+def test_a_changed_schedule_is_rejected_or_overridden(two):
     with pytest.raises(ValueError, match="max_lr: checkpoint 0.01, now 0.02"):
         Run(settings(two, lr=0.02)).load()
     run = Run(settings(two, lr=0.02, override_opt_param_scheduler=True))
@@ -262,7 +262,7 @@ def test_architecture_can_come_from_the_checkpoint(two):
 @pytest.mark.parametrize("given", [
     {"hidden_size": None}, {"exit_on_missing_checkpoint": True}, {"pretrained_checkpoint": "none"},
 ])  # fmt: skip
-def test_a_missing_checkpoint_is_refused_where_something_of_it_is_needed(tmp_path, given):
+def test_a_missing_checkpoint_is_rejected_where_something_of_it_is_needed(tmp_path, given):
     with pytest.raises(CheckpointError, match="holds no checkpoint.*check --load"):
         apply_checkpoint_args(settings(use_checkpoint_args=True, load=str(tmp_path / "none"), **given))
 
@@ -384,7 +384,7 @@ def test_what_changes_the_data_or_the_numbers_is_warned_of_last(two, caplog):
     assert not caplog.records
 
 
-def test_another_precision_is_named_with_what_happens(two, caplog):
+def test_other_precision_is_logged_with_its_conversion(two, caplog):
     fp16 = {"bf16": False, "fp16": True, "loss_scale": 64.0}
     Run(settings(two, **fp16), dtype=torch.float16).load()
     notice = "the checkpoint's run was in bf16, this run is in fp16: weights are converted, main parameters"
@@ -408,7 +408,7 @@ def test_another_version_of_torch_is_warned_of(two, caplog, monkeypatch):
     assert "software: torch was " in caplog.messages[-1] and "is 9.9.9" in caplog.messages[-1]
 
 
-def test_a_forgotten_flag_that_orders_the_samples_is_refused(tmp_path):
+def test_a_forgotten_flag_that_orders_the_samples_is_rejected(tmp_path):
     Run(settings(tmp_path, seed=42, explicit=frozenset({"seed", "lr"}))).train(1).save()
     with pytest.raises(CheckpointError, match="--seed 42 is not given any more and would become 1234"):
         Run(settings(tmp_path, explicit=frozenset({"lr"}))).load()

@@ -12,7 +12,7 @@ from megatron.training.checkpoint.history import check_save_folder
 from tests.test_utils.checkpointed_run import TRACKER, Run, settings
 
 
-def test_a_used_save_folder_is_refused_without_load(two, tmp_path):
+def test_a_used_save_folder_is_rejected_without_load(two, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         check_save_folder(settings(save=str(two)))
     for words in (f"--save {two}", "iteration 2", f"--load {two}", "--start-over", "set-aside-001"):
@@ -25,7 +25,7 @@ def test_a_used_save_folder_is_refused_without_load(two, tmp_path):
     check_save_folder(settings(load=str(two)))
 
 
-def test_a_used_save_folder_is_refused_with_another_load(two, tmp_path):
+def test_a_used_save_folder_is_rejected_with_another_load(two, tmp_path):
     """Fine-tuning that is started a second time, and a branch into a folder that holds another one."""
     other = tmp_path / "other"
     Run(settings(other)).train(1).save()
@@ -84,7 +84,7 @@ def test_starting_over_loses_nothing(two, caplog):
     assert saved_iterations(two / "set-aside-002") == [1]
 
 
-def test_rolling_back_keeps_what_is_given_up(two):
+def test_rollback_keeps_abandoned_records(two):
     run = Run(settings(two, ckpt_step=1))
     run.load()
     assert saved_iterations(two) == [2, 1], "nothing moves before there is something new"

@@ -30,7 +30,7 @@ def test_the_folders_tokenizer_is_taken_unless_a_flag_names_another(llama):
         assert tokenizer.tokenizer_model != str(llama)
 
 
-def test_a_model_of_another_program_is_refused_in_one_message(llama):
+def test_a_model_of_another_program_is_rejected_in_one_message(llama):
     cfg = parse_args(["--load-hf", str(llama), "--num-layers", "7"], needs_data=False, model_family="bert")
     with pytest.raises(CheckpointError) as caught:
         apply_hf_settings(cfg)

@@ -90,7 +90,7 @@ def test_forged_manifests_end_in_one_message(two, forged):
     lambda o: o["scheduler"].update(num_steps=10**400), lambda o: o["scheduler"].update(max_lr="1"),
     lambda o: o.update(tokenizer=5), lambda o: o["versions"].update(torch=2),
 ])  # fmt: skip
-def test_counters_that_count_nothing_are_refused(two, forged, change):
+def test_counters_that_count_nothing_are_rejected(two, forged, change):
     path, content = forged
     change(content["objects"])
     rewritten(path, content)
@@ -98,7 +98,7 @@ def test_counters_that_count_nothing_are_refused(two, forged, change):
         Run(settings(two)).load()
 
 
-def test_settings_of_the_wrong_type_are_refused_before_they_are_used(two, forged):
+def test_settings_of_the_wrong_type_are_rejected_before_they_are_used(two, forged):
     path, content = forged
     stored = content["objects"]["args"]
     expected = settings(two, use_checkpoint_args=True, num_layers=None, hidden_size=None)
@@ -119,7 +119,7 @@ def test_settings_of_the_wrong_type_are_refused_before_they_are_used(two, forged
         apply_checkpoint_args(expected)
 
 
-def test_nesting_without_end_is_refused(two):
+def test_nesting_without_end_is_rejected(two):
     path = two / "iter_0000002" / "metadata.json"
     body = b'{"files":' + b"[" * 200_000
     path.write_bytes(body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n')

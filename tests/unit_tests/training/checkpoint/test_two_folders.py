@@ -112,7 +112,7 @@ def test_a_slow_one_that_is_damaged_gives_way_to_a_newer_fast_one_only(run, tmp_
         start(both(tmp_path, save=None))
 
 
-def test_the_fast_folder_of_another_run_is_refused_and_never_loaded(run, tmp_path):
+def test_the_fast_folder_of_another_run_is_rejected_and_never_loaded(run, tmp_path):
     run.checkpointer.close()
     shutil.rmtree(tmp_path / "slow")
     with pytest.raises(CheckpointError, match="fast: holds checkpoints that do not belong to --save .*--start-over"):

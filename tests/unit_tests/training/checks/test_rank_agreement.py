@@ -128,7 +128,7 @@ def test_other_weights_in_a_file_of_sources_and_missing_files_are_named(gloo_poo
     refused(results, r"same\.bin: readable on rank 0 .*; No such file or directory on rank 1")
 
 
-def test_ranks_with_other_tokenizers_are_refused(gloo_pool, tmp_path):
+def test_ranks_with_other_tokenizers_are_rejected(gloo_pool, tmp_path):
     folders = []
     for rank in range(2):
         folder = tmp_path / str(rank)

@@ -272,7 +272,7 @@ def train_with_a_custom_norm(rank, world_size, argv, declared):
     return weights[-1]
 
 
-def test_an_undeclared_parameter_is_refused_where_ranks_split_sequences(gloo_pool):
+def test_an_undeclared_parameter_is_rejected_where_ranks_split_sequences(gloo_pool):
     messages = gloo_pool.run(train_with_a_custom_norm, 2, row("tp2-sp").argv, False)
     assert messages[0] == messages[1]
     assert "decoder.final_layernorm.weight (PlainNorm)" in messages[0] and "placement.parameter(" in messages[0]

@@ -59,7 +59,7 @@ def test_backend_follows_the_machine_unless_given(gpus, text, backend):
     assert resolved(text, gpus=gpus).distributed.distributed_backend == backend
 
 
-def test_data_parallel_size_is_what_the_model_leaves():
+def test_data_parallel_size_is_world_size_over_model_ranks():
     cfg = resolved("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 16)
     assert cfg.data_parallel_size == 4 and cfg.training.global_batch_size == 8 and cfg.world_size == 16
 

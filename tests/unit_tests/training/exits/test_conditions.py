@@ -100,7 +100,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("changed", "start", "logged", "evaluated", "saved", "last", "why"), TABLE)
-def test_table_of_what_happens_when(changed, start, logged, evaluated, saved, last, why):
+def test_conditions_of_log_eval_save_and_exit(changed, start, logged, evaluated, saved, last, why):
     assert run(flags(**changed), start) == (logged, evaluated, saved, last, why)
 
 

@@ -70,7 +70,7 @@ def test_rows_count_once_whatever_ranks_hold_their_parts(gloo_pool):
         assert gloo_pool.run(counted, 4, cp) == expected
 
 
-def test_losses_over_other_tokens_than_were_counted_are_refused():
+def test_losses_over_other_tokens_than_were_counted_are_rejected():
     sums = sums_of(0)
     sums.check_counts({"lm loss": torch.tensor(8.0)})
     with pytest.raises(UserError, match="'lm loss' over 8 tokens .* counted 9; return"):

@@ -120,7 +120,7 @@ def test_records_hold_no_wall_clock_value():
     assert list(record)[:4] == ["kind", "iteration", "consumed_samples", "lm loss"]
 
 
-def test_records_read_back_as_what_they_were_written_from():
+def test_records_round_trip_through_their_file():
     step = StepMetrics(losses={"lm loss": 2.0}, num_tokens=64, learning_rate=1e-3, global_batch_size=8, grad_norm=1.0)
     record = TRAIN.record(3, 24, train_values(step))
     values = {name: record[name] for name in vars(step).keys() & record}

@@ -64,7 +64,7 @@ def test_report_names_layout_batches_and_schedule():
         assert part in report, report
 
 
-def test_report_says_what_an_iteration_computes_and_takes():
+def test_report_states_flops_and_memory_of_an_iteration():
     """A dense parameter of a GEMM counts 6 FLOPs per token, half of the s x s scores 6 s h."""
     text = "--global-batch-size 16 --untie-embeddings-and-output-weights --disable-bias-linear --vocab-size 1000"
     (row,) = (row for row in dry_run_report(settings(text, 2)).splitlines() if "computation" in row)
@@ -192,7 +192,7 @@ def test_counted_parameters_are_those_of_the_model(text):
     assert unique_parameter_count(model) == described.num_parameters
 
 
-def test_report_says_parameters_as_the_self_check_counts_them_and_what_padding_adds():
+def test_report_counts_parameters_like_the_self_check_and_states_padding():
     report = dry_run_report(settings("--vocab-size 1001 --tensor-model-parallel-size 2 --dry-run", 2))
     number = settings("--vocab-size 1001", 1).describe(1001).num_parameters
     assert f"{number:,}, of which" in report and f"{(1024 - 1001) * 64:,} more of padding" in report

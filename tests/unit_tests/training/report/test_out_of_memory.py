@@ -139,7 +139,7 @@ def test_no_rate_is_given_for_float32():
     assert nearest_rate(cfg) is None and "not measured" in dict(cost_rows(cfg, 1e15, 64))["time"]
 
 
-def test_message_compares_what_is_held_with_the_estimate():
+def test_message_compares_allocated_memory_with_the_estimate():
     cfg = settings(LLAMA_8B, 8)
     retained = HeldMemory(15 * 2**30, 30 * 2**30, 20 * 2**30, 78 * 2**30, 80 * 2**30, "NVIDIA H100")
     text = str(out_of_memory(torch.OutOfMemoryError(CUDA), cfg, retained, vocab_size=128256, where="in iteration 3"))
@@ -205,7 +205,7 @@ def test_a_model_that_does_not_fit_is_reported_while_it_is_built(gloo_pool):
 
 
 @pytest.mark.gpu
-def test_a_gpu_out_of_memory_holds_what_was_estimated():
+def test_gpu_out_of_memory_report_equals_the_estimate():
     """A real allocator: the table's first three rows equal the estimate, and the rest is counted."""
     from megatron.core.parallel_state import destroy_model_parallel
     from megatron.training.initialize import initialize_megatron

@@ -49,7 +49,7 @@ BUILT_IN = [
 
 
 @pytest.mark.parametrize(("text", "world_size"), BUILT_IN)
-def test_built_in_layers_do_what_transformer_engine_cannot(text, world_size):
+def test_built_in_layers_accept_settings_that_transformer_engine_rejects(text, world_size):
     """The package need not be there then; one notice names the replacement and the reason."""
     assert problems(f"{ENGINE} {text}", world_size) == []
     inputs = parse_args((TINY + ENGINE + text).split())
@@ -102,7 +102,7 @@ def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
         ("--apex-parts norm adam", "is untested with --apex-parts"),
     ],
 )
-def test_what_a_cuda_graph_cannot_hold_is_refused(text, problem, everything_installed):
+def test_what_a_cuda_graph_cannot_hold_is_rejected(text, problem, everything_installed):
     assert problems("--cuda-graph-impl local --global-batch-size 8", 2) == []
     result = problems(f"--cuda-graph-impl local {text}", 2)
     assert len(result) == 1 and problem in result[0], result
@@ -180,7 +180,7 @@ def test_cudnn_by_name_needs_lengths_that_it_takes(text, world_size, refused, ev
         ("adam --optimizer sgd", 1, "adam contradicts --optimizer sgd"),
     ],
 )
-def test_parts_of_apex_without_a_place_are_refused(text, world_size, problem, everything_installed):
+def test_parts_of_apex_without_a_place_are_rejected(text, world_size, problem, everything_installed):
     result = problems(f"--apex-parts {text}", world_size)
     assert len(result) == 1 and problem in result[0], result
 

@@ -42,7 +42,7 @@ def test_what_goes_together_is_accepted(text):
     (f"{EXPORT} --qk-l2-norm --add-qkv-bias", "gpt2", ["qk_l2_norm is True", "add_qkv_bias is True"]),
     (f"{EXPORT} --bert-no-binary-head --swiglu", "bert", ["not a value of hidden_act", "swiglu"]),
 ])  # fmt: skip
-def test_a_model_without_a_family_is_refused_at_the_start_with_all_reasons(text, nearest, reasons):
+def test_a_model_without_a_family_is_rejected_at_the_start_with_all_reasons(text, nearest, reasons):
     (problem,) = map(str, problems(text, 1, model_family="bert" if nearest == "bert" else "gpt"))
     assert problem.startswith("--save-hf-interval 4: no Hugging Face family has a model of these settings. not ")
     messages = next(part for part in problem.split(". not ") if part.startswith(f"{nearest}: "))

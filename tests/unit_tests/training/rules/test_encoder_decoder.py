@@ -40,7 +40,7 @@ def problems(text, world_size=1, family="t5", **options):
      "--pipeline-model-parallel-layout", "has 3 layers for --num-layers 2 and --decoder-num-layers 2"),
     (DECODER + "--pipeline-model-parallel-size 8", 8, "--num-layers 2", "4 layers cannot fill 8 pipeline stages"),
 ])  # fmt: skip
-def test_what_two_stacks_cannot_be_is_refused(text, world_size, flag, reason):
+def test_what_two_stacks_cannot_be_is_rejected(text, world_size, flag, reason):
     (problem,) = problems(text, world_size)
     assert flag in problem and reason in problem
 
@@ -81,7 +81,7 @@ def test_what_they_can_be_passes(text, world_size):
     "--scale-decoder-outputs",
 ])  # fmt: skip
 @pytest.mark.parametrize("family", ["gpt", "bert"])
-def test_settings_of_two_stacks_are_refused_elsewhere(text, family):
+def test_settings_of_two_stacks_are_rejected_elsewhere(text, family):
     (problem,) = problems(text, family=family)
     assert problem.startswith(text.split()[0]) and "is supported only by pretrain_t5.py" in problem
 

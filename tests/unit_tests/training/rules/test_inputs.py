@@ -59,7 +59,7 @@ def refusal(family, text):
     ("t5", "--vocab-extra-ids 1 --mask-prob 0.3 --data-path none", ["--vocab-extra-ids 1: is less", NO_FILES]),
     ("gpt", "--hidden-size 15 --data-path sentences", ["--hidden-size 15", "holds sentences"]),
 ])  # fmt: skip
-def test_flags_tokenizer_and_data_are_refused_in_one_message(tmp_path, family, text, expected):
+def test_flags_tokenizer_and_data_are_rejected_in_one_message(tmp_path, family, text, expected):
     actual = refusal(family, text)
     assert all(sum(part in line for line in actual) == 1 for part in expected), actual
     assert len(actual) == len(expected), actual
@@ -121,7 +121,7 @@ def test_what_a_good_start_asks_gives_the_tokenizer(family, tmp_path):
     (".", "is a folder; give the path of a data set without .bin and .idx, such as ./documents or ./long"),
     ("folder", "is a folder; give the path of a data set without .bin and .idx"),
 ])  # fmt: skip
-def test_a_data_path_that_is_no_prefix_says_what_to_do(path, fix):
+def test_data_path_that_is_no_prefix_is_rejected_with_the_fix(path, fix):
     Path("folder").mkdir()
     for name in ("corpus.jsonl", "folder/corpus.txt.gz"):
         Path(name).write_text("text")
@@ -161,7 +161,7 @@ def test_mock_data_needs_two_tokens(size, is_rejected):
     assert (expected in refusal("gpt", flags)) is is_rejected
 
 
-def test_a_tokenizer_folder_whose_files_link_out_is_refused_where_checkpoints_hold_copies(tmp_path):
+def test_a_tokenizer_folder_whose_files_link_out_is_rejected_where_checkpoints_hold_copies(tmp_path):
     (tmp_path / "folder").mkdir()
     byte_level_bpe(tmp_path / "folder" / "tokenizer.json")
     (tmp_path / "folder" / "vocab.txt").symlink_to(tmp_path / "nomask.txt")

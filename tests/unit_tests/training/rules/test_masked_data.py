@@ -37,7 +37,7 @@ def problems(family, text, world_size=1):
     ("t5", "NullTokenizer --vocab-size 99", "--tokenizer-type NullTokenizer", "does not support sentinels"),
     ("gpt", "TikTokenizer --tokenizer-model m --vocab-extra-ids 9", "--vocab-extra-ids 9", "does not support sent"),
 ])  # fmt: skip
-def test_what_no_sample_can_be_made_with_is_refused(family, text, flag, reason):
+def test_what_no_sample_can_be_made_with_is_rejected(family, text, flag, reason):
     (problem,) = problems(family, WORDS + text)
     assert flag in problem and reason in problem
 

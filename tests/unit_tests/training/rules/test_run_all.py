@@ -311,7 +311,7 @@ def test_missing_custom_layers_are_rejected():
         "--rerun-mode report_stats",
     ],
 )  # fmt: skip
-def test_unavailable_capability_is_refused(text):
+def test_unavailable_capability_is_rejected(text):
     result = [problem for problem in problems(text, 2) if "not available yet" in problem]
     assert result and all("; remove it" in problem for problem in result)
 
@@ -358,7 +358,7 @@ def test_rules_have_names_and_run_once():
     assert len({rule.__name__ for rule in rules}) == len(rules) > 40
 
 
-def test_an_empty_path_is_refused():
+def test_an_empty_path_is_rejected():
     """`--save "$OUT"` with OUT unset is an empty path."""
     paths = {spec.field: spec for spec in flags_of(FlatConfig) if spec.field in rules_checkpoints.PATHS}
     assert paths.keys() == set(rules_checkpoints.PATHS)

@@ -123,7 +123,7 @@ def test_store_listens_on_the_master_address_only():
         socket.create_connection(("127.0.0.2", run.port), timeout=10.0)
 
 
-def test_a_port_of_a_program_that_stays_silent_is_refused_within_the_limit():
+def test_a_port_of_a_program_that_stays_silent_is_rejected_within_the_limit():
     """It accepts the connection and never answers; without the limit torch would wait forever."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -132,7 +132,7 @@ def test_a_port_of_a_program_that_stays_silent_is_refused_within_the_limit():
             open_store(place(1, port=silent.getsockname()[1]), 1.0)
 
 
-def test_a_port_that_is_taken_is_refused_by_its_holder():
+def test_a_port_that_is_taken_is_rejected_by_its_holder():
     with socket.socket() as selected:
         selected.bind(("127.0.0.1", 0))
         selected.listen()

@@ -111,7 +111,7 @@ def test_a_task_names_the_tensors_of_its_data(gloo_pool):
         assert shapes.pop("pictures") == 16 and set(shapes.values()) == {8} and "weights" in shapes
 
 
-def test_batches_are_sliced_by_token_and_keep_what_is_per_sample(gloo_pool):
+def test_batches_are_sliced_by_token_except_values_per_sample(gloo_pool):
     parts = gloo_pool.run(sliced, 2)
     assert parts[0][0][0].tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     assert torch.equal(zigzag.merge_parts([tokens for tokens, _ in parts]), torch.arange(48).view(3, 16))
@@ -143,7 +143,7 @@ def refusals(rank, size):
         dropping(query, query, query, AttentionContext(layout))
 
 
-def test_what_a_form_cannot_do_is_refused_at_construction(gloo_pool):
+def test_what_a_form_cannot_do_is_rejected_at_construction(gloo_pool):
     gloo_pool.run(refusals, 2)
 
 

@@ -75,7 +75,7 @@ def test_it_is_chosen_where_it_was_measured_to_be_faster_or_is_asked_for(changes
         ({"backend": "fused"}, "contradicts --attention-backend fused"),
     ],
 )
-def test_asked_for_by_its_version_it_is_refused_where_it_cannot_serve(changes, message):
+def test_asked_for_by_its_version_it_is_rejected_where_it_cannot_serve(changes, message):
     with pytest.raises(ValueError, match=message):
         choose_kernel(request(flash_version=4, **changes))
 

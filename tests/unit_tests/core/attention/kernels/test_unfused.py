@@ -64,7 +64,7 @@ def test_values_may_be_wider_and_queries_fewer(kernel, queries, keys, value_chan
 
 @pytest.mark.parametrize("kernel", [UnfusedAttention(SCALE), TorchAttention("torch", SCALE)], ids=["plain", "torch"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_padded_rows_see_what_is_no_padding(kernel, causal):
+def test_padded_rows_attend_to_valid_keys_only(kernel, causal):
     lengths = torch.tensor([3, 7])
     documents = PackedSeqParams.of_lengths(lengths, 7)
     documents.check(BATCH, 7)

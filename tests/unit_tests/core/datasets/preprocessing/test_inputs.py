@@ -88,7 +88,7 @@ def test_files_globs_and_folders(tmp_path, reference):
         ("pipe", "not a regular file"),
     ],
 )
-def test_unusable_input_is_refused(tmp_path, source, reason):
+def test_unusable_input_is_rejected(tmp_path, source, reason):
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=reason):
@@ -233,7 +233,7 @@ def test_a_file_without_documents_among_others_is_named(tmp_path, caplog):
     assert f"2 of 3 files have no document: {tmp_path}/empty.jsonl, {tmp_path}/other.jsonl" in caplog.text
 
 
-def test_parquet_with_two_columns_of_a_name_is_refused(tmp_path):
+def test_parquet_with_two_columns_of_a_name_is_rejected(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "x.parquet")

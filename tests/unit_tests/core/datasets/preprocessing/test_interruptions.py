@@ -151,7 +151,7 @@ def test_a_killed_worker_is_one_message_of_the_program(tmp_path, monkeypatch, ca
     assert line.startswith("error: a worker process died") and "--workers" in line
 
 
-def test_two_runs_with_one_prefix_are_refused(tmp_path):
+def test_two_runs_with_one_prefix_are_rejected(tmp_path):
     import subprocess
     import sys
 

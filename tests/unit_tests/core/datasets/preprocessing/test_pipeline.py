@@ -156,7 +156,7 @@ def test_newlines_between_sentences_can_be_kept(tmp_path):
     assert "".join(texts(prefix, level="sentence")) == "One is here.\nTwo is here."
 
 
-def test_existing_output_is_refused_unless_overwrite(tmp_path):
+def test_existing_output_is_rejected_unless_overwrite(tmp_path):
     _, prefix = run(tmp_path, jsonl())
     before = pair(prefix)
     with pytest.raises(ValueError, match="exists; choose another --output-prefix, or add --overwrite"):

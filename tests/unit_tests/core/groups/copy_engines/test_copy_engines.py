@@ -83,7 +83,7 @@ def test_transfers_between_gpus(nccl_pool, task, size):
     nccl_pool.run(task, size)
 
 
-def test_messages_of_another_size_are_refused():
+def test_messages_of_another_size_are_rejected():
     class Nowhere:
         def side_queue(self):
             return self

@@ -177,7 +177,7 @@ def test_a_part_of_the_quantiles_stays():
     ({"moe_router_topk": 8}, "below 8"), ({"num_moe_experts": 5}, "5 experts do not divide 18 tokens x 2 choices"),
     ({"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, "a separate bias"),
 ])  # fmt: skip
-def test_quantiles_that_are_none_are_refused(settings, message):
+def test_quantiles_that_are_none_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         make_router(moe_router_load_balancing_type=["quantile_balancing"], **settings)(hidden())
 
@@ -244,7 +244,7 @@ def test_expert_bias_stays_fp32():
     assert "expert_bias" in router.state_dict() and "expert_bias" not in make_router().state_dict()
 
 
-def test_expert_bias_of_softmax_is_refused():
+def test_expert_bias_of_softmax_is_rejected():
     with pytest.raises(UserError, match="moe_router_enable_expert_bias"):
         make_router(moe_router_enable_expert_bias=True)
 

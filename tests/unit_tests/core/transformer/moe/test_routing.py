@@ -137,7 +137,7 @@ def test_underflown_softplus_has_no_gradient():
      ((8, 3, "sigmoid", False, 4, 2), "group_topk 2"), ((8, 2, "sigmoid", False, 4, 5), "group_topk 5"),
      ((8, 2, "sigmoid", False, 4, None), "group_topk None"), ((8, 4, "sigmoid", False, 4, 1), "1 groups of 2")],
 )  # fmt: skip
-def test_sizes_that_do_not_fit_are_refused(sizes, message):
+def test_sizes_that_do_not_fit_are_rejected(sizes, message):
     with pytest.raises(UserError, match=message):
         RoutingRule(*sizes)
 
@@ -195,7 +195,7 @@ def test_capacity(sizes, expected):
 
 @pytest.mark.parametrize("by_weight", [True, False])
 @pytest.mark.parametrize("capacity", [1, 2, 5, 40])
-def test_capacity_keeps_what_the_definition_keeps(capacity, by_weight):
+def test_tokens_within_capacity_equal_the_definition(capacity, by_weight):
     torch.manual_seed(4)
     experts = top_k(torch.randn(40, 9) + torch.linspace(0, 2, 9), 3)  # the first ones may well be empty
     weights = (4 * torch.rand(40, 3)).round() / 4  # many are equal

@@ -261,7 +261,7 @@ def exhaustive(cfg, cluster, keep):
         (f"{SMALL} --experimental-attention-variant gdn --linear-attention-freq 4 --micro-batch-size 1", 24, 1),
     ],
 )  # fmt: skip
-def test_the_search_finds_what_predicting_every_candidate_finds(flags, memory, nodes, monkeypatch):
+def test_search_equals_prediction_of_every_candidate(flags, memory, nodes, monkeypatch):
     monkeypatch.setattr(search_module, "REFINED", 6)  # so that bounds skip candidates
     cfg, cluster = settings(flags), build_cluster("H100", nodes, 8, memory=float(memory))
     result = search(cfg, cluster, 32000)
