@@ -106,3 +106,10 @@ def test_the_extension_has_one_name_outside_of_the_package():
 @pytest.mark.parametrize("kind", ["bert", "t5", "moe"])
 def test_description_names_trainable_models_only(kind):
     assert kind not in project()["description"].lower() or (ROOT / f"pretrain_{kind}.py").exists()
+
+
+def test_plugins_of_other_programs_name_modules_that_exist():
+    plugins = project()["entry-points"]
+    assert plugins.keys() == {"verl.plugins"}
+    for module in plugins["verl.plugins"].values():
+        assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
