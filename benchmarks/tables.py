@@ -28,9 +28,11 @@ from megatron.training.config.resolve import resolve  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = ("gpt3", "llama", "nemotron4", "mixtral", "qwen3_moe", "qwen35", "nemotron3", "deepseek_v3", "bert", "t5")
+GUIDES = ("performance.md", "layouts.md", "evidence.md", "fp8.md", "generation.md", "images.md", "kernels.md",
+          "memory.md", "moe.md", "optimizers.md")  # fmt: skip
 PAGES = (
     RESULTS / "README.md",
-    *(ROOT / "docs" / "guides" / name for name in ("performance.md", "layouts.md", "evidence.md", "fp8.md")),
+    *(ROOT / "docs" / "guides" / name for name in GUIDES),
     *(ROOT / name for name in ("README.md", "docs/compared_with.md", "docs/STATUS.md")),
     ROOT / "examples" / "README.md",
     *(ROOT / "examples" / folder / "README.md" for folder in EXAMPLES),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -131,6 +132,31 @@ def test_figures_are_replaced_by_results_and_patterns_match_once():
                 page_figures.filled("x.md", text, results.get)
     finally:
         del page_figures.FIGURES["x.md"]
+
+
+OF_KERNELS = {"docs/STATUS.md": {770}, "docs/guides/kernels.md": {415, 200}, "docs/guides/optimizers.md": {670, 730},
+              "docs/guides/rl.md": {350, 540}}  # fmt: skip
+"""TFLOP/s of GEMMs and attention, which are no training runs."""
+
+
+def speeds(results):
+    """Return the rounded speeds of all runs in a result file."""
+    if isinstance(results, list):
+        return set().union(*map(speeds, results))
+    if not isinstance(results, dict):
+        return set()
+    local = {round(results[key]) for key in ("tflops_per_gpu", "ours", "theirs") if results.get(key)}
+    return local | speeds([*results.values()])
+
+
+def test_every_speed_on_a_page_is_stored():
+    """A figure that is typed by hand and differs from the stored one of the same run fails here."""
+    stored = speeds([tables.stored(path.stem) for path in tables.RESULTS.glob("*.json")])
+    for path in (page for pages in ("*.md", "docs/*.md", "docs/guides/*.md") for page in tables.ROOT.glob(pages)):
+        name = path.relative_to(tables.ROOT).as_posix()
+        shown = re.findall(r"((?:\d+ (?:/|to|and) )*)(\d+) TFLOP/s", path.read_text())
+        figures = {int(figure) for row in shown for figure in re.findall(r"\d+", " ".join(row))}
+        assert figures - stored - OF_KERNELS.get(name, set()) == set(), name
 
 
 def test_cards_are_of_commits_in_the_history_and_no_check_failed():
