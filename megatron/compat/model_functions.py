@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.attention.window import layer_window
 from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.sharding.named_slices import NamesSlices
 from megatron.core.sharding.placement import ParameterSpec, Shard
@@ -85,6 +86,13 @@ def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_chec
     if group.size > 1:
         dist.all_gather_object(digests, digest.hexdigest(), group=group.handle)
     return len(set(digests)) == 1
+
+
+def is_layer_window_attention(
+    window_size: tuple[int, int] | None, window_attn_skip_freq: int | list[int] | None, layer_number: int
+) -> bool:
+    """Return whether layer ``layer_number`` (from 1) attends within ``window_size``."""
+    return layer_window(window_size, window_attn_skip_freq, layer_number) is not None
 
 
 class Float16Module(NamesSlices):

@@ -89,3 +89,11 @@ def test_star_imports_provide_the_names_that_megatron_imports():
         exec(f"from megatron.{module} import *", space)
         assert {"Optional", "Tensor", "Union", "Tuple", "PackedSeqParams", "BaseInferenceContext"} <= space.keys()
         assert {"SelfAttention", "TransformerBlock"} & space.keys()
+
+
+def test_windows_of_layers_follow_megatron_lms_rule():
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    cases = [(None, 2, [0, 0, 0]), ((4, 0), None, [1, 1, 1]), ((4, 0), 2, [1, 0, 1]), ((4, 0), [0, 1, 1], [0, 1, 1])]
+    for window, skipped, expected in cases:
+        assert [is_layer_window_attention(window, skipped, number) for number in (1, 2, 3)] == expected
