@@ -91,8 +91,11 @@ def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_chec
 def is_layer_window_attention(
     window_size: tuple[int, int] | None, window_attn_skip_freq: int | list[int] | None, layer_number: int
 ) -> bool:
-    """Return whether layer ``layer_number`` (from 1) attends within ``window_size``."""
-    return layer_window(window_size, window_attn_skip_freq, layer_number) is not None
+    """Return whether layer ``layer_number`` (from 1) attends within ``window_size``. Raises ValueError for another
+    type of ``window_attn_skip_freq``."""
+    if not isinstance(window_attn_skip_freq, int | list | None):
+        raise ValueError(f"window_attn_skip_freq {window_attn_skip_freq!r}: must be an integer or a list of 0 and 1")
+    return layer_window(window_size or None, window_attn_skip_freq, layer_number) is not None
 
 
 class Float16Module(NamesSlices):
