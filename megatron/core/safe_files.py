@@ -161,6 +161,22 @@ def make_folder(path: Path, *, private: bool = False) -> None:
         raise OSError(errno.EPERM, "a folder of another user", os.fspath(path))
 
 
+def why_not_creatable(path: Path) -> str | None:
+    """Return why the folder ``path`` cannot be created or filled (None: it can); changes nothing."""
+    folder = os.path.abspath(path)
+    while True:
+        try:
+            is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
+            break
+        except (FileNotFoundError, NotADirectoryError):
+            folder = os.path.dirname(folder)
+        except OSError as error:  # such as a name that is too long
+            return error.strerror
+    if not is_folder:
+        return f"{folder} is no folder"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written"
+
+
 def remove(path: Path) -> None:
     """Remove a file, a link itself, or a folder with its contents (links in it are not followed). Ignores every
     OSError, also a missing path; something may remain."""

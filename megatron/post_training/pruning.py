@@ -8,7 +8,6 @@ Legend: h hidden, f feed-forward width, e experts, g query groups, p query heads
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -23,6 +22,7 @@ from megatron.core.config.hybrid import pattern_kinds
 from megatron.core.config.layer_kinds import layer_kinds
 from megatron.core.config.moe import has_experts
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.safe_files import parse_json
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.interchange import Interchange
 from megatron.post_training.importance import Importance
@@ -46,8 +46,8 @@ def target_sizes(text: str, config: TransformerConfig) -> dict[str, int]:
     object ``text``; fields that the model does not have are 0. Query groups of one head follow the heads, and heads
     follow the groups if only these are given. Raises UserError with all problems in one message."""
     try:
-        sizes = json.loads(text)
-    except json.JSONDecodeError as error:
+        sizes = parse_json(text, unique=True)
+    except ValueError as error:
         raise UserError(f"{FLAG} {text:.80}: is not JSON ({error}); write '{{\"hidden_size\": 256}}'") from None
     if not isinstance(sizes, dict):
         raise UserError(f"{FLAG} {text:.80}: must be a JSON object; write '{{\"hidden_size\": 256}}'")

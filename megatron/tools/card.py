@@ -36,6 +36,7 @@ from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
 from megatron.core.models.registry import families, get_family
 from megatron.export.hf import load_hf_settings
 from megatron.export.hf.reader import read_weights
+from megatron.tools.engine_flags import check_new_folder
 from megatron.training.checkpoint.environment import environment
 
 LAYOUTS = {
@@ -188,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
         description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
     )
     arguments.add_argument("--load-hf", required=True, metavar="FOLDER", help="Hugging Face folder")
-    arguments.add_argument("--output", required=True, type=Path, metavar="CARD", help="folder to create")
+    arguments.add_argument("--output", required=True, metavar="CARD", help="folder to create")
     arguments.add_argument("--name", help="name of the model; default: of the folder")
     arguments.add_argument("--steps", type=int, default=4, help="training steps, even")
     arguments.add_argument("--seq-length", type=int, default=64, help="tokens of a row in training")
@@ -204,8 +205,7 @@ def main(argv: Sequence[str], run: Run = run_megatron) -> int:
     """Write the card of the folder that ``argv`` names, print its verdicts, and return the exit code. Raises
     UserError: the output exists, --steps is odd, or config.json cannot be represented."""
     args = parser().parse_args(argv)
-    if args.output.exists():
-        raise UserError(f"--output {args.output}: exists; name a new folder")
+    check_new_folder("--output", args.output)
     if args.steps < 2 or args.steps % 2:
         raise UserError(f"--steps {args.steps}: must be even and at least 2")
     folder = str(Path(args.load_hf).resolve())
@@ -226,9 +226,10 @@ def main(argv: Sequence[str], run: Run = run_megatron) -> int:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "checks": card.checks,
     }
-    args.output.mkdir(parents=True)
-    (args.output / "card.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (args.output / "card.md").write_text(page(result), encoding="utf-8")
+    output = Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "card.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (output / "card.md").write_text(page(result), encoding="utf-8")
     for name, check in card.checks.items():
         print(f"{check['verdict']:<15} {name}")
     return int(any(check["verdict"] == "failed" for check in card.checks.values()))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron.core.config.errors import UserError
+from megatron.core.safe_files import why_not_creatable
 from megatron.training.config.launcher import launched_world_size
 
 if TYPE_CHECKING:
@@ -33,6 +35,16 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="local",
         help="record decode steps as CUDA graphs where possible; none: do not",
     )
+
+
+def check_new_folder(flag: str, path: str) -> None:
+    """Raise UserError unless the folder ``path`` can be created; it may exist if it is empty."""
+    if not path.strip():
+        raise UserError(f"{flag} {path}: is an empty path; check whether a shell variable is unset")
+    if reason := why_not_creatable(path):
+        raise UserError(f"{flag} {path}: {reason}; choose another folder")
+    if os.path.lexists(path) and (os.path.islink(path) or os.listdir(path)):
+        raise UserError(f"{flag} {path}: exists already; choose another name, or remove it")
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:

@@ -11,13 +11,12 @@ the loss. Sizes that are not named stay; the number of channels per head always 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
-from megatron.tools.engine_flags import add_tokenizer_flags, tokenizer_settings
+from megatron.tools.engine_flags import add_tokenizer_flags, check_new_folder, tokenizer_settings
 from megatron.training.config.launcher import launched_world_size
 
 if TYPE_CHECKING:
@@ -91,8 +90,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError("--data-path: give the data to measure importance on, or --mock-data; exactly one of them")
     if (launched_world_size() or 1) > 1:
         raise UserError("megatron prune: runs on one process; start it without torchrun")
-    if os.path.lexists(args.save) and (not os.path.isdir(args.save) or os.listdir(args.save)):
-        raise UserError(f"--save {args.save}: exists already; choose another name, or remove it")
+    check_new_folder("--save", args.save)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,6 @@ torchrun, the folder must be visible to all ranks.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,8 +22,9 @@ from typing import TYPE_CHECKING, get_args
 from megatron.core.config.commands import HelpFormatter, as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.files import read_json
+from megatron.core.safe_files import read_text
 from megatron.export.hf.quantization import KEY, Form
-from megatron.tools.engine_flags import add_engine_flags, load_gpt
+from megatron.tools.engine_flags import add_engine_flags, check_new_folder, load_gpt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron.core.groups.process_groups import ProcessGroups
     from megatron.training.trained_model import TrainedModel
 
+MAX_COUNT = 10**9
 FOREIGN = {
     "--weight-only": "--format fp8-dynamic has no static scales of inputs",
     "--compress": "weights are always stored in fp8",
@@ -72,12 +73,11 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--eval-size", type=int, default=64, metavar="N", help="further rows for the perplexities")
     args = parser.parse_args(argv)
     for name in ("calib_size", "calib_batch_size", "eval_size", "calib_max_sequence_length"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if (value := getattr(args, name)) is not None and not 1 <= value <= MAX_COUNT:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be from 1 to {MAX_COUNT}")
     if not 0 < args.calib_percentile <= 100:
         raise UserError(f"--calib-percentile {args.calib_percentile}: must be above 0 and at most 100")
-    if Path(args.save_hf).exists():
-        raise UserError(f"--save-hf {args.save_hf}: exists; choose another folder")
+    check_new_folder("--save-hf", args.save_hf)
     config = Path(args.load) / "config.json"
     if config.is_file() and KEY in read_json(config):
         raise UserError(f"--load {args.load}: is quantized already; quantize the folder of the model in bf16")
@@ -86,6 +86,8 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 
 def documents(args: argparse.Namespace, tokenize: Callable[[str], Sequence[int]], end: int) -> Iterator[Sequence[int]]:
     """Yield the tokens of each text. Raises UserError: the texts cannot be read."""
+    from megatron.core.datasets.conversations.prepare import json_object, read_lines
+
     if args.data_path is not None:
         from megatron.data.indexed_dataset import IndexedDataset
 
@@ -96,13 +98,17 @@ def documents(args: argparse.Namespace, tokenize: Callable[[str], Sequence[int]]
         yield from (dataset[number].tolist() for number in range(len(dataset)))
         return
     try:
-        text = Path(args.data).read_text(encoding="utf-8")
-        is_lines = args.data.endswith((".jsonl", ".json"))
-        texts = [json.loads(line)["text"] for line in text.splitlines() if line.strip()] if is_lines else [text]
-        yield from ([*tokenize(text), end] for text in texts)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = "the key 'text' is missing" if isinstance(error, KeyError) else error
-        raise UserError(f"--data {args.data}: cannot be read as texts ({reason})") from None
+        if not args.data.endswith((".jsonl", ".json")):
+            yield [*tokenize(read_text(args.data)), end]
+            return
+        for number, line in read_lines(args.data):
+            if line.strip():
+                text = json_object(line).get("text")
+                if not isinstance(text, str):
+                    raise UserError(f"line {number}: the key 'text' is missing or no text")
+                yield [*tokenize(text), end]
+    except (OSError, ValueError) as error:
+        raise UserError(f"--data {args.data}: cannot be read as texts ({error})") from None
 
 
 def read_rows(args: argparse.Namespace, trained: TrainedModel) -> list[list[int]]:

@@ -291,6 +291,8 @@ WRONG = {
     ],
     '{"num_attention_heads": 3}': ["num_attention_heads 3 must be divisible by num_query_groups 2"],
     '{"num_attention_heads": 3, "num_query_groups": 1}': ["needs 3 heads per group, the parent has 2"],
+    '{"hidden_size": 16, "hidden_size": 8}': ["is not JSON (the key 'hidden_size' is there twice)"],
+    '{"a":' * 100_000: ["is not JSON (it is nested too deeply)"],
     '{"hidden_size": 32}': ["no size is smaller than the parent's"],
     "hidden_size=16": ["is not JSON"],
     "[16]": ["must be a JSON object"],
@@ -307,6 +309,9 @@ def test_impossible_sizes_end_in_one_message(tmp_path, capsys):
         assert all(message in error for message in messages), error
     assert pruned(tmp_path / "parent", tmp_path / "parent", '{"hidden_size": 16}') == 2
     assert "exists already" in capsys.readouterr().err and not (tmp_path / "small").exists()
+    for folder, message in (("parent/config.json/out", "config.json is no folder"), ("n" * 300, "File name too long")):
+        assert pruned(tmp_path / "parent", tmp_path / folder, '{"hidden_size": 16}') == 2
+        assert message in capsys.readouterr().err
     words = ["--load", str(tmp_path / "parent"), "--save", str(tmp_path / "small"), "--prune-export-config", "{}"]
     for more, message in (
         ([], "--data-path: give the data"), (["--mock-data", "--calib-size", "0"], "--calib-size 0: must be at least 1")

@@ -35,8 +35,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def texts(folder):
     path = folder.parent / "texts.jsonl"
-    lines = [f"The {n}th of {n * n} short texts about {'many ' * (n % 5)}numbers, such as {7 * n}." for n in range(80)]
-    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    lines = [f"The {n}th of {n * n} short\u2028texts about {'many ' * (n % 5)}numbers: {7 * n}." for n in range(80)]
+    path.write_text("".join(json.dumps({"text": line}, ensure_ascii=False) + "\n" for line in lines), "utf-8")
     return path
 
 
@@ -48,7 +48,7 @@ def token_rows(folder, texts):
     transformers = pytest.importorskip("transformers", reason="pip install transformers: the definition")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="</s>")
     ids = []
-    for line in texts.read_text().splitlines():
+    for line in texts.open(encoding="utf-8"):
         ids += [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]
     return [torch.tensor(ids[start : start + LENGTH + 1]) for start in range(0, 9 * LENGTH, LENGTH)]
 
@@ -177,13 +177,22 @@ def test_a_missing_scale_is_named(folder, tmp_path):
     (["--calib-max-sequence-length", "999"], "--calib-max-sequence-length 999: the model takes"),
     (["--auto-quantize-bits", "4"], "--auto-quantize-bits: is a flag of NVIDIA ModelOpt; all layers have one format"),
     (["--load", "{quantized}"], "is quantized already; quantize the folder of the model in bf16"),
-    (["--save-hf", "{model}"], "exists; choose another folder"),
+    (["--save-hf", "{model}"], "exists already; choose another name"),
+    (["--save-hf", "{model}/config.json/out"], "config.json is no folder; choose another folder"),
+    (["--save-hf", "n" * 300], "File name too long; choose another folder"),
+    (["--save-hf", ""], "--save-hf : is an empty path"),
+    (["--calib-size", "9" * 20], "must be from 1 to 1000000000"),
+    (["--data", "{deep}"], "deep.jsonl: cannot be read as texts (is no JSON: it is nested too deeply"),
+    (["--data", "{numbers}"], "numbers.jsonl: cannot be read as texts (line 2: the key 'text' is missing or no text)"),
 ])  # fmt: skip
 def test_bad_input_is_one_message(folder, texts, tmp_path, capsys, flags, message):
     quantized = tmp_path / "quantized"
     quantized.mkdir()
     (quantized / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    words = [word.format(quantized=quantized, model=folder) for word in flags]
+    (tmp_path / "deep.jsonl").write_text('{"text":' + "[" * 100_000)
+    (tmp_path / "numbers.jsonl").write_text('\n{"text": 5}\n')
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("deep", "numbers")}
+    words = [word.format(quantized=quantized, model=folder, **files) for word in flags]
     assert run(folder, texts, tmp_path / "out", *words) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in line and not (tmp_path / "out").exists()

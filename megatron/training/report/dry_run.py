@@ -9,14 +9,13 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from pathlib import Path
 
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import counted
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.description.model import ModelDescription
-from megatron.core.safe_files import parse_json, read_text
+from megatron.core.safe_files import parse_json, read_text, why_not_creatable
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.schedules import learning_rate as schedules
 from megatron.training.arguments import validate_args
@@ -107,12 +106,8 @@ def _missing_here(cfg: PretrainConfig) -> Rows:
         flag, _, reason = str(problem).partition(": ")
         yield flag, reason
     save = cfg.checkpoint.save
-    if save is not None:
-        parent = next(path for path in (Path(save), *Path(save).absolute().parents) if os.path.exists(path))
-        if not parent.is_dir():
-            yield f"--save {save}", f"{parent} is no folder"
-        elif not os.access(parent, os.W_OK | os.X_OK):
-            yield f"--save {save}", f"{parent} cannot be written"
+    if save is not None and (obstacle := why_not_creatable(save)):
+        yield f"--save {save}", obstacle
 
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}

@@ -75,8 +75,13 @@ def test_card_records_verdicts_figures_and_commands(folder, tmp_path, capsys):
     assert again[again.index("--ckpt-step") + 1] == "2" and "NullTokenizer" in again
     assert str(tmp_path) not in (tmp_path / "card" / "card.md").read_text()
     assert "passed          layout tp2" in capsys.readouterr().out
-    with pytest.raises(UserError, match="exists; name a new folder"):
-        card.main(words)
+    for output, message in (
+        ("card", "exists already; choose another name"), ("card/card.md/x", "card.md is no folder"),
+        ("n" * 300, "name too long"),
+    ):  # fmt: skip
+        words[words.index("--output") + 1] = str(tmp_path / output)
+        with pytest.raises(UserError, match=message):
+            card.main(words)
 
 
 def test_card_fails_for_one_changed_bit_and_a_failed_command(folder, tmp_path):

@@ -33,7 +33,7 @@ from megatron.core.datasets.conversations.masks import (
     tokenize_text,
 )
 from megatron.core.datasets.preprocessing.worker import end_with_parent
-from megatron.core.safe_files import open_regular
+from megatron.core.safe_files import open_regular, parse_json
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_cache import Arrays, IndexCache, Layout, file_stamp
 
@@ -257,8 +257,8 @@ def tokenize_lines(
 def json_object(line: bytes) -> Line:
     """Return the object of a line. Raises UserError for another text."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(line)
+    except ValueError as error:
         raise UserError(f"is no JSON: {error}; give one JSON object per line") from None
     if not isinstance(value, dict):
         raise UserError(f"is no JSON object but a {type(value).__name__}; give one object per line")
