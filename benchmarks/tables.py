@@ -27,7 +27,8 @@ from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.config.resolve import resolve  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-EXAMPLES = ("gpt3", "llama", "nemotron4", "mixtral", "qwen3_moe", "qwen35", "nemotron3", "deepseek_v3", "bert", "t5")
+EXAMPLES = ("gpt3", "llama", "nemotron4", "mixtral", "qwen3_moe", "qwen3_vl", "qwen35", "nemotron3", "deepseek_v3",
+            "bert", "t5")  # fmt: skip
 GUIDES = ("performance.md", "layouts.md", "evidence.md", "fp8.md", "generation.md", "images.md", "kernels.md",
           "memory.md", "moe.md", "optimizers.md")  # fmt: skip
 PAGES = (

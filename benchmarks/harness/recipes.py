@@ -57,6 +57,8 @@ CHOICES = (
     Choice("qwen3_moe/qwen3_30b_a3b", "80 GB", like=QWEN3),
     Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 PP=1", like=QWEN3),
     Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 GPUS_PER_NODE=4 PP=1 EP=4", PRECISION_AWARE, QWEN3),
+    Choice("qwen3_vl/qwen3_vl_8b", "80 GB"),
+    Choice("qwen3_vl/qwen3_vl_8b", "141 GB", "TP=1"),
     Choice("qwen35/qwen35_9b", "80 GB"),
     Choice("qwen35/qwen35_9b", "141 GB", "TP=1"),
     Choice("qwen35/qwen35_35b_a3b", "80 GB"),

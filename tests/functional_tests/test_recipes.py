@@ -24,6 +24,7 @@ PARAMETERS = {
     "train_nemotron4_340b": 341_029_195_776,
     "train_mixtral_8x7b_distributed": 46_702_792_704,
     "train_qwen3_30b_a3b": 30_532_122_624,
+    "train_qwen3_vl_8b": 8_767_123_696,
     "train_qwen35_9b": 8_953_803_264,
     "train_qwen35_35b_a3b": 34_660_610_688,
     "train_nemotron3_nano_30b_a3b": 31_577_937_344,
@@ -45,6 +46,9 @@ SMALLER = {
     "--kv-lora-rank": "16", "--qk-head-dim": "8", "--qk-pos-emb-head-dim": "4", "--v-head-dim": "8",
     "--linear-num-key-heads": "2", "--linear-num-value-heads": "4", "--linear-attention-freq": "2",
     "--hybrid-layer-pattern": "ME", "--mamba-num-heads": "8",
+    "--vision-num-layers": "1", "--vision-hidden-size": "32", "--vision-num-attention-heads": "2",
+    "--vision-ffn-hidden-size": "64", "--vision-deepstack-layers": "0", "--image-token-id": "1",
+    "--mrope-section": "4 2 2", "--images-per-row": "1", "--img-h": "64", "--img-w": "64",
 }  # fmt: skip
 """Sizes that only some recipes give."""
 
@@ -81,7 +85,7 @@ def text_of(recipe):
 def small(recipe):
     text = text_of(recipe)
     sizes = {**SMALL, **{flag: value for flag, value in SMALLER.items() if flag in text}}
-    return [word for pair in sizes.items() for word in pair]
+    return [word for flag, value in sizes.items() for word in (flag, *value.split())]
 
 
 @pytest.fixture(scope="module")
