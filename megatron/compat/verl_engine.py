@@ -81,6 +81,8 @@ def training_settings(path: str, engine: Any, optimizer: Any, world_size: int) -
         if unknown := sorted(values.keys() - fields):
             raise UserError(f"{place}.{unknown[0]}: is no setting of this library; remove it")
         settings |= values
+    if settings.get("recompute_granularity") != "selective":  # verl's defaults name modules in any case
+        settings["recompute_modules"] = None
     settings = {name: value for name, value in settings.items() if value is not None}
     cfg = apply_hf_settings(cfg.with_settings(**settings, explicit=cfg.explicit | settings.keys()))
     later: dict[str, Any] = {"seq_length": cfg.embeddings.max_position_embeddings}

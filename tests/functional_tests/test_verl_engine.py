@@ -18,6 +18,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 PROMPTS = [[3, 9], [5, 1, 2], [11, 12], [40]]
 RESPONSES = [[4, 4, 20, 7, 31], [8, 50], [13, 14, 15, 16, 17, 18], [2, 40, 3]]
 ADVANTAGES = [1.0, -2.0, 0.5, 1.5]
+DEFAULTS = {"recompute_granularity": None, "recompute_modules": ["core_attn"], "attention_backend": "flash"}
+"""Values of ``override_transformer_config`` in verl's own files."""
 LR, BETAS, DECAY, CLIP, TEMPERATURE, ENTROPY = 1e-2, (0.9, 0.95), 0.1, 0.5, 0.7, 0.01
 LAYOUTS = {
     "one rank": (1, "Qwen3", {}),
@@ -68,7 +70,7 @@ def make_engine(path, layout):
         "megatron",
         model_config=HFModelConfig(path=path, load_tokenizer=False),
         engine_config=McoreEngineConfig(
-            **layout, override_transformer_config={"bf16": False, "fp64": True, "recompute_granularity": None}
+            **layout, override_transformer_config={"bf16": False, "fp64": True, **DEFAULTS}
         ),
         optimizer_config=McoreOptimizerConfig(
             lr=LR, betas=BETAS, weight_decay=DECAY, clip_grad=CLIP, total_training_steps=9, lr_decay_style="constant"
