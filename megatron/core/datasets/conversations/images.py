@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 
@@ -66,6 +67,9 @@ class ImageReader:
             return []
         counts = np.array([rows * columns for rows, columns in squares])
         sequences = CONVERSATIONS.sequences(tokenizer, item, report, number)
+        most = max((int((tokens.ids == self.token).sum()) for tokens in sequences), default=len(paths))
+        if most < (needed := len(item_paths(_until_last_answer(item)))):
+            self._raise_other_number(most, needed)
         return [self._repeated(tokens, counts) for tokens in sequences]
 
     def size(self, path: str) -> tuple[int, int]:
@@ -82,14 +86,27 @@ class ImageReader:
     def _repeated(self, tokens: Tokens, counts: np.ndarray) -> Tokens:
         places = np.flatnonzero(tokens.ids == self.token)
         if len(places) > len(counts):
-            raise UserError(
-                f"the chat template writes {counted(len(places), 'image token')} for {counted(len(counts), 'image')}; "
-                "check --image-token-id and --chat-template"
-            )
+            self._raise_other_number(len(places), len(counts))
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
         repeats[places] = counts[: len(places)]  # a sequence that ends before the last answer has the first images
         trained = tokens.trained & (tokens.ids != self.token)
         return Tokens(tokens.ids.repeat(repeats), trained.repeat(repeats))
+
+    def _raise_other_number(self, tokens: int, images: int) -> NoReturn:
+        raise UserError(
+            f"the chat template writes {counted(tokens, 'image token')} for {counted(images, 'image')}; "
+            "check --image-token-id and --chat-template"
+        )
+
+
+def _until_last_answer(item: Conversation) -> Conversation:
+    """Return the messages before the last answer with a loss: later images are in no sequence."""
+    answers = [
+        index
+        for index, message in enumerate(item.messages)
+        if message["role"] == "assistant" and message.get("weight") != 0
+    ]
+    return replace(item, messages=item.messages[: max(answers, default=0)])
 
 
 def with_parts(line: Line) -> Line:

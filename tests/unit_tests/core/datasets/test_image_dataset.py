@@ -328,6 +328,25 @@ def test_wrong_lines_are_named(tmp_path, tokenizer, line, reason):
         dataset(write_lines(tmp_path / "chats.jsonl", lines), tokenizer[0])
 
 
+TEXT_ONLY = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "")
+
+
+@pytest.mark.parametrize("messages, numbers", [
+    ([user([part("a.png"), text("x")]), assistant("x")], "0 image tokens for 1 image;"),
+    ([user("?"), assistant("x"), user([part("a.png")]), assistant("y"), user([part("a.png")])],
+     "0 image tokens for 1 image;"),
+    ([user([part("a.png")]), assistant("x"), user([part("a.png")]), assistant("y")], "0 image tokens for 2 images"),
+])  # fmt: skip
+def test_a_template_that_leaves_images_out_is_named(tmp_path, tokenizer, messages, numbers):
+    """Images after the last answer are in no sequence."""
+    picture(20, 20).save(tmp_path / "a.png")
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": messages}])
+    dataset(path, tokenizer[0])
+    text_only = build_huggingface(tokenizer_folder(tmp_path / "text_only", TEXT_ONLY, (*SPECIAL, *VISION)))
+    with pytest.raises(UserError, match=f"line 1: the chat template writes {numbers}"):
+        dataset(path, text_only)
+
+
 def test_unreadable_images_are_skipped_on_request(tmp_path, tokenizer):
     picture(20, 20).save(tmp_path / "a.png")
     picture(20, 20).save(tmp_path / "b.jpg")
