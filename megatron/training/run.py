@@ -27,6 +27,7 @@ from megatron.training import initialize
 from megatron.training.arguments import changed_settings, log_arguments, validate_args
 from megatron.training.checkpoint.base_weights import load_base
 from megatron.training.checkpoint.checkpointer import Checkpointer
+from megatron.training.checkpoint.companion_settings import files_of_models
 from megatron.training.checkpoint.environment import environment
 from megatron.training.checkpoint.history import check_save_folder
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
@@ -277,7 +278,8 @@ def _checked_inputs(cfg: PretrainConfig, world: Group) -> Tokenizer | None:
         raise
     tokenizer = built[0]
     prefixes, weights = data_sources(cfg)
-    check_data(prefixes, weights, None if tokenizer is None else tokenizer.fingerprint, world)
+    sources = [*prefixes, *files_of_models(cfg)]
+    check_data(sources, weights, None if tokenizer is None else tokenizer.fingerprint, world)
     return tokenizer
 
 

@@ -403,3 +403,33 @@ def test_teacher_with_other_tokens_is_rejected(gloo_pool, folders, data, tmp_pat
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(both[0])]
     ((code, text),) = gloo_pool.run(train_with_errors, 1, [*flags_of(both, data), *tokenizer])
     assert code == 2 and f"{both[1]}: its token 7 is 'é', the student's '7'; use a teacher" in text
+
+
+def train_on_own_copy(rank, world_size, argv, folder, copy):
+    """A task of the pool: the program, whose last rank reads ``copy`` in place of ``folder``."""
+    return train_with_errors(rank, world_size, [copy if rank and word == folder else word for word in argv])
+
+
+def changed_copy(folder, other, name):
+    """Copy ``folder`` to ``other`` and flip a bit in the middle of its file ``name``."""
+    shutil.copytree(folder, other)
+    content = bytearray((other / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (other / name).write_bytes(content)
+    return str(other)
+
+
+@pytest.mark.parametrize("kind", ["student", "teacher", "stored"])
+def test_ranks_with_other_weights_name_the_file(gloo_pool, folders, data, tmp_path, kind):
+    argv, file = [*flags_of(folders, data), "--micro-batch-size", "1"], "model.safetensors"
+    folder = folders[kind == "teacher"]
+    if kind == "stored":
+        folder, file = tmp_path / "stored", "values.bin"
+        argv = [*argv[: argv.index("--export-kd-teacher-load")], "--micro-batch-size", "1"]
+        save = [*argv, "--logits-save-dir", str(folder), "--logits-save-top-k", "4"]
+        assert gloo_pool.run(train_with_errors, 1, save) == [(0, "")]
+        argv += ["--logits-load-dir", str(folder)]
+    copy = changed_copy(folder, tmp_path / "copy" / folder.name, file)
+    results = gloo_pool.run(train_on_own_copy, 2, argv, str(folder), copy)
+    assert [code for code, _ in results] == [2, 2]
+    assert re.search(rf"{file}: rank 1 .* have different content; copy the same file to every host", results[0][1])

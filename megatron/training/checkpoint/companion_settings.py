@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
+from megatron.core.config.distillation import DistillationConfig
 from megatron.core.config.fp8 import Fp8Config
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.model_parallel_config import PrecisionConfig
@@ -54,6 +55,25 @@ def load_companion_config(cfg: PretrainConfig, folder: str, step: int | None = N
     if step is None and os.path.isfile(Path(folder) / "config.json") and find_checkpoint(folder) is None:
         return companion_config(cfg, load_hf_settings(folder, cfg.model_family), folder, load_hf=folder)
     return companion_config(cfg, load_checkpoint_args(folder, step), folder, load=folder, ckpt_step=step)
+
+
+def files_of_models(cfg: PretrainConfig) -> list[str]:
+    """Return the files that every rank reads of --load-hf, the frozen models and stored log-probabilities, in the same
+    order on all hosts; a folder that this rank lacks is returned as given."""
+    checkpoints = [cfg.checkpoint, *(companion.checkpoint for companion in cfg.companions.values())]
+    folders = [checkpoint.load_hf for checkpoint in checkpoints]
+    folders += [_latest(checkpoint) for checkpoint in checkpoints[1:] if checkpoint.load is not None]
+    folders.append(cfg.group(DistillationConfig).logits_load_dir)
+    files: list[str] = []
+    for folder in filter(None, folders):
+        contents = sorted(path for path in Path(folder).glob("*") if path.is_file())
+        files += map(str, contents) if contents else [folder]
+    return files
+
+
+def _latest(checkpoint: CheckpointConfig) -> str | None:
+    location = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+    return checkpoint.load if location is None else location.directory
 
 
 def companion_config(
