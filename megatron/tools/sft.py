@@ -104,7 +104,8 @@ def print_rows(flags: Sequence[str], count: int, program: str) -> None:
     configure_logging()
     cfg = validate_args(apply_hf_settings(parse_args(flags, model_family=program)), 1, announce=False)
     kind, config = select_data_set(cfg, build_tokenizer(cfg.tokenizer))
-    data = BlendedMegatronDatasetBuilder(kind, [None, 0, 0], lambda: True, config).build()[0]
+    sizes = [None, None if cfg.data.valid_data_path else 0, 0]  # also reports lines of the validation data
+    data = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()[0]
     for row in range(min(count, len(data))):
         print(f"row {row}:")
         for text in data.describe(row):

@@ -76,6 +76,7 @@ def test_chat_template_of_a_file_is_used(tmp_path, model, capsys):
         (["--inspect", "0"], "--inspect 0: must be at least 1"),
         (["--nproc", "x"], "--nproc x: must be a positive integer"),
         (["--data", "missing.jsonl", "--inspect", "1"], "missing.jsonl: cannot be read"),
+        (["--valid-data", "missing.jsonl", "--inspect", "1"], "missing.jsonl: cannot be read"),
         (["--chat-template", "missing.jinja", "--inspect", "1"], "--chat-template missing.jinja: cannot be read"),
     ],
 )
