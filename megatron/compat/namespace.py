@@ -28,9 +28,9 @@ def open_namespace(path: list[str]) -> list[str]:
             "replaced files of the other; run pip uninstall -y megatron-core megatron-pretraining, then install one"
         )
     folders = list(extend_path(path, "megatron"))
-    duplicates = [
-        folder for folder in folders if folder not in path and (Path(folder) / "core" / "__init__.py").is_file()
-    ]
+    places = {os.path.realpath(folder) for folder in path}
+    others = [folder for folder in folders if os.path.realpath(folder) not in places]
+    duplicates = [folder for folder in others if (Path(folder) / "core" / "__init__.py").is_file()]
     if duplicates:
         sys.meta_path.insert(0, MissingModules)  # type: ignore[arg-type]  # a class with Finder's find_spec
         if os.environ.get("RANK", "0") == "0":
