@@ -278,8 +278,8 @@ def _checked_inputs(cfg: PretrainConfig, world: Group) -> Tokenizer | None:
         raise
     tokenizer = built[0]
     prefixes, weights = data_sources(cfg)
-    sources = [*prefixes, *files_of_models(cfg)]
-    check_data(sources, weights, None if tokenizer is None else tokenizer.fingerprint, world)
+    prefixes += files_of_models(cfg) if world.size > 1 else []
+    check_data(prefixes, weights, None if tokenizer is None else tokenizer.fingerprint, world)
     return tokenizer
 
 

@@ -91,7 +91,7 @@ class GPTTask(LanguageModelTask):
 
     def connect(self, model: Sequence[nn.Module], frozen: Mapping[str, Sequence[nn.Module]]) -> None:
         """Attach the losses between layers of the model and of the teacher."""
-        if self.distillation.layer_pairs:
+        if self.distillation.kd_layer_pairs:
             layer_pairs.connect(
                 self.cfg, self.vocab_size, model, frozen[TEACHER], parallel_state.get_process_groups().pp
             )
@@ -120,7 +120,7 @@ class GPTTask(LanguageModelTask):
         arguments of the model."""
         batch = self.get_batch(data_iterator)
         inputs, weight = batch.get("inputs", {}), self.loss_weights[self.losses[0]]
-        if self.distillation.layer_pairs:
+        if self.distillation.kd_layer_pairs:
             inputs = {**inputs, "layer_targets": LayerTargets(batch["loss_mask"], weight)}
         output = model(
             batch["tokens"],
