@@ -95,12 +95,12 @@ def training(file: str) -> str:
             continue
         record = json.dumps({**result["environment"], "date": None, "uncommitted_changes": None}, sort_keys=True)
         number = records.setdefault(record, len(records) + 1)
-        found = result.get("profile") or {}
+        profile = result.get("profile") or {}
         rows.append((
             f"`{name}`", what(ROWS[base_row(name)], name), f"{result['tflops_per_gpu']:.1f}",
             f"{result['tflops_per_gpu'] / one_gpu:.0%}" if one_gpu else None,
             result["tokens_per_second_per_gpu"], result["seconds_per_iteration"], result["peak_memory_gb"],
-            found.get("exposed_communication_ms"), found.get("idle_ms"), result["repeats"], f"[{number}]",
+            profile.get("exposed_communication_ms"), profile.get("idle_ms"), result["repeats"], f"[{number}]",
         ))  # fmt: skip
     header = ("row", "run", "TFLOP/s per GPU", "of `one`", "tokens/s per GPU", "s per step", "peak GB", "exposed ms",
               "idle ms", "jobs", "where")  # fmt: skip

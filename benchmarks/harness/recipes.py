@@ -88,7 +88,7 @@ def dry_run(choice: Choice) -> str:
     return result.stdout
 
 
-def found(pattern: str, report: str) -> list[str]:
+def matches(pattern: str, report: str) -> list[str]:
     """Return all matches of ``pattern``, with ^ and $ at line ends."""
     return re.findall(pattern, report, re.MULTILINE)
 
@@ -101,9 +101,9 @@ def rows(folder: str, measured: dict[str, Any]) -> list[tuple[object, ...]]:
             continue
         report = dry_run(choice)
         ((ranks, layout),) = re.findall(r"^  ranks +(\d+) = (.*)$", report, re.MULTILINE)
-        experts = "".join(f", {axis}" for axis in found(r"^  ranks of experts .*(expert \d+)", report))
-        totals = found(r"^ +(?:pipeline rank \d+|every rank) +(?:[\d.]+ +){5}([\d.]+)", report)
-        (flops,), tokens = found(r"([\d.e+]+) per rank and iteration", report), found(r", ([\d,]+) tokens$", report)
+        experts = "".join(f", {axis}" for axis in matches(r"^  ranks of experts .*(expert \d+)", report))
+        totals = matches(r"^ +(?:pipeline rank \d+|every rank) +(?:[\d.]+ +){5}([\d.]+)", report)
+        (flops,), tokens = matches(r"([\d.e+]+) per rank and iteration", report), matches(r", ([\d,]+) tokens$", report)
         rate = measured.get(choice.like, {}).get("tflops_per_gpu")
         seconds = float(flops) / rate / 1e12 if rate else None
         per_second = round(int(tokens[0].replace(",", "")) / seconds) if seconds else None

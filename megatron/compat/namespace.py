@@ -29,8 +29,8 @@ def open_namespace(path: list[str]) -> list[str]:
         )
     folders = list(extend_path(path, "megatron"))
     places = {os.path.realpath(folder) for folder in path}
-    others = [folder for folder in folders if os.path.realpath(folder) not in places]
-    duplicates = [folder for folder in others if (Path(folder) / "core" / "__init__.py").is_file()]
+    foreign = [folder for folder in folders if os.path.realpath(folder) not in places]
+    duplicates = [folder for folder in foreign if (Path(folder) / "core" / "__init__.py").is_file()]
     if duplicates:
         sys.meta_path.insert(0, MissingModules)  # type: ignore[arg-type]  # a class with Finder's find_spec
         if os.environ.get("RANK", "0") == "0":

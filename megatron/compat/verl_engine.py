@@ -233,16 +233,16 @@ class PretrainingEngine(BaseEngine):
 
     def _rows(self, micro_batches: list[TensorDict], device: torch.device) -> list[tuple[TensorDict, dict[str, Any]]]:
         """Return each micro-batch on ``device`` and its model inputs: sequences end to end in one row, then padding.
-        All rows have the length of the longest, a multiple of the parts into which ranks split it."""
+        All rows have the length of the longest row, a multiple of the parts into which ranks split it."""
         sequences = [[row.tolist() for row in batch["input_ids"].unbind()] for batch in micro_batches]
         parts = 2 * self.groups.cp.size if self.groups.cp.size > 1 else 1
         parts *= self.groups.tp.size
         length = max(sum(map(len, batch)) for batch in sequences)
         length += -length % parts
         if self.groups.dp.size > 1:  # expert-parallel ranks exchange equally many tokens
-            longest = torch.tensor(length, device=device)
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.groups.dp.handle)
-            length = int(longest)
+            max_length = torch.tensor(length, device=device)
+            dist.all_reduce(max_length, op=dist.ReduceOp.MAX, group=self.groups.dp.handle)
+            length = int(max_length)
         model: Any = unwrapped(self.module[-1])
         layout, rows = model.layout, []
         for micro_batch, batch in zip(micro_batches, sequences):
