@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
 from megatron.core.models.registry import families, get_family
 from megatron.export.hf import load_hf_settings
@@ -185,9 +185,7 @@ def cell(text: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser of this tool."""
-    arguments = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    arguments = tool_parser(__doc__)
     arguments.add_argument("--load-hf", required=True, metavar="FOLDER", help="Hugging Face folder")
     arguments.add_argument("--output", required=True, metavar="CARD", help="folder to create")
     arguments.add_argument("--name", help="name of the model; default: of the folder")

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import as_typed, tool_parser
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import RankGrid
 from megatron.training.checks import cluster
@@ -29,9 +29,7 @@ SIZES = {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     for name, axis in SIZES.items():
         flag = f"--{name}-parallel-size" if name == "context" else f"--{name}-model-parallel-size"
         parser.add_argument(flag, dest=axis, type=int, default=1, metavar="N", help=f"{name}-parallel size")

@@ -6,7 +6,6 @@ Reads every byte: the index for consistency, the tokens for the smallest and lar
 set is damaged, empty or contains an id outside the vocabulary, 2 if it is missing or cannot be read. Needs no torch.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
 from megatron.core.safe_files import open_regular
 from megatron.data.indexed_dataset import IndexedDataset, get_bin_path, resolve_prefix
@@ -137,9 +136,7 @@ def check(path: str, vocab_size: int | None) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Return the highest code: 1 if a data set is unusable, 2 if one is missing or unreadable, else 0."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("prefix", nargs="+", help="path of a data set without .bin and .idx")
     parser.add_argument(
         "--vocab-size",

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.core.evaluation.tasks import find_tasks
 from megatron.tools.engine_flags import add_engine_flags, load_gpt, on_first_rank
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Exits with code 2 for malformed flags; raises UserError for values out of range."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")

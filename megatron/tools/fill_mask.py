@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.models.bert.config import BertConfig, num_tokentypes
 from megatron.tools.engine_flags import add_tokenizer_flags, tokenizer_settings
 
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Exits with code 2 for malformed flags, --top-k below 1, or --text-pair unless there is one for each --text."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     add_tokenizer_flags(parser)

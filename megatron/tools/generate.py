@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import parse_json, read_text
 from megatron.tools.engine_flags import add_engine_flags, layout_flags, tokenizer_settings
@@ -25,9 +25,7 @@ from megatron.tools.engine_flags import add_engine_flags, layout_flags, tokenize
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Exits with code 2 for malformed flags. Ranges are left to `check_ranges`, prompts to `load_prompts`."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")

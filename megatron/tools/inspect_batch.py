@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError, printable
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -51,9 +51,7 @@ Part = tuple[int, int, int]
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags of this tool. Exits with code 2 for unknown, abbreviated or malformed flags. Raises UserError: a
     number below 1."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to start from; default: the latest")
     parser.add_argument("--iteration", type=int, required=True, metavar="N", help="iteration that reads the batch")

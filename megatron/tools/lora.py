@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.core.config.lora import SETTINGS
 from megatron.core.description.model import Param
@@ -49,8 +49,7 @@ MAX_BYTES = 4 * 10**9
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser of this tool."""
-    about = as_typed(__doc__ or "")
-    arguments = argparse.ArgumentParser(description=about, allow_abbrev=False, formatter_class=HelpFormatter)
+    arguments = tool_parser(__doc__)
     arguments.add_argument("action", choices=("export", "import", "merge"), help="what to write")
     arguments.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or PEFT folder")
     arguments.add_argument("--save", required=True, metavar="DIR", help="the folder to create")

@@ -8,7 +8,6 @@ of modules. ``--documents functions`` writes one line per function: short, compl
 stories`` writes short stories from a grammar, the same on every machine; a small model learns them in minutes.
 """
 
-import argparse
 import ast
 import importlib
 import json
@@ -19,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.tools.stories import stories
 
@@ -101,9 +100,7 @@ def groups(kind: str, files: Iterator[dict[str, str]], seed: int) -> Iterator[It
 
 def main(argv: Sequence[str]) -> int:
     """Stops after the file, docstring or story that reaches --max-bytes of text. Raises UserError without sources."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--output", required=True, type=Path, help="JSONL file to write")
     parser.add_argument("--max-bytes", type=int, default=32_000_000, help="stop after about this many bytes")
     kinds = ("files", "functions", "docs", "stories")

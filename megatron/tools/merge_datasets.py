@@ -6,7 +6,6 @@ The result is byte-identical to preprocessing the concatenated text. Existing fi
 different tokenizers or token types are rejected before any data is written. Needs no torch.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.data.sidecar import SidecarInfo, read_sidecar, same_tokenizer, sidecar_path, write_sidecar
@@ -112,9 +111,7 @@ def merge(folder: str, output: str, multimodal: bool) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Raises UserError or OSError. --multimodal reads and writes modes."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--input", required=True, help="folder with the .bin and .idx files to join")
     parser.add_argument("--output-prefix", "--output_prefix", required=True, help="path of the result without .bin")
     parser.add_argument("--multimodal", action="store_true", help="the data sets hold a mode per sequence")

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.core.config.cli import ConfigError, Problem
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.core.models.registry import find_program
 from megatron.core.schedules.batch_size import samples_from_iters
@@ -34,9 +34,7 @@ from megatron.training.rules.run_all import check
 
 def tool_flags() -> argparse.ArgumentParser:
     """Return the parser of the flags of this tool."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--gpu", default="H100", help="GPU kind (H100, H200, ...) or a .json file of measured rates")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the cluster")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")

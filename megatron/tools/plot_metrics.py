@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError, counted
 from megatron.training.observe.page.charts import LARGEST
 from megatron.training.observe.run_folder import Run, Series, read_run, run_labels
@@ -283,9 +283,7 @@ def column_means(series: Series, first: float, last: float, columns: int) -> lis
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Exits with code 2 without --output and --text, unless --labels has one name per run, or for a negative
     half-life."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory with metrics.jsonl, or the file")
     parser.add_argument("--output", type=Path, help="picture to write; its ending (.png, .pdf, .svg) is the format")
     parser.add_argument("--text", action="store_true", help="draw on the terminal")

@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.tools.engine_flags import add_tokenizer_flags, check_new_folder, tokenizer_settings
 from megatron.training.config.launcher import launched_world_size
@@ -30,8 +30,7 @@ MAX_BYTES = 4 * 10**9
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser of this tool."""
-    about = as_typed(__doc__ or "")
-    arguments = argparse.ArgumentParser(description=about, allow_abbrev=False, formatter_class=HelpFormatter)
+    arguments = tool_parser(__doc__)
     arguments.add_argument(
         "--load", required=True, metavar="DIR", help="--save folder of a run, or Hugging Face folder"
     )

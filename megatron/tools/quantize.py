@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.safe_files import read_text
@@ -49,9 +49,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     words = [word.partition("=")[0] for word in argv]
     if refused := next((word for word in words if word in FOREIGN), None):
         raise UserError(f"{refused}: is a flag of NVIDIA ModelOpt; {FOREIGN[refused]}: remove it")
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     sources = ("--load", "--load-hf")
     parser.add_argument(*sources, required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")

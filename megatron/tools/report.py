@@ -11,14 +11,13 @@ settings, the first iteration that differs; the page has the curves of all runs 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.training.observe.page.comparison import compare_page, compare_text
 from megatron.training.observe.page.page import PAGE_FILE, save_page, write_page
 from megatron.training.observe.run_folder import read_run, run_labels
@@ -26,9 +25,7 @@ from megatron.training.observe.run_folder import read_run, run_labels
 
 def main(arguments: Sequence[str]) -> int:
     """Raises UserError for a folder without a run, and OSError if the page cannot be written."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directory with metrics.jsonl, or the file")
     parser.add_argument(
         "--output", type=Path, help=f"file to write; default: {PAGE_FILE} in RUN, and none for several runs"

@@ -25,7 +25,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.core.inference.server.memory import limit_arenas
 from megatron.tools.engine_flags import add_engine_flags, load_gpt, on_first_rank
@@ -45,9 +45,7 @@ END_SECONDS = 15
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool's flags (only --load is required)."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), formatter_class=HelpFormatter, allow_abbrev=False
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")

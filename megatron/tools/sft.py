@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import as_typed, tool_parser
 from megatron.core.config.errors import UserError, printable
 from megatron.core.config.vision import VisionConfig
 from megatron.core.dist_checkpointing.files import read_json
@@ -38,8 +38,7 @@ IMAGE_KEY = re.compile(rb'(?<!\\)"(?:images?|image_url)"')
 
 def parse_command_line(argv: Sequence[str], about: str) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags of this tool and all others, with --nproc. ``about``: text of --help."""
-    text = as_typed(about)
-    parser = argparse.ArgumentParser(description=text, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = tool_parser(about)
     parser.add_argument("--data", required=True, metavar="FILE", help="JSON lines file to train on")
     parser.add_argument("--valid-data", metavar="FILE", help="JSON lines file for validation, all of it")
     parser.add_argument("--load-hf", required=True, metavar="FOLDER", help="model to start from, with its tokenizer")

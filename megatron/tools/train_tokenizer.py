@@ -7,13 +7,12 @@ With --kind wordpiece it writes tokenizer/vocab.txt for --tokenizer-type BertWor
 --cased).
 """
 
-import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import TEXT, InputFile, find_inputs, part_bytes, split_file
 from megatron.core.datasets.preprocessing.lines import BadLine, read_rows
@@ -65,9 +64,7 @@ def read_texts(
 def main(argv: Sequence[str]) -> int:
     """Train the tokenizer of the command line ``argv`` and write its files to the folder --output, created if missing;
     print the size, with a note if the text gives fewer tokens. Return 0. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        description=as_typed(__doc__ or ""), allow_abbrev=False, formatter_class=HelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--input", nargs="+", required=True, help="JSON lines, parquet or .txt: files, globs, folders")
     parser.add_argument(
         "--text-documents",

@@ -7,13 +7,12 @@ the last validation loss of that run. With ``--program pretrain_bert.py`` or ``p
 of training samples are counted. For BERT pairs, it also prints the loss of always predicting the order frequencies.
 """
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset
 from megatron.core.models.registry import find_program
@@ -63,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the unigram loss on the evaluation samples of the run's flags ``argv``, for BERT's pairs also the loss of
     the order, and with --metrics the model's last losses; return 0. Builds data and tokenizer, no model. Raises
     UserError: wrong flags, or --metrics contains no validation loss."""
-    parser = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("--program", default="pretrain_gpt.py", help="program of these flags")
     parser.add_argument("--metrics", default=None, help="metrics.jsonl of a run to compare with")
     options, flags = parser.parse_known_args(argv)

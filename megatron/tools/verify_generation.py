@@ -14,7 +14,6 @@ Exit code 0: equal; 1: different, with the largest difference; 2: the flags cont
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError, counted
 from megatron.tools.verify_layout import VOCAB_SIZE, launch, one_rank, shrink
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
@@ -197,7 +196,7 @@ def _require_gpus(number: int) -> None:
 def main(argv: Sequence[str]) -> int:
     """Compare both sides for the flags ``argv``; print the verdict and return the exit code: 0 equal, 1 different.
     Raises UserError for flags that are invalid there."""
-    parser = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("--world-size", type=int, help="trainer's ranks; default: the smallest number of the layout")
     parser.add_argument(
         "--generator-tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of the generator"

@@ -12,7 +12,6 @@ Exit code 0: equal; 1: different, prints the first difference; 2: the flags cont
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import math
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK
 from megatron.core.config.moe import expert_tensor_ranks
@@ -389,7 +388,7 @@ def main(argv: Sequence[str]) -> int:
     """Shrink the model of the flags ``argv``, train it on one rank and in its layout on --world-size ranks (default:
     the fewest that fit) for --steps steps, and print tables and verdict. Return the exit code: 0 equal, 1 different.
     Raises UserError for flags that are invalid there."""
-    parser = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument("--world-size", type=int, help="ranks; default: the smallest number that the layout needs")
     parser.add_argument(
         "--program", default="pretrain_gpt.py", help="program of these flags, or a model family's module"

@@ -52,6 +52,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return help_with_default(action)
 
 
+def tool_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of exact flags for a tool whose module docstring is ``description``."""
+    text = as_typed(description or "")
+    return argparse.ArgumentParser(description=text, formatter_class=HelpFormatter, allow_abbrev=False)
+
+
 def help_with_default(action: argparse.Action) -> str:
     """Return the help of an option with its default in brackets, unless there is none (or a bool) or the text has
     "default:"."""

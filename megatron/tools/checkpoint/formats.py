@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES
@@ -33,11 +33,7 @@ SAVER_ALIASES = {"core": "native", "mcore": "native", "megatron": "native"}
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Build a parser with the input flags that all tools share: --loader and --ckpt-step."""
-    arguments = argparse.ArgumentParser(
-        description=as_typed(description or ""),
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
+    arguments = tool_parser(description)
     choices = (*LOADERS, "auto", *LOADER_ALIASES)
     help_text = f"format of the input: {', '.join(LOADERS)}; default: detected from the folder"
     arguments.add_argument("--loader", default="auto", choices=choices, metavar="FORMAT", help=help_text)
