@@ -95,7 +95,7 @@ def test_scripts_of_earlier_years_run_as_they_are(
 
 
 @pytest.mark.parametrize("more", [[], ["--old-loss"]], ids=["sum", "mean"])
-def test_scripts_predict_further_tokens_whatever_their_loss_function_returns(launch, flags, tmp_path, gloo_pool, more):
+def test_scripts_train_prediction_depths_with_both_loss_functions(launch, flags, tmp_path, gloo_pool, more):
     """No token is masked, so that a mean of micro-batches' means is that over all tokens."""
     argv = [*flags, *NO_DROPOUT, "--make-vocab-size-divisible-by", "64", "--mtp-num-layers", "2"]
     script = "tests/functional_tests/scripts/pretrain_classic_2025.py"

@@ -38,7 +38,7 @@ def test_the_image_installs_locked_packages_and_then_the_project():
     assert all(f"- run: {step}\n" in workflow for step in packages)
 
 
-def test_the_copy_leaves_out_what_a_machine_made():
+def test_dockerignore_lists_machine_made_files():
     assert {".git", ".venv", "build", "*.so", "**/__pycache__"} <= set((ROOT / ".dockerignore").read_text().split())
 
 

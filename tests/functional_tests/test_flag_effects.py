@@ -62,7 +62,7 @@ PROBES = [each for each in table.TABLE if isinstance(each, Probe)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[each.changed for each in ROWS])
-def test_flag_changes_what_it_claims(runs, row):
+def test_flag_has_its_stated_effect(runs, row):
     base = runs.of(row, runs.argv(row))
     changed = runs.of(row, runs.argv(row, changed=True))
     pairs = list(zip(base, changed))

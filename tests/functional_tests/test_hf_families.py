@@ -181,7 +181,7 @@ def test_a_family_that_pads_with_a_high_id_takes_a_small_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(known_families().keys() & transformers.CONFIG_MAPPING.keys()))
-def test_a_key_that_is_missing_means_what_transformers_takes_for_it_or_is_rejected(name):
+def test_missing_config_key_equals_the_transformers_default_or_is_rejected(name):
     family = known_families()[name]
     config = dict(family.flat(transformers.CONFIG_MAPPING[name](**CHOSEN.get(name, {})).to_dict()))
     settings, read = family.load_settings(config), {key for rule in family.config for key in rule.hf_keys}

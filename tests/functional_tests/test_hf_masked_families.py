@@ -198,7 +198,7 @@ def test_a_head_with_some_of_its_tensors_is_damaged(name, lost, tmp_path):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_what_random_weights_of_flags_write_is_read_back(name, tmp_path):
+def test_random_encoder_weights_round_trip(name, tmp_path):
     native = random_model(flags_of(FAMILIES[name]), VOCAB, model_family="bert")
     # a model without pairs of texts is BertForMaskedLM where nothing else is asked for
     save_hf(native, tmp_path / "theirs", family=name if name == "distilbert" else None)

@@ -76,7 +76,7 @@ CHOICES = {
 SWITCHES = ["--sequence-parallel", "--use-distributed-optimizer", "--account-for-loss-in-pipeline-split"]
 
 
-def test_what_is_accepted_can_be_laid_out():
+def test_accepted_layouts_have_a_grid_and_stages_of_all_layers():
     """Random layouts: each is rejected with a reason, or its grid and stages exist and hold all layers."""
     generator = random.Random(0)
     accepted = 0

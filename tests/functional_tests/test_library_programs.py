@@ -62,7 +62,7 @@ def test_the_program_of_the_guides_runs_unchanged(tmp_path):
     assert finished.stderr.count("starting torch.distributed with gloo, world size 2") == 1
 
 
-def test_what_was_started_for_a_program_ends_with_it(tmp_path):
+def test_library_destroys_the_process_group_at_exit(tmp_path):
     """Threads of gloo that outlived the interpreter aborted every second program of four ranks, after its last line."""
     (tmp_path / "program.py").write_text("""
 import atexit

@@ -109,7 +109,7 @@ def test_a_run_begun_there_goes_on_here_with_its_losses(there, tmp_path, tp):
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
-def test_what_we_write_goes_on_there_with_its_losses(there, tmp_path, tp, pp):
+def test_megatron_core_continues_from_our_checkpoint_with_equal_losses(there, tmp_path, tp, pp):
     loaded = load_megatron_torch(there / "torch", padded_vocabulary=True)
     save_megatron_torch_dist(loaded, tmp_path)
     run_there(

@@ -134,7 +134,7 @@ def test_the_dry_run_needs_no_vocabulary(layers, parts):
     assert [len(stage.branches) for stage in run_stages(cfg, None)] == parts
 
 
-def test_what_specifies_no_layers_is_rejected_in_one_line():
+def test_spec_without_layers_is_rejected_in_one_line():
     for name in ("torch.nn Linear", "os path", "platform python_version"):
         cfg = settings(f"--num-layers 4 --spec {name}")
         with pytest.raises(UserError, match=f"--spec {name}: .* specifies no layers"):

@@ -74,7 +74,7 @@ def test_bert_predicts_masked_tokens(pair):
     assert 0.1 < np.mean(rates) < 0.17
 
 
-def test_what_t5_reads_and_writes_make_the_text():
+def test_t5_input_and_targets_reconstruct_the_text():
     texts = documents()
     rows = sample_map([[len(sentence) for sentence in document] for document in texts], 300, 30, 0.1, 3, 1)
     samples = t5_samples(texts, 300, (32, 20), 0.1, 3, VOCABULARY, Masking(0.15, 10, geometric=True))

@@ -116,7 +116,7 @@ def test_sequences_exceed_every_threshold_by_nine_tokens(case):
     assert tokens_needed({**defaults, **settings}, config) == expected
 
 
-def test_what_stays_of_published_models():
+def test_shrink_keeps_patterns_head_sizes_and_windows_of_published_models():
     """The pattern of layers, the size of heads, windows; texts are longer than these."""
     two, three = (complete(find_family(config).load_settings(config)) for config in (GEMMA_2_2B, GEMMA_3_1B))
     small = shrink(two)

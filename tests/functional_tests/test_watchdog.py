@@ -42,7 +42,8 @@ MENDED_BY_THE_USER = {
     Fault("runs out of memory in evaluation", 1, "ranks"): "error on rank 1: out of memory for 2.00 GiB in",
     Fault("computes NaN", 1, "ranks"): "error on rank 1: rank 1, iteration 2 (samples from 8 on): lm loss is nan",
     Fault("hangs in a background save", 1, "ranks", collective_minutes=0.15): (
-        "error on rank 1: the background save of iteration 5: no progress for"),
+        "error on rank 1: the background save of iteration 5: no progress for"
+    ),
 }
 TWO_BATCHES = "--micro-batch-size 4"
 """An iteration of one rank: the third batch, which goes wrong, is then of the second iteration here too."""
@@ -120,7 +121,7 @@ def test_a_failing_host_ends_the_run_on_the_others(outcome, fault):
 
 
 @pytest.mark.parametrize("fault", MENDED_BY_THE_USER, ids=str)
-def test_what_the_user_can_mend_is_said_once_and_without_stacks(outcome, fault):
+def test_user_error_is_reported_once_and_without_stacks(outcome, fault):
     """The rank that has the cause says it; under torchrun its report, too, ends in the message."""
     run, message = outcome(fault), MENDED_BY_THE_USER[fault]
     check_end(run)
@@ -159,7 +160,7 @@ def test_a_rank_that_never_arrives_is_named(outcome, fault):
 
 
 @pytest.mark.parametrize("fault", NO_FAULT, ids=str)
-def test_what_is_no_failure_disturbs_nobody(outcome, fault):
+def test_watchdog_ignores_runs_without_a_failure(outcome, fault):
     run = outcome(fault)
     assert run.code == 0 and not run.stacks, run.errors
 

@@ -36,7 +36,7 @@ def test_losses_are_means_of_each_layer_and_sums_over_all():
     assert total_losses(totals)["z_loss"].tolist() == [18.0, 8.0]
 
 
-def test_what_is_not_finite_is_named_by_module():
+def test_nonfinite_values_are_named_by_module():
     totals = {f"layer {n}": {"nonfinite_router_logit": torch.tensor([n - 1.0])} for n in (1, 2)}
     result = invalid_values(totals)
     assert result["a router logit of layer 1"].tolist() == [0.0, 1.0]

@@ -45,7 +45,7 @@ def test_everything_that_a_target_publishes_was_synced(tmp_path, synced):
     assert str(tmp_path) in synced
 
 
-def test_what_an_attempt_left_unfinished_is_removed_by_the_next(tmp_path):
+def test_next_attempt_removes_unfinished_files(tmp_path):
     with pytest.raises(KeyboardInterrupt), Target(tmp_path / "out", "a conversion") as target:
         target.write("whole.safetensors", {"x": LazyTensor.of(torch.ones(5))}, {})
         (target.folder / "part").write_text("of a file")

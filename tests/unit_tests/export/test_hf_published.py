@@ -102,7 +102,7 @@ def test_published_models_have_their_parameters_and_come_back(config, num_parame
     assert retained.items() <= repeated.items()
 
 
-def test_what_the_settings_of_gemma_say():
+def test_gemma_config_gives_windows_scale_and_rotary_bases():
     two, three = settings_of(GEMMA_2_2B), settings_of(GEMMA_3_1B)
     pattern = [1, 0] * 13
     assert (two["window_size"], two["window_attn_skip_freq"], two["softmax_scale"]) == ((4095, 0), pattern, None)
@@ -124,12 +124,12 @@ def test_what_the_settings_of_gemma_say():
         ({**OLMO_2_7B, "attention_bias": True}, "attention_bias is True"),
     ],
 )
-def test_what_no_setting_can_say_is_rejected(config, message):
+def test_config_values_without_a_setting_are_rejected(config, message):
     with pytest.raises(UserError, match=message):
         settings_of(config)
 
 
-def test_settings_that_gemma_cannot_say_are_rejected():
+def test_settings_without_a_gemma_config_value_are_rejected():
     family = find_family(GEMMA_3_1B)
     settings = settings_of(GEMMA_3_1B)
     with pytest.raises(UserError, match="softmax_scale is 0.3"):

@@ -43,7 +43,7 @@ def shrunk(*layout, world_size=None):
         ("--context-parallel-size 2 --cp-comm-type a2a", 8, 2, 2),
     ],
 )
-def test_what_a_layout_cares_about_is_kept(layout, heads, groups, layers):
+def test_shrink_keeps_sizes_that_the_layout_divides(layout, heads, groups, layers):
     cfg = shrunk(*layout.split())
     assert (cfg.model.num_attention_heads, cfg.model.num_query_groups, cfg.model.num_layers) == (heads, groups, layers)
     assert cfg.model.hidden_size <= 256 and cfg.data.seq_length <= 512
@@ -217,7 +217,7 @@ MIXTRAL = "--num-experts 8 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type
          " --moe-expert-capacity-factor 1", 4, 8, 2),
     ],
 )  # fmt: skip
-def test_what_experts_care_about_is_kept(layout, experts, width, ranks):
+def test_shrink_keeps_sizes_that_expert_layouts_divide(layout, experts, width, ranks):
     cfg = shrunk(*layout.split())
     assert (cfg.model.num_moe_experts, cfg.model.moe_ffn_hidden_size, cfg.world_size) == (experts, width, ranks)
     assert cfg.model.moe_expert_capacity_factor in (None, cfg.model.num_moe_experts / cfg.model.moe_router_topk)

@@ -164,6 +164,6 @@ def test_line_with_mup_passes():
 
 
 @pytest.mark.parametrize("text", ["--enable-mhc-connections", "--moe-latent-size 8"])
-def test_what_would_change_results_is_rejected(text):
+def test_unavailable_flag_that_changes_results_is_rejected(text):
     with pytest.raises(ValueError, match="is not available (here|yet)"):
         parse_args(f"{BASE} {text}".split())

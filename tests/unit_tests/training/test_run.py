@@ -48,7 +48,7 @@ def test_errors_for_users_have_one_base_and_keep_the_class_that_programs_catch(k
     assert issubclass(kind, UserError) and issubclass(kind, KINDS[kind])
 
 
-def test_what_the_user_can_mend_ends_in_one_message(monkeypatch, capsys):
+def test_user_error_ends_in_one_message_and_code_2(monkeypatch, capsys):
     assert ending(monkeypatch, UserError("--data-path x: is empty; give another")) == 2
     assert capsys.readouterr().err == "error: --data-path x: is empty; give another\n"
 

@@ -205,7 +205,7 @@ def test_only_rows_that_stages_exchange_have_lengths(flags, ranks, folder):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_is_known_of_a_sample_follows_its_tokens_into_a_row(rank, folder, monkeypatch):
+def test_packed_row_carries_the_fields_of_its_samples(rank, folder, monkeypatch):
     task = make_task("bert", folder, f"{PACKED} --context-parallel-size 2 --tensor-model-parallel-size 2", 4)
     on_ranks(monkeypatch, cp=Group("cp", (0, 1), rank))
     (given, *_) = batches(task)

@@ -92,7 +92,7 @@ def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason
         ({"soft_cap": 50.0, "flash_version": 2, "flash_packages": (2,)}, "it does not cap logits"),
     ],
 )
-def test_what_was_asked_for_by_name_is_rejected_where_it_cannot_serve(changes, message):
+def test_backend_flag_is_rejected_if_the_kernel_cannot_run(changes, message):
     with pytest.raises(ValueError, match=message):
         choose_kernel(request(**changes))
 
@@ -109,7 +109,7 @@ def test_what_was_asked_for_by_name_is_rejected_where_it_cannot_serve(changes, m
         ("flash", (192, 192), None, [SDPBackend.FLASH_ATTENTION]),
     ],
 )
-def test_cudnn_gets_only_what_it_computes_right(backend, lengths, mask, kernels, monkeypatch):
+def test_cudnn_runs_only_lengths_that_it_computes_correctly(backend, lengths, mask, kernels, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     core = CoreAttention(

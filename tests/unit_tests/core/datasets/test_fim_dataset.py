@@ -129,7 +129,7 @@ def test_texts_with_the_prefix_are_unchanged(corpus):
                 assert (segment[0] == PREFIX) == (text[0] != letter)
 
 
-def test_what_became_shorter_is_padded_without_loss(corpus):
+def test_shorter_fim_sample_is_padded_without_loss(corpus):
     """Two bytes that are no character become one of three bytes; control tokens of the text are left out."""
     rearranged, plain = datasets(corpus)
 

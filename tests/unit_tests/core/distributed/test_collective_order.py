@@ -28,7 +28,7 @@ def wrapped(**options):
 
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2), (1, 0, 2), (1, 2, 0), (2, 0, 1), (0, 2, 1)])
-def test_reductions_start_in_the_order_of_buckets_whatever_is_ready_first(monkeypatch, order):
+def test_reductions_start_in_bucket_order_for_all_orders_of_gradients(monkeypatch, order):
     """Ranks whose gradients are ready in different orders must start the same collectives one after another."""
     started = []
     start_sum = Bucket.start_sum

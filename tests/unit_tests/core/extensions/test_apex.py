@@ -167,7 +167,7 @@ def test_adam_equals_the_built_in_update(state, poisoned, monkeypatch):
             torch.testing.assert_close(foreign[2][kind][name], value, rtol=1e-4 if wide else 2**-6, atol=1e-6)
 
 
-def test_what_can_be_updated_where_it_is_takes_one_call_per_rates(monkeypatch):
+def test_apex_adam_updates_in_place_with_one_call_per_rates(monkeypatch):
     calls = fake_apex.install(monkeypatch)
     trained(["adam"], *STATES["copies"])
     assert len(calls) == 4  # one per update: without a scheduler both groups have the same rates

@@ -62,7 +62,7 @@ def test_training_does_not_start_with_parts_of_two(two_versions):
     assert outcome.stderr.count("this process has loaded cuDNN from") == 1 and "Traceback" not in outcome.stderr
 
 
-def test_what_the_user_named_is_named_again_afterwards(two_versions):
+def test_one_cudnn_restores_the_users_cudnn_home(two_versions):
     lines = "os.environ['CUDNN_HOME'] = '/mine'", "with one_cudnn(): pass", "print(os.environ['CUDNN_HOME'])"
     assert run(two_versions, *lines).stdout == "/mine\n"
 

@@ -214,7 +214,7 @@ def test_contradicting_variables_are_rejected(monkeypatch):
         make_model(True, attention_backend="flash")
 
 
-def test_what_was_built_is_described(monkeypatch):
+def test_kernel_summary_describes_the_built_layers(monkeypatch):
     fake_transformer_engine.install(monkeypatch)
     local, foreign = ("\n".join(kernel_summary([make_model(engine)])) for engine in (False, True))
     assert "layers: local" in local and "attention: torch SDPA (no GPU, float64, head dim 8)" in local

@@ -90,7 +90,7 @@ def test_the_formula_of_operations_equals_a_counted_trace(add_binary_head, predi
     assert counter.get_total_flops() / 3 == described.flops_per_sample + 3 * 2 * left_out
 
 
-def test_what_the_ends_of_the_model_are_and_move():
+def test_bert_description_states_first_and_last_pieces():
     """Bytes of fp32 per token, on one of three tensor-parallel ranks: 61 words in 72 rows."""
     config = TransformerConfig(**SIZES, tensor_model_parallel_size=3)
     described = describe_bert(config, Vocabulary(61, True, 8), seq_length=16, max_sequence_length=16)

@@ -78,7 +78,7 @@ def test_norms_go_by_the_names_of_fused_linear_layers(case):
         torch.testing.assert_close(other.grad, param.grad, rtol=0, atol=0)
 
 
-def test_moved_norms_follow_what_is_done_to_parameters():
+def test_moved_norms_follow_changes_of_their_parameters():
     model = make_model(True)
     weight = model.decoder.layers[0].self_attention.linear_qkv.layer_norm_weight
     assert model.decoder.layers[0].input_layernorm.weight is weight

@@ -357,7 +357,7 @@ def test_one_layer_spec_serves_all_layers_and_wrong_counts_are_rejected():
         GPTModel(config, block, vocab_size=VOCAB, max_sequence_length=16)
 
 
-def test_what_is_not_available_says_so():
+def test_unavailable_position_embedding_is_rejected_by_name():
     with pytest.raises(ValueError, match="position_embedding_type 'mrope'"):
         make_model(position_embedding_type="mrope")
 
@@ -371,8 +371,20 @@ def test_ids_outside_of_the_vocabulary_are_rejected():
         model(tokens, positions, labels=labels.masked_fill(labels == labels[0, 0], VOCAB))
 
 
-@pytest.mark.parametrize("attention", [{}, {"multi_latent_attention": True, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
-                                            "v_head_dim": 8, "kv_lora_rank": 8}], ids=["heads", "latent"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {},
+        {
+            "multi_latent_attention": True,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 8,
+            "kv_lora_rank": 8,
+        },
+    ],
+    ids=["heads", "latent"],
+)
 def test_documents_with_padding_between_them_have_the_outputs_of_separate_rows(attention):
     """By Megatron-LM's arguments for packed sequences; without position_ids, which a rotary model does not read."""
     model = make_model(position_embedding_type="rope", **attention).eval()

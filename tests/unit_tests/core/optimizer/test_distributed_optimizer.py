@@ -304,7 +304,7 @@ def used_early(rank, world):
     return pending, waited, rest, {name: value.numpy() for name, value in weights.items()}
 
 
-def test_only_what_a_module_needs_is_waited_for_and_readers_wait_for_all(gloo_pool):
+def test_module_waits_only_for_its_weights_and_readers_for_all(gloo_pool):
     (pending, waited, rest, weights), (*_, remaining) = gloo_pool.run(used_early, 2)
     assert all(pending) and len(pending) >= 3 and 0 < sum(waited) < len(waited) and not any(rest)
     assert all((weights[name] == remaining[name]).all() for name in weights)

@@ -108,7 +108,7 @@ def test_a_pipeline_runs_the_schedule_of_its_ranks_with_messages_of_its_rows(opt
 
 @pytest.mark.parametrize("backend, device", [("gloo", "cpu"), ("nccl", "cuda:3")])
 @pytest.mark.parametrize("sequence_parallel, length", [(False, 32), (True, 8)])
-def test_stages_pass_on_their_part_of_the_sequence_or_what_the_model_says(
+def test_message_shape_is_the_local_sequence_or_set_by_the_model(
     backend, device, sequence_parallel, length, monkeypatch
 ):
     axes = {name: Group(name, tuple(range(size)), 0) for name, size in (("cp", 2), ("tp", 4))}

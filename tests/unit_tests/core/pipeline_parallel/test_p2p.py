@@ -170,7 +170,7 @@ def test_a_message_is_kept_until_it_has_been_sent(monkeypatch):
     assert all(item() is None for item in backend.alive)
 
 
-def test_what_is_sent_is_no_part_of_a_graph_and_contiguous(monkeypatch):
+def test_sent_tensor_is_detached_and_contiguous(monkeypatch):
     saved, (engines, _) = [], engines_of(2)
     monkeypatch.setattr(engines, "send", lambda target, x: saved.append(x))
     shape = MessageShape(((3, 2),), torch.float64, CPU)

@@ -32,7 +32,7 @@ def run(model, batches, returned, **options):
     )  # fmt: skip
 
 
-def test_whatever_the_loss_function_returns_comes_back_untouched():
+def test_schedule_returns_loss_function_results_unchanged():
     """Per-token tensors, lists, strings, several counts, or no dictionary at all."""
     batches = [torch.randn(2, 3) for _ in range(4)]
     built = [
@@ -136,7 +136,7 @@ def expert_gradients(batches, kind, mask=False):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_auxiliary_losses_of_experts_weigh_the_same_whatever_the_loss_function_returns():
+def test_expert_auxiliary_losses_weigh_the_same_for_all_loss_functions():
     """Also if the model receives the loss mask, which newer programs pass for other purposes."""
     batches = [batch(seed=seed) for seed in range(2)]
     expected = expert_gradients(batches, "mean")

@@ -143,7 +143,7 @@ def test_a_token_that_only_the_configuration_names_is_one_id(tmp_path, config, e
     ("special_tokens_map", {"pad_token": [1]}, "special_tokens_map.json: pad_token is"),
     ("tokenizer_config", {"extra_special_tokens": "x"}, "extra_special_tokens is 'x'; it must be a list of tokens"),
 ])  # fmt: skip
-def test_what_is_no_token_is_rejected_by_name(tmp_path, name, content, message):
+def test_invalid_added_token_is_rejected_by_name(tmp_path, name, content, message):
     byte_tokenizer(tmp_path)
     (tmp_path / f"{name}.json").write_text(json.dumps(content).replace("\\\\ud800", "\\ud800"))
     with pytest.raises(UserError, match=message.replace("|", r"\|")):

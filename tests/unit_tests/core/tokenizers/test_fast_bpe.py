@@ -127,7 +127,7 @@ def test_text_with_an_added_token_is_left_to_tokenizers(pair):
     ],
     ids=["prefix space", "dropout", "merge twice", "byte missing", "lower case", "digits"],
 )
-def test_what_cannot_be_shown_equal_is_left_to_tokenizers(tmp_path, edit):
+def test_fast_bpe_declines_definitions_without_proven_equality(tmp_path, edit):
     assert not build_huggingface(byte_level_bpe(tmp_path / "tokenizer.json", edit=edit)).is_fast
 
 

@@ -389,7 +389,7 @@ def test_a_tiktoken_file_has_the_ids_of_the_same_ranks_in_json(tmp_path):
         MegatronTokenizer.from_pretrained(str(tmp_path / "t.tiktoken"))
 
 
-def test_what_the_trainer_writes_is_loaded_by_transformers_too(tmp_path):
+def test_transformers_loads_the_trained_tokenizer(tmp_path):
     transformers = pytest.importorskip("transformers")
     train_byte_level_bpe(["the end of the beginning"] * 20, 300, str(tmp_path / "tokenizer.json"), asked_by="a test")
     local = MegatronTokenizer.from_pretrained(str(tmp_path))

@@ -29,7 +29,7 @@ def test_two_computations_alternate_with_the_first_two_segments_ahead():
     assert int(drain(counted("c", 3, order))) == 3 and order[10:] == ["c0", "c1", "c2"]
 
 
-def test_a_context_splits_what_belongs_to_sequences():
+def test_forward_context_halves_split_the_attention_mask():
     assert NO_CONTEXT.can_be_halved and not ForwardContext(layout=TokenLayout(documents=object())).can_be_halved
     mask = torch.arange(4).view(4, 1, 1, 1)
     halves = ForwardContext(attention_mask=mask).halves(4)

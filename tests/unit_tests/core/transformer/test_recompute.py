@@ -167,7 +167,7 @@ RUNS = {
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", RUNS)
-def test_what_a_users_module_draws_is_drawn_again(name, device):
+def test_recomputation_repeats_random_numbers_of_custom_modules(name, device):
     """Its gradient uses the forward pass's random numbers, and the generators' next numbers do not change."""
     assert RUNS[name]() is not call
     expected, actual = drawn(lambda: call, device), drawn(RUNS[name], device)
@@ -180,7 +180,7 @@ def _drawn_on_ranks(rank, world_size):
     return all(torch.equal(one, other) for one, other in zip(split, drawn(lambda: call, "cpu"), strict=True))
 
 
-def test_what_a_users_module_draws_is_drawn_again_from_split_input(gloo_pool):
+def test_recomputation_from_split_input_repeats_random_numbers_of_custom_modules(gloo_pool):
     assert gloo_pool.run(_drawn_on_ranks, 2) == [True, True]
 
 

@@ -247,7 +247,7 @@ def test_a_mixer_to_which_no_one_would_give_its_rotations_is_rejected():
         TransformerLayer(config, [replace(attention, mixer=OfOlderArguments)], groups=SINGLE_PROCESS)
 
 
-def test_what_is_more_than_its_segments_does_not_overlap():
+def test_module_with_custom_forward_does_not_overlap():
     """Two-batch overlap runs only the segments."""
 
     class Scaled(MLP):

@@ -132,7 +132,7 @@ def test_torch_dist_holds_the_full_model(written):
     expect(load_megatron_torch_dist(written / "iter_0000007"))
 
 
-def test_what_is_written_reads_back_and_stacks_layers(written, tmp_path):
+def test_torch_dist_round_trip_stacks_layers(written, tmp_path):
     save_megatron_torch_dist(load_megatron_torch_dist(written, padded_vocabulary=True), tmp_path)
     expect(load_megatron_torch_dist(tmp_path, padded_vocabulary=True), rows=PADDED)
     with open(tmp_path / "iter_0000007" / ".metadata", "rb") as file:
@@ -198,7 +198,7 @@ def test_a_loss_scale_that_moves_comes_over(flags, kept):
     assert objects["iteration"] == objects["train_state"]["iteration"] == 0
 
 
-def test_what_tensor_parallel_ranks_divide():
+def test_tensor_parallel_dims_of_megatron_lm_names():
     """Readers of the residual stream are split by columns, writers by rows; latents and norms are replicated."""
     attention, mlp = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
     dims = {

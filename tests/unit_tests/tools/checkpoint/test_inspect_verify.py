@@ -83,7 +83,7 @@ def test_two_formats_of_the_same_weights_are_equal(native, capsys):
     assert "15 tensors are equal, 0 differ" in result.out and result.err.startswith("compared 0.000 GB in ")
 
 
-def test_what_differs_is_named_with_how_much(native, tmp_path, capsys):
+def test_comparison_names_the_different_tensor_and_its_error(native, tmp_path, capsys):
     before = load_native(native / "release").tensors[FINAL].read()[3].item()
     other = changed(native, tmp_path / "other", set_value(before + 0.5))
     assert inspect_checkpoint.main([str(native), str(other), "--json"]) == 1

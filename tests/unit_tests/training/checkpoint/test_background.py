@@ -196,7 +196,7 @@ def test_a_failed_save_is_reported_and_leaves_the_earlier_one(tmp_path, monkeypa
     assert survivor.bits() == snapshots[2]
 
 
-def test_what_the_log_says_is_true(tmp_path, caplog):
+def test_log_reports_an_async_save_after_it_is_complete(tmp_path, caplog):
     logger, gate = logging.getLogger("megatron"), threading.Event()
     logger.propagate, before = True, logger.propagate
     with caplog.at_level(logging.INFO, "megatron"):

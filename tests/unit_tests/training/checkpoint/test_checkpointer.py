@@ -368,7 +368,7 @@ def test_a_save_folder_that_cannot_be_made_is_named(tmp_path):
         SaveLock(tmp_path / "file" / "run")
 
 
-def test_what_changes_the_data_or_the_numbers_is_warned_of_last(two, caplog):
+def test_changed_data_or_numeric_settings_are_the_last_warning(two, caplog):
     changes = {"seed": 5, "seq_length": 8, "clip_grad": 0.5, "num_workers": 7, "mask_prob": 0.3}
     with caplog.at_level(logging.INFO, "megatron"):
         Run(settings(two, **changes)).load()
@@ -419,7 +419,7 @@ def test_a_forgotten_flag_that_orders_the_samples_is_rejected(tmp_path):
     assert Run(settings(tmp_path, seed=7, explicit=frozenset({"seed"}))).load().iteration == 1, "given: it is meant"
 
 
-def test_what_is_compared_with_a_checkpoint_exists():
+def test_settings_compared_with_a_checkpoint_are_registered():
     registered = {field.name for field in dataclasses.fields(FlatConfig)} | {spec.field for spec in all_flag_specs()}
     assert {*checkpoint_args.DATA_STREAM, *checkpoint_args.NUMBERS, *checkpoint_args.FORGOTTEN} <= registered
     assert set(checkpoint_args.CONVERTED) <= registered

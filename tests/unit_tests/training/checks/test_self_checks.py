@@ -68,7 +68,7 @@ def test_every_branch_of_a_layer_is_wanted_once():
     ]
 
 
-def test_what_the_settings_do_not_make_is_named():
+def test_check_names_parameters_that_the_settings_do_not_create():
     pieces = [held(0, "self_attention"), held(0, "mlp", shape=(4, 2)), held(1, "self_attention"), held(1, "mlp"),
               held(1, "adapter")]  # fmt: skip
     result = list(find_problems(pieces, 2, None, TWO_LAYERS))

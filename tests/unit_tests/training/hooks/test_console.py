@@ -187,7 +187,7 @@ def test_the_time_remaining_follows_the_pace_since_the_first_log_point(simulated
     assert lines.index(found[0]) == 1 + next(index for index, line in enumerate(lines) if "iteration        4/" in line)
 
 
-def test_lines_go_to_standard_output_once_whatever_logging_is_configured(simulated_run, capsys):
+def test_console_line_is_printed_once_under_any_logging_configuration(simulated_run, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("megatron"), "handlers", [StdoutHandler()])
         for _ in range(2):  # each console hook asks for the same handler

@@ -64,7 +64,7 @@ def counted(rank, world, cp):
     return global_counts(counts, groups, torch.device("cpu")).tolist()
 
 
-def test_rows_count_once_whatever_ranks_hold_their_parts(gloo_pool):
+def test_global_counts_are_equal_for_all_context_parallel_sizes(gloo_pool):
     for cp in (1, 2, 4):
         expected = [[[18.0, 4.0], [7.0, 2.0], [3.0, 1.0]][cp // 2]] * 4
         assert gloo_pool.run(counted, 4, cp) == expected

@@ -70,7 +70,7 @@ def test_materialize_reads_all_tensors_and_keeps_their_values():
     assert steps[0].losses["lm loss"] == 2.0
 
 
-def test_materialize_copies_once_per_dtype_whatever_the_number_of_steps(monkeypatch):
+def test_materialize_copies_once_per_dtype_for_50_steps(monkeypatch):
     stacks = []
     stack = torch.stack
     monkeypatch.setattr(torch, "stack", lambda tensors: stacks.append(len(tensors)) or stack(tensors))

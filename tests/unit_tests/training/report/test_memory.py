@@ -74,8 +74,11 @@ def built(rank, world_size, text):
         ("--bf16", 1),
         (f"{LLAMA} --fp16 --optimizer sgd --tensor-model-parallel-size 4 --sequence-parallel --qk-layernorm", 4),
         (f"--bf16 {ZERO} --tensor-model-parallel-size 2", 4),
-        ("--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2 --overlap-grad-reduce"
-         " --ddp-num-buckets 3 --ddp-pad-buckets-for-high-nccl-busbw", 4),
+        (
+            "--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2 --overlap-grad-reduce"
+            " --ddp-num-buckets 3 --ddp-pad-buckets-for-high-nccl-busbw",
+            4,
+        ),
         (f"{LLAMA} {ZERO} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 4),
         ("--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 --context-parallel-size 2", 4),
         ("--bf16 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Eta|fttL", 2),
@@ -85,11 +88,17 @@ def built(rank, world_size, text):
         (f"{LLAMA} {ZERO} --pipeline-model-parallel-size 2 --mtp-num-layers 1 --tensor-model-parallel-size 2", 4),
         (f"{EXPERTS} --bf16", 2),
         (f"{EXPERTS} --bf16 {ZERO} --expert-model-parallel-size 2 --moe-layer-freq 2", 4),
-        (f"{EXPERTS} {ZERO} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
-         " --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4),
+        (
+            f"{EXPERTS} {ZERO} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+            " --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+            4,
+        ),
         ("--num-experts 4 --moe-ffn-hidden-size 24 --bf16 --expert-tensor-parallel-size 2", 2),
-        ("--bf16 --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 20 --qk-layernorm --sequence-parallel"
-         f" {ZERO} --tensor-model-parallel-size 2", 4),
+        (
+            "--bf16 --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 20 --qk-layernorm --sequence-parallel"
+            f" {ZERO} --tensor-model-parallel-size 2",
+            4,
+        ),
         ("--bf16 --optimizer muon", 1),
         ("--bf16 --optimizer adaptive_muon", 1),
         (f"{LLAMA} {ZERO} --optimizer muon --tensor-model-parallel-size 2", 4),
@@ -97,7 +106,7 @@ def built(rank, world_size, text):
         (f"{EXPERTS} --bf16 {ZERO} --optimizer muon --expert-model-parallel-size 2 --moe-layer-freq 2", 4),
     ],
 )
-def test_what_is_allocated_at_the_start_is_known_to_the_byte(gloo_pool, text, world_size):
+def test_memory_estimate_equals_allocated_bytes_at_the_start(gloo_pool, text, world_size):
     expected = estimate_memory(settings(text, world_size), VOCAB_SIZE)
     ranks = gloo_pool.run(built, world_size, text)
     for stage, estimate in enumerate(expected):
@@ -345,22 +354,30 @@ MEASURED_WITH_REMAINDERS = {
     "recompute": (f"{ONE} --recompute-granularity selective --recompute-modules layernorm mlp_act", 87.40, 1),
     "bf16-moments": (
         f"{ONE} --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16"
-        " --exp-avg-sq-dtype bf16 --adam-beta2 0.95", 75.14, 1,
+        " --exp-avg-sq-dtype bf16 --adam-beta2 0.95",
+        75.14,
+        1,
     ),
     "dp4": (f"{SHORT} {OVERLAP}", 107.2, 4),
     "tp4-sp": (TP4, 14.30, 4),
     "tp4-sp-overlap": (f"{TP4} --tp-comm-overlap --micro-batch-size 2", 18.86, 4),
     "pp4-zero-bubble": (f"{SHORT} --pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble", 72.90, 4),
     "pp4-zero-bubble-h2": (
-        f"{SHORT} --pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble-h2", 102.79, 4,
+        f"{SHORT} --pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble-h2",
+        102.79,
+        4,
     ),
     "tp4-sp-overlap, whole": (
-        f"{SHORT} --tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap --micro-batch-size 2", 58.33, 4,
+        f"{SHORT} --tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap --micro-batch-size 2",
+        58.33,
+        4,
     ),
     "cp4-131072": (
         f"{OVERLAP} --num-layers 32 --seq-length 131072 --max-position-embeddings 131072 --global-batch-size 1"
         " --context-parallel-size 4 --cp-comm-type a2a --recompute-granularity selective"
-        " --recompute-modules layernorm mlp", 126.8, 4,
+        " --recompute-modules layernorm mlp",
+        126.8,
+        4,
     ),
     "cp4-a2a": (f"{LONG} {OVERLAP} --context-parallel-size 4 --cp-comm-type a2a", 109.33, 4),
 }

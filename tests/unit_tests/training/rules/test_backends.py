@@ -102,7 +102,7 @@ def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
         ("--apex-parts norm adam", "is untested with --apex-parts"),
     ],
 )
-def test_what_a_cuda_graph_cannot_hold_is_rejected(text, problem, everything_installed):
+def test_cuda_graph_rejects_flags_that_it_cannot_capture(text, problem, everything_installed):
     assert problems("--cuda-graph-impl local --global-batch-size 8", 2) == []
     result = problems(f"--cuda-graph-impl local {text}", 2)
     assert len(result) == 1 and problem in result[0], result

@@ -21,8 +21,10 @@ LATENT = (
         ("--load-hf a --moe-use-upcycling", "--load-hf a: contradicts --moe-use-upcycling"),
         ("--save a --save-hf-interval 4", "--save-hf-interval 4: is not a multiple of --save-interval"),
         ("--save a --save-interval 3 --save-hf-interval 4", "--save-hf-interval 4: is not a multiple of"),
-        (f"{EXPORT} --num-layers 4 --spec tests.test_utils.gated_recurrence mixed_layers",
-         "--save-hf-interval 4: is not supported with the layers of --spec; remove it"),
+        (
+            f"{EXPORT} --num-layers 4 --spec tests.test_utils.gated_recurrence mixed_layers",
+            "--save-hf-interval 4: is not supported with the layers of --spec; remove it",
+        ),
     ],
 )
 def test_contradictions_are_named(text, problem):
@@ -33,7 +35,7 @@ def test_contradictions_are_named(text, problem):
                                   "--save-hf-interval 4", "--qk-l2-norm --save a --save-interval 2",
                                   f"{EXPORT} --spec local", f"{EXPORT} --num-layers 4",
                                   f"{LATENT} --qk-layernorm --norm-epsilon 1e-6"])  # fmt: skip
-def test_what_goes_together_is_accepted(text):
+def test_consistent_export_flags_are_accepted(text):
     assert problems(text, 1) == []
 
 

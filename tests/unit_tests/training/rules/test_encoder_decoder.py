@@ -40,7 +40,7 @@ def problems(text, world_size=1, family="t5", **options):
      "--pipeline-model-parallel-layout", "has 3 layers for --num-layers 2 and --decoder-num-layers 2"),
     (DECODER + "--pipeline-model-parallel-size 8", 8, "--num-layers 2", "4 layers cannot fill 8 pipeline stages"),
 ])  # fmt: skip
-def test_what_two_stacks_cannot_be_is_rejected(text, world_size, flag, reason):
+def test_invalid_encoder_decoder_settings_are_rejected(text, world_size, flag, reason):
     (problem,) = problems(text, world_size)
     assert flag in problem and reason in problem
 
@@ -72,7 +72,7 @@ def test_parallel_branches_are_on_one_stage():
     (DECODER + "--context-parallel-size 2 --pipeline-model-parallel-layout Etta|aftL --pipeline-model-parallel-size 2",
      4),
 ])  # fmt: skip
-def test_what_they_can_be_passes(text, world_size):
+def test_valid_encoder_decoder_settings_are_accepted(text, world_size):
     assert not problems(text, world_size)
 
 

@@ -98,7 +98,7 @@ def test_settings_of_a_checkpoint_come_before_all_questions():
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_what_a_good_start_asks_gives_the_tokenizer(family, tmp_path):
+def test_check_inputs_returns_the_tokenizer_without_building_an_index(family, tmp_path):
     data = "documents" if family == "gpt" else "sentences"
     argv = (ALL[family] + f"--data-path {data}").split()
     parsed = parse_args(argv, model_family=family, args_defaults={"tokenizer_type": DEFAULTS[family]})

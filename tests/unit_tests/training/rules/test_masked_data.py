@@ -37,7 +37,7 @@ def problems(family, text, world_size=1):
     ("t5", "NullTokenizer --vocab-size 99", "--tokenizer-type NullTokenizer", "does not support sentinels"),
     ("gpt", "TikTokenizer --tokenizer-model m --vocab-extra-ids 9", "--vocab-extra-ids 9", "does not support sent"),
 ])  # fmt: skip
-def test_what_no_sample_can_be_made_with_is_rejected(family, text, flag, reason):
+def test_masked_data_rejects_settings_without_samples(family, text, flag, reason):
     (problem,) = problems(family, WORDS + text)
     assert flag in problem and reason in problem
 
@@ -80,7 +80,7 @@ def test_rows_of_several_samples_are_for_some_runs(family, text, reason):
     ("t5", "HuggingFaceTokenizer --tokenizer-model m"),
     ("gpt", "GPT2BPETokenizer --merge-file m --seq-length 4"),
 ])  # fmt: skip
-def test_what_may_do_is_left_to_the_files(family, text):
+def test_rules_accept_tokenizers_that_only_their_files_decide(family, text):
     if family == "t5":
         pytest.importorskip("megatron.training.tasks.t5")
     assert problems(family, WORDS + text) == []

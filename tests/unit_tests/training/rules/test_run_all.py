@@ -387,7 +387,7 @@ def test_every_flag_that_names_a_place_is_checked_for_emptiness():
         ("--distribute-saved-activations", "distribute_saved_activations: off, as --tensor-model-parallel-size is 1"),
     ],
 )
-def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):
+def test_flag_without_effect_is_accepted_with_one_notice(text, notice):
     inputs = parse_args(f"{TINY} {text}".split())
     resolved = validate_args(inputs, 1)
     assert resolved.checkpoint.save_interval is None

@@ -102,8 +102,11 @@ def sliced_by_task(rank, size):
     )
     numbers = torch.arange(16).view(1, 16)
     batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "weights", "pictures"), numbers)
-    return {name: value.shape[1] for name, value in task.get_batch(iter([batch])).items()
-            if value is not None and value.dim() > 1}
+    return {
+        name: value.shape[1]
+        for name, value in task.get_batch(iter([batch])).items()
+        if value is not None and value.dim() > 1
+    }
 
 
 def test_a_task_names_the_tensors_of_its_data(gloo_pool):
@@ -143,7 +146,7 @@ def refusals(rank, size):
         dropping(query, query, query, AttentionContext(layout))
 
 
-def test_what_a_form_cannot_do_is_rejected_at_construction(gloo_pool):
+def test_context_parallel_form_rejects_unsupported_settings_at_construction(gloo_pool):
     gloo_pool.run(refusals, 2)
 
 

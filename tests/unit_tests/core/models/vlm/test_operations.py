@@ -151,7 +151,7 @@ def test_planner_counts_the_tower():
     ("--fp8-format hybrid --fp8-recipe tensorwise", 1.0, 1.0),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1.0, 1.0),
 ])  # fmt: skip
-def test_planner_knows_what_the_tower_shares(flags, time, space):
+def test_planner_divides_the_towers_time_and_memory_by_flags(flags, time, space):
     """Ranks share images; frozen towers have no backward pass; fp8 and recomputation leave the tower as it is."""
     seconds, saved = planned(10)
     with_flags = planned(10, flags)

@@ -165,7 +165,7 @@ def through_engines(rank, world, ep, etp, overrides, data):
 
 @pytest.mark.parametrize("kind", ["allgather", "static", "padded"])
 @pytest.mark.parametrize("layout", ["ep2", "ep2·etp2"])
-def test_copy_engines_carry_what_has_known_sizes(gloo_pool, layout, kind):
+def test_copy_engines_dispatch_rows_of_known_sizes(gloo_pool, layout, kind):
     """All-gather dispatch gathers tokens and exchanges sums; all-to-all needs rows of equal number."""
     world, ep, etp = LAYOUTS[layout]
     data, padded = batch(), kind == "padded"

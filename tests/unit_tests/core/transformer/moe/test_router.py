@@ -386,7 +386,7 @@ def test_kernels_are_for_all_but_sinkhorn_and_choices_among_groups(monkeypatch, 
     {}, {"moe_router_pre_softmax": True}, {**QUANTILES, "moe_router_pre_softmax": True},
     {**QUANTILES, "moe_router_score_function": "sigmoid"}, {**BIASED, "moe_router_topk_scaling_factor": 2.5},
 ], ids=str)  # fmt: skip
-def test_kernels_are_asked_for_what_the_router_wants(settings):
+def test_router_kernels_match_the_plain_router(settings):
     pytest.importorskip("triton")
     router = make_router(params_dtype=torch.float32, **settings)
     if router.expert_bias is not None:
