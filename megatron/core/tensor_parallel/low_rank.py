@@ -1,7 +1,7 @@
-"""The two GEMMs of an adapter next to the layer's GEMM, without a tensor of the layer's input or output size.
+"""The two GEMMs of an adapter next to the layer's GEMM, without another tensor of the layer's input or output size.
 
-low = X A^T            dX += dlow A         added to the gradient that the layer's own GEMM computed
-Y += low B^T           dlow = dY B          added to the output of the layer's own GEMM
+low = X A^T            dX = dY W + dlow A
+Y = X W^T + low B^T    dlow = dY B
 """
 
 from __future__ import annotations
@@ -13,23 +13,38 @@ from torch.autograd.function import once_differentiable
 from megatron.core.autograd_context import AutogradContext
 
 
-class ProjectDown(torch.autograd.Function):
-    """(x [..., i], A [r, i]) -> (x, x A^T [..., r]). The layer must be the only reader of the first result, and its
-    backward must return a new tensor, because the adapter's part of dX is added in place."""
+class LowRankLinear(torch.autograd.Function):
+    """(x [..., i], frozen W [o, i], bias [o] or None, A [r, i], B [o, r], scale) -> x W^T + scale (x A^T) B^T + bias.
+
+    The products of rank r come first and the GEMM with W adds to them, so that it reads the larger tensor once while it
+    computes; adding them to its result takes twice the memory traffic."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Saves ``x`` and A."""
-        ctx.save_for_backward(x, a)
-        return x.view_as(x), torch.nn.functional.linear(x, a)
+    def forward(
+        ctx: AutogradContext, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        """Saves all tensors but ``bias``, and ``scale (x A^T)``."""
+        rows = x.flatten(0, -2)
+        low = scaled_product(rows, a.t(), scale)
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.scale = scale
+        output = low @ b.t() if bias is None else torch.addmm(bias, low, b.t())
+        return output.addmm_(rows, weight.t()).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: AutogradContext, grad_x: Tensor, grad_low: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, a = ctx.saved_tensors
-        grad_rows = grad_low.flatten(0, -2)
-        grad_x = grad_x.flatten(0, -2).addmm_(grad_rows, a).view(x.shape)
-        return grad_x, grad_rows.t() @ x.flatten(0, -2)
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, a, b, low = ctx.saved_tensors
+        grad_rows, rows = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_low = scaled_product(grad_rows, b, ctx.scale)
+        grad_x = (grad_low @ a).addmm_(grad_rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, grad_low.t() @ rows, grad_rows.t() @ low, None
+
+
+def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Return ``scale (left @ right)``, rounded once."""
+    output = left.new_empty(left.shape[0], right.shape[1])
+    return torch.addmm(output, left, right, beta=0, alpha=scale, out=output)
 
 
 class AddProjectedUp(torch.autograd.Function):

@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.gemms import GemmLayer, Gemms, Product
 from megatron.core.tensor_parallel.grouped_linear import GroupedLinear
 from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear
-from megatron.core.tensor_parallel.low_rank import AddProjectedUp, ProjectDown
+from megatron.core.tensor_parallel.low_rank import AddProjectedUp, LowRankLinear
 
 NAMES = {"weight": ("adapter", "product"), "shared_weight": ("shared_adapter", "shared_product")}
 """Weight of a layer -> (submodule of its adapter, product that the adapter wraps)."""
@@ -98,23 +98,26 @@ class LowRankAdapter(nn.Module):
         all-gather along the sequence, or an all-reduce of its gradient."""
         if not self.is_active:
             return product(x, weight, bias, traits, store)
-        if self.dropout is not None:
-            low = F.linear(self.dropout.dropped(x), self.lora_a)
-        elif product is parallel_linear and type(traits.gemms) is Gemms and x.requires_grad:
-            x, low = ProjectDown.apply(x, self.lora_a)
-        else:
-            low = F.linear(x, self.lora_a)
+        b = block_matrix(self.lora_b, self.blocks)
+        if self.computes_at_once(product, traits):
+            return LowRankLinear.apply(x, weight, bias, self.lora_a, b, self.scale)
+        low = F.linear(x if self.dropout is None else self.dropout.dropped(x), self.lora_a)
         low = low * self.scale  # here, because the output is wider
         if traits.gather_input:
             low = operators.gather_from_sequence(low, traits.group)
         elif traits.reduce_input_gradient:
             low = operators.copy_to_region(low, traits.group)
-        b = block_matrix(self.lora_b, self.blocks)
         if self.lora_magnitude is None:
             return AddProjectedUp.apply(product(x, weight, bias, traits, store), low, b)
         ratio = self.lora_magnitude / self.row_norms(weight).to(low.dtype)
         output = AddProjectedUp.apply(product(x, weight, None, traits, store), low, b) * ratio
         return output if bias is None else output + bias
+
+    def computes_at_once(self, product: Product, traits: LinearTraits) -> bool:
+        """Return whether nothing but torch's GEMMs is between the input and the sum with the adapter."""
+        communicates = traits.group.size > 1 and (traits.gather_input or traits.reduce_input_gradient)
+        is_plain = product is parallel_linear and type(traits.gemms) is Gemms and not communicates
+        return is_plain and self.dropout is None and self.lora_magnitude is None
 
     @property
     def factors(self) -> Factors:
