@@ -22,6 +22,8 @@ CONFIG, ROLES_FILE, ADDED_FILE = "tokenizer_config.json", "special_tokens_map.js
 ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
+SPECIFIC = "model_specific_special_tokens"
+"""Tokens by any name, as transformers 5 writes them; it reads them only without texts of keys such as image_token."""
 
 
 @dataclass
@@ -41,19 +43,28 @@ def read_folder_tokens(folder: Path, read: Callable[[Path], dict[str, Any]]) -> 
     Raises UserError, with the file and key, for a value that is no token."""
     settings, path = read(folder / CONFIG), folder / CONFIG
     tokens = FolderTokens()
+    other_names = [key for key in settings if key.endswith("_token") and key not in ROLES]
+    specific = {} if any(isinstance(settings[key], str) for key in other_names) else settings.get(SPECIFIC) or {}
+    if not isinstance(specific, dict):
+        raise UserError(f"{path}: {SPECIFIC} is {specific!r:.80}; it must be a table of tokens by name")
+    extra, other = (settings.get(key) or [] for key in EXTRA)
+    if isinstance(extra, dict):
+        specific, extra = extra, []
+    elif not extra:
+        extra, other = other, []
     if "added_tokens_decoder" in settings:
         entries = settings["added_tokens_decoder"]
         tokens.by_id = {_id(index, path): _token(value, path, index) for index, value in _items(entries, path)}
     else:
         path = folder / ROLES_FILE
-        settings = {**settings, **read(path)}
-    extra: Any = next((settings[key] for key in EXTRA if settings.get(key)), [])
+        roles = read(path)
+        extra, other = extra or roles.get(EXTRA[0]), roles.get(EXTRA[1]) or other
+        settings = {**settings, **roles}
     keys = [*ROLES, *(key for key in settings if key.endswith("_token") and key not in ROLES)]
-    named = {key: settings[key] for key in keys if isinstance(settings.get(key), str | dict)}
-    if isinstance(extra, dict):
-        named, extra = {**named, **extra}, []
+    named = {key: settings[key] for key in keys if isinstance(settings.get(key), str | dict)} | specific
     if wrong := [key for key in ROLES if not isinstance(settings.get(key), str | dict | None)]:
         raise UserError(f"{path}: {wrong[0]} is {settings[wrong[0]]!r:.80}; it must be a token")
+    extra = extra or other
     if not isinstance(extra, list):
         raise UserError(f"{path}: {EXTRA[0]} is {extra!r:.80}; it must be a list of tokens")
     tokens.roles = {key: _text_or_token(value, path, key) for key, value in named.items()}

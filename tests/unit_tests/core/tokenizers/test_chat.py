@@ -109,6 +109,51 @@ def test_a_tokenizer_of_llamas_kind_adds_no_second_beginning(auto, tmp_path):
     assert ids.count(local.bos) == 1 and local.tokenize("the cat")[0] == local.bos
 
 
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "image_token", "boi", "foo_token", "extra_special_tokens")
+VARIABLES = "".join(f"[{{{{ {name} if {name} is defined else 'none' }}}}]" for name in NAMES)
+TOKENS = ("<s>", "</s>", "<|im_end|>", "<n1>", "<n2>", "<n3>")
+
+
+def random_token(rng, marker):
+    """A text, or its fields with ``marker``."""
+    fields = {"lstrip": rng.random() < 0.3, "rstrip": False, "normalized": False, "single_word": False, **marker}
+    return rng.choice((text := rng.choice(TOKENS), {"content": text, **fields}))
+
+
+def random_specials(rng):
+    """Keys of tokenizer_config.json that name special tokens, and special_tokens_map.json or None."""
+    marker = {"__type": "AddedToken"}
+    config = {name: random_token(rng, marker) for name in NAMES[:5] if rng.random() < 0.4}
+    if rng.random() < 0.4:
+        config["additional_special_tokens"] = [random_token(rng, marker)]
+    if rng.random() < 0.4:
+        config["extra_special_tokens"] = rng.choice(({"boi": "<n1>", "foo_token": "<n2>"}, {}, ["<n2>", "<n3>"]))
+    if rng.random() < 0.5:
+        config["model_specific_special_tokens"] = {"boi": "<n2>", "foo_token": "<n3>"}
+    if rng.random() < 0.3:
+        fields = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+        config["added_tokens_decoder"] = {"260": {"content": "<n1>", **fields}}
+    roles = {name: random_token(rng, {}) for name in NAMES[:4] if rng.random() < 0.4}
+    roles |= {"additional_special_tokens": ["<n3>"]} if rng.random() < 0.5 else {}
+    return config, roles if rng.random() < 0.4 else None
+
+
+def test_special_tokens_are_the_variables_that_transformers_gives(auto, tmp_path):
+    """Under any name, from each of the keys and files that may name them."""
+    rng = random.Random(2)
+    for number in range(60):
+        folder = tmp_path / str(number)
+        config, roles = random_specials(rng)
+        byte_tokenizer(folder, VARIABLES + "{% for m in messages %}{{ m.content }}{% endfor %}", **config)
+        if roles is not None:
+            (folder / "special_tokens_map.json").write_text(json.dumps(roles))
+        local, foreign = build_huggingface(str(folder)), auto(folder)
+        messages = [{"role": "user", "content": " ".join(TOKENS)}]
+        text = local.render_chat(messages)
+        assert text == foreign.apply_chat_template(messages, tokenize=False), (config, roles)
+        assert local.tokenize_chat(text) == foreign.apply_chat_template(messages, return_dict=False), (config, roles)
+
+
 def test_parts_are_joined_for_templates_that_expect_texts(tmp_path):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages, joined = [{"role": "user", "content": parts}], [{"role": "user", "content": "ab"}]
