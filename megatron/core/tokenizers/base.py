@@ -129,12 +129,6 @@ class Tokenizer(ABC):
         """Its default chat template, if it has one."""
         return None if self.chat is None else self.chat.templates.get("default")
 
-    def ends_texts(self, special_tokens: bool | None = None) -> bool:
-        """Whether :meth:`tokenize`, or :meth:`tokenize_sentences` with ``special_tokens``, ends every text with the eod
-        token."""
-        ids = self.tokenize("") if special_tokens is None else self.tokenize_sentences([""], special_tokens)[0].tolist()
-        return ids[-1:] == [self.eod]
-
     def render_chat(self, messages: Sequence[Message], /, **options: Any) -> str:
         """Return the text of ``messages`` by the tokenizer's chat template; ``options`` of ``ChatTemplates.render``.
         :meth:`tokenize_chat` has its ids: :meth:`tokenize` may add a token that the template writes itself. Raises

@@ -95,9 +95,7 @@ class Worker:
         end-of-document token."""
         self.tokenizer, self.cfg, self.folder = tokenizer, cfg, folder
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
-        special_tokens = cfg.sentence_special_tokens if cfg.split_sentences else None
-        is_ended = cfg.append_eod and tokenizer.ends_texts(special_tokens)  # a second end would be an empty document
-        self.eod = np.asarray([tokenizer.eod] if cfg.append_eod and not is_ended else [], dtype=self.dtype)
+        self.eod = np.asarray([tokenizer.eod] if cfg.append_eod else [], dtype=self.dtype)
         self.split: Callable[[str], list[str]] | None = None
         if cfg.split_sentences:
             self.split, _ = make_splitter(cfg.lang, cfg.keep_newlines)
@@ -170,14 +168,18 @@ class Worker:
         arrays = [array for array in self.tokenizer.tokenize_batch(texts) if array.size]
         if not arrays:
             return 0
-        lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays)) + self.eod.size
-        if self.eod.size:
-            arrays = [piece for array in arrays for piece in (array, self.eod)]
-        tokens = np.concatenate(arrays)
+        ends = [self._end(array) for array in arrays]
+        lengths = np.asarray([len(array) + len(end) for array, end in zip(arrays, ends)], dtype=np.int64)
+        tokens = np.concatenate([piece for document in zip(arrays, ends) for piece in document])
         builder.add_documents(tokens, lengths)
         record.sentences += len(lengths)
         record.tokens += tokens.size
         return len(lengths)
+
+    def _end(self, ids: np.ndarray) -> np.ndarray:
+        """What --append-eod adds to a document: nothing if it is ended, because a second end is an empty document."""
+        is_ended = self.eod.size and ids[-1] == self.eod[0]
+        return self.eod[:0] if is_ended else self.eod
 
     def _add_sentences(
         self,
@@ -196,7 +198,7 @@ class Worker:
             nonempty = [array for array in (next(arrays) for _ in document) if array.size]
             if not nonempty:
                 continue
-            nonempty[-1] = np.concatenate([nonempty[-1], self.eod])
+            nonempty[-1] = np.concatenate([nonempty[-1], self._end(nonempty[-1])])
             lengths = [int(array.size) for array in nonempty]
             builder.add_document(np.concatenate(nonempty), lengths)
             record.sentences += len(lengths)

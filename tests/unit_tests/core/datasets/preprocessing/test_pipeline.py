@@ -59,16 +59,16 @@ def test_several_keys_make_one_pair_each(tmp_path):
 def test_a_document_has_one_end_token_whoever_adds_it(tmp_path, post, first, last, split):
     tokenizer = byte_tokenizer(tmp_path / "t", post=post)
     kind = flags("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "t"))
-    documents = ["AB. CD", "E</s>"]
+    documents = ["AB. CD", "E</s>", "</s>"]
     options = {"split_sentences": split, "sentence_special_tokens": split and post is not None}
     _, prefix = run(tmp_path, jsonl(documents), tokenizer=kind, append_eod=True, **options)
     dataset = IndexedDataset(f"{prefix}_text_{'sentence' if split else 'document'}")
-    parts = [["AB.", "CD"], ["E</s>"]] if split else [[text] for text in documents]
-    added = [[] if post is None else [token for token in last if f"$A {tokenizer.id_to_token(token)}" in post]] * 2
+    parts = [["AB.", "CD"], ["E</s>"], ["</s>"]] if split else [[text] for text in documents]
+    added = [[] if post is None else [token for token in last if f"$A {tokenizer.id_to_token(token)}" in post]] * 3
     expected = []
     for part, end in zip(parts, added):
         ids = [[*first, *tokenizer.encode(text, add_special_tokens=False).ids, *end] for text in part]
-        expected += [*ids[:-1], ids[-1] if end == last else ids[-1] + [257]]
+        expected += [*ids[:-1], ids[-1] if ids[-1][-1] == 257 else ids[-1] + [257]]
     assert [dataset[index].tolist() for index in range(len(dataset))] == expected
 
 
