@@ -248,6 +248,17 @@ def test_answers_end_with_the_end_token_and_stop_strings_and_lack_special_tokens
     assert actual[:4] == ["b😀cSTOPd"] * 4 and actual[10] == "b😀cSTOP"
 
 
+def test_answers_end_with_every_end_token_that_the_model_names(chain, monkeypatch):
+    """Such as a second one in generation_config.json: only the tokenizer's own is a stop string of the harness."""
+    adapter, reference, tokenizer = chain
+    ends = [tokenizer.eod, tokenizer.tokenize("<|x|>")[0]]
+    monkeypatch.setattr(tokenizer, "model_end_ids", ends)
+    monkeypatch.setattr(reference.model.generation_config, "eos_token_id", ends)
+    jobs = instances(("A", {"max_gen_toks": 14, "until": []}), ("A", {"max_gen_toks": 4, "until": []}))
+    expected = reference.generate_until(jobs, disable_tqdm=True)
+    assert adapter.generate_until(jobs) == expected == ["b😀cSTOP", "b😀"]
+
+
 def test_equally_likely_tokens_are_greedy_only_if_generation_takes_them(chain):
     adapter, reference, _ = chain
     pairs = [("A", "b😀cSTOP"), ("A", "bc"), ("zz", "!"), ("zz", "a"), ("zz", "<|endoftext|>"), ("A", "b<|x|>")]

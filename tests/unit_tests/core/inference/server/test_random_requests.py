@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from codecs import getincrementaldecoder
 
 import pytest
 import torch
@@ -89,7 +90,18 @@ def collect(response_text, is_stream):
     return choices, usage
 
 
-def check_scores(model, tokenizer, ids, sampled, body, logprobs, is_chat):
+def expected_offsets(tokenizer, tokens, length):
+    """Number of characters that are complete before each token, at most the length of prompt and text."""
+    decoder, offsets, index = getincrementaldecoder("utf-8")(errors="replace"), [], 0
+    for token in tokens:
+        if token == tokenizer.eod:  # it ends an incomplete character
+            index += len(decoder.decode(b"", final=True))
+        offsets.append(min(index, length))
+        index += len(decoder.decode(tokenizer.token_bytes(token)))
+    return offsets
+
+
+def check_scores(model, tokenizer, ids, sampled, body, logprobs, is_chat, text):
     """Compare log-probabilities with one forward pass over prompt and text."""
     with torch.no_grad():
         row = torch.tensor([[*ids, *sampled]])
@@ -105,8 +117,11 @@ def check_scores(model, tokenizer, ids, sampled, body, logprobs, is_chat):
     else:
         values, first = logprobs["token_logprobs"], 0 if body.get("echo") else len(ids)
         assert len({len(value) for value in logprobs.values()}) == 1
-        offsets = logprobs["text_offset"]
-        assert offsets == sorted(offsets) and offsets[0] == (0 if body.get("echo") else len(tokenizer.detokenize(ids)))
+        prompt = "" if body.get("echo") else tokenizer.detokenize(ids)
+        expected = expected_offsets(tokenizer, [*ids, *sampled], len(prompt + text))[len(ids) * bool(prompt) :]
+        valid = (prompt + text + "\ufffd").index("\ufffd")  # invalid bytes are held back longer
+        offsets, count = logprobs["text_offset"], sum(offset <= valid for offset in expected)
+        assert offsets[:count] == expected[:count] and offsets == sorted(offsets), body
         if body.get("echo"):
             assert values.pop(0) is None
             first = 1
@@ -118,6 +133,8 @@ def check_scores(model, tokenizer, ids, sampled, body, logprobs, is_chat):
 def test_random_requests_at_once_equal_their_definition(tmp_path):
     tokenizer, rng = tiny_tokenizer(tmp_path), random.Random(11)
     model, requests = tiny_model(tokenizer.vocab_size), [random_body(rng) for _ in range(NUM_REQUESTS)]
+    unlimited = {"messages": [{"role": "user", "content": "é"}], "temperature": 1, "seed": 5, "ignore_eos": True}
+    requests.append(("/v1/chat/completions", unlimited))  # ends at the model's length
 
     async def send(url):
         limit = asyncio.Semaphore(5)
@@ -149,7 +166,7 @@ def test_random_requests_at_once_equal_their_definition(tmp_path):
             assert (text, reason) == (echo + expected, expected_reason), body
             assert bool(logprobs) == ("logprobs" in body)
             if logprobs:
-                check_scores(model, tokenizer, ids, sampled, body, logprobs, is_chat)
+                check_scores(model, tokenizer, ids, sampled, body, logprobs, is_chat, text)
             num_sampled += len(sampled)
             reasons.add((is_chat, reason))
         if usage is None:
