@@ -26,6 +26,7 @@ TOOLS = {
     "train-tokenizer": ("train_tokenizer", "train a byte-level BPE or WordPiece tokenizer"),
     "check-data": ("check_dataset", "check tokenized data sets and print their contents"),
     "merge-data": ("merge_datasets", "join tokenized data sets"),
+    "energon-to-jsonl": ("energon_to_jsonl", "convert data sets of megatron-energon to JSON lines and images"),
     "make-corpus": ("make_corpus", "write a sample corpus: stories, or text of Python's standard library"),
     "convert": ("checkpoint.convert", "convert checkpoints: Hugging Face, Megatron-LM, native, safetensors"),
     "lora": ("lora", "write adapters in PEFT's format, read them, or merge them into the weights"),

@@ -22,6 +22,7 @@ BAD_INPUT = {
     "train-tokenizer": "--input nothing.jsonl --vocab-size 300 --output out",
     "check-data": "nothing",
     "merge-data": "--input nothing --output-prefix out",
+    "energon-to-jsonl": "--input nothing --output out",
     "make-corpus": "--output nothing/corpus.jsonl",
     "convert": "--load-dir nothing --save-dir out --saver hf",
     "inspect": "nothing",

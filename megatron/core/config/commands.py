@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "train_tokenizer": "train-tokenizer",
     "check_dataset": "check-data",
     "merge_datasets": "merge-data",
+    "energon_to_jsonl": "energon-to-jsonl",
     "make_corpus": "make-corpus",
     "checkpoint/convert": "convert",
     "checkpoint/inspect_checkpoint": "inspect",
