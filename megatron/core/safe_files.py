@@ -28,6 +28,15 @@ CHUNK_BYTES = 1 << 20
 MAX_TEXT_BYTES = 1 << 30
 
 
+def fsync_path(path: Path) -> None:
+    """Fsync a file, or a directory (which makes creations and renames in it durable)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _check_regular(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")

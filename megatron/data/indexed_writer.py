@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from megatron.core.config.errors import UserError
-from megatron.core.safe_files import create_file, open_regular
+from megatron.core.safe_files import create_file, fsync_path, open_regular
 from megatron.data.index_format import HEADER, MAGIC, VERSION, DType, get_bin_path, get_idx_path, read_index
 
 BUFFER_BYTES = 4 << 20
@@ -189,7 +189,7 @@ class IndexedDatasetBuilder:
             for temporary, final in ((self._paths["tokens"], self.bin_path), (self._paths["index"], idx_path)):
                 os.replace(temporary, final)
                 # a power loss keeps unsynced renames in any order: the index must not outlive its tokens
-                sync_folder(os.path.dirname(os.path.abspath(final)))
+                fsync_path(os.path.dirname(os.path.abspath(final)))
         self.abort()
 
     def abort(self) -> None:
@@ -254,16 +254,7 @@ def remove_index(idx_path: str) -> None:
     """Remove an .idx file if it exists, durably: without it the .bin file is no data set."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(idx_path)
-        sync_folder(os.path.dirname(os.path.abspath(idx_path)))
-
-
-def sync_folder(folder: str | os.PathLike) -> None:
-    """Make renames in ``folder`` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync_path(os.path.dirname(os.path.abspath(idx_path)))
 
 
 def _remove(paths: list[str], pid: int) -> None:

@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.writer import (
-    fsync_path,
     host_blocks,
     make_durable_folder,
     safetensors_header,
@@ -34,6 +33,7 @@ from megatron.core.dist_checkpointing.writer import (
 )
 from megatron.core.safe_files import (
     create_file,
+    fsync_path,
     make_folder,
     open_private,
     open_regular,

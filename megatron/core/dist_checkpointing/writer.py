@@ -43,7 +43,7 @@ from megatron.core.dist_checkpointing.manifest import (
     encode,
 )
 from megatron.core.groups.process_groups import Group
-from megatron.core.safe_files import read_file, remove
+from megatron.core.safe_files import fsync_path, read_file, remove
 from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, ShardedTensor
 
 Fault = Callable[[str], None]
@@ -372,15 +372,6 @@ def make_durable_folder(path: Path) -> None:
     for folder in missing:
         with suppress(PermissionError):  # a parent that may be written but not read cannot be synced
             fsync_path(folder.parent)
-
-
-def fsync_path(path: Path) -> None:
-    """Fsync a file, or a directory (which makes creations and renames in it durable)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _publish(temporary: Path, final: Path, fault: Fault) -> None:

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_directory
-from megatron.core.dist_checkpointing.writer import fsync_path, make_durable_folder, write_file, write_file_atomically
-from megatron.core.safe_files import create_file
+from megatron.core.dist_checkpointing.writer import make_durable_folder, write_file, write_file_atomically
+from megatron.core.safe_files import create_file, fsync_path
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.interchange import COUNTER, Interchange, Settings
 from megatron.export.megatron_lm.names import (

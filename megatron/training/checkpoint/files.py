@@ -26,12 +26,11 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.writer import (
     TEMPORARY,
     Fault,
-    fsync_path,
     no_fault,
     recover,
     write_file_atomically,
 )
-from megatron.core.safe_files import remove
+from megatron.core.safe_files import fsync_path, remove
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import read_manifest
-from megatron.core.dist_checkpointing.writer import fsync_path, write_file_atomically
+from megatron.core.dist_checkpointing.writer import write_file_atomically
+from megatron.core.safe_files import fsync_path
 from megatron.training.checkpoint import files
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig

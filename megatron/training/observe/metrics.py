@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 from megatron.core.config.errors import EXIT_FAILED, UserError
-from megatron.core.safe_files import create_file, open_regular, open_to_append, parse_json
+from megatron.core.safe_files import create_file, fsync_path, open_regular, open_to_append, parse_json
 from megatron.training.observe.step_parts import StepMarks
 
 logger = logging.getLogger(__name__)
@@ -297,10 +297,8 @@ class MetricsFile:
             for file in (cut, new):
                 file.flush()
                 os.fsync(file.fileno())
-        from megatron.data.indexed_writer import sync_folder  # imported late: reading metrics needs no numpy
-
         os.replace(new_path, self.path)
-        sync_folder(self.path.parent)
+        fsync_path(self.path.parent)
         logger.info("moved %d records after iteration %d to %s", self.num_cut, iteration, cut_path)
 
     def _warn(self, error: OSError) -> None:
