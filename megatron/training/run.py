@@ -102,7 +102,15 @@ def run(given: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = (
         if not torch.distributed.is_initialized():
             check_launch()
         with Watchdog(cfg) as watchdog:
-            code = _run(cfg, make_task, watchdog, hooks)
+            with ExitConditions(cfg) as exits:  # a signal during startup stops the run before its first iteration
+                parts = build(cfg, make_task, watchdog)
+                if isinstance(parts.task, GPTTask) and parts.task.distillation.logits_save_dir is not None:
+                    code = _store_logits(parts.task, parts)
+                else:
+                    with training(cfg, parts, exits, watchdog, hooks) as trainer:
+                        reason = None if cfg.validation.skip_train else trainer.train()
+                        code = _final_evaluation(trainer, reason)
+            code = code or _report_failures(parts)
             watchdog.finish()
             initialize.shut_down()
     except UserError as error:
@@ -130,53 +138,26 @@ def _refuse(error: UserError) -> int:
     return error.exit_code
 
 
-def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks: Sequence[Hook] = ()) -> int:
-    """Initialize, check inputs, build, train and evaluate; return the exit code (1 if a hook failed to produce a
-    requested result). Collective. A failed allocation becomes an OutOfMemory report. Failures reach the watchdog before
-    hooks close; the process groups stay."""
-    with ExitConditions(cfg) as exits:  # a signal during startup stops the run before its first iteration
-        initialize.start_process(cfg, watchdog.store)
-        check_settings(cfg.flat)  # first, because ranks of different layouts cannot create process groups
-        groups = initialize.initialize_megatron(cfg)
-        tokenizer = _checked_inputs(cfg, groups.world)
-        log_environment()
-        log_arguments(cfg)
-        if cfg.checkpoint.save:
-            from_first_rank(partial(write_settings, cfg.flat, cfg.checkpoint.save), groups.world)
-        task = make_task(cfg, tokenizer)
-        try:
-            parts = build_components(cfg, task, groups)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise _out_of_memory(error, cfg, task, groups, measure_device(), "while the model was built") from None
-            raise
-        check_build(parts, cfg)
-        if isinstance(task, GPTTask) and task.distillation.logits_save_dir is not None:
-            return _store_logits(task, parts)
-        info = run_info(cfg, parts)
-        parts.hooks = [
-            *watchdog.watch(parts),
-            *parts.task.hooks(),
-            *replica_checks(cfg, parts),
-            *data_file_hooks(parts.datasets, cfg.logging.log_interval),
-            *build_hooks(cfg, info, parts.task.timers),
-            *parts.hooks,
-            *hooks,
-        ]
-        trainer = Trainer(cfg, parts, exits)
-        trainer.hooks.on_start(info)
-        try:
-            with _closing(trainer, watchdog):
-                reason = None if cfg.validation.skip_train else trainer.train()
-                code = _final_evaluation(trainer, reason)
-        except UserError:
-            raise
-        except Exception as error:  # torch reports a dead loader worker in the main thread at any time, also in closing
-            cause = _cause(error, cfg, parts)
-            if cause is None:
-                raise
-            raise cause from None
-    return code or _report_failures(parts.hooks, groups.world.rank)
+def build(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> Components:
+    """Initialize the process, check the inputs and build all parts of the run. Collective. A failed allocation becomes
+    an OutOfMemory report."""
+    initialize.start_process(cfg, watchdog.store)
+    check_settings(cfg.flat)  # first, because ranks of different layouts cannot create process groups
+    groups = initialize.initialize_megatron(cfg)
+    tokenizer = _checked_inputs(cfg, groups.world)
+    log_environment()
+    log_arguments(cfg)
+    if cfg.checkpoint.save:
+        from_first_rank(partial(write_settings, cfg.flat, cfg.checkpoint.save), groups.world)
+    task = make_task(cfg, tokenizer)
+    try:
+        parts = build_components(cfg, task, groups)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise _out_of_memory(error, cfg, task, groups, measure_device(), "while the model was built") from None
+        raise
+    check_build(parts, cfg)
+    return parts
 
 
 def _store_logits(task: GPTTask, parts: Components) -> int:
@@ -195,43 +176,62 @@ def _store_logits(task: GPTTask, parts: Components) -> int:
 
 
 @contextmanager
-def _closing(trainer: Trainer, watchdog: Watchdog) -> Iterator[None]:
-    """Context of a run, after which hooks, the checkpointer (waits for a background save) and the data loader are
-    closed in any case. A failure reaches the watchdog before anything is closed, and is replaced by the error that
-    explains it (`_cause`) if there is one."""
-    parts = trainer.parts
+def training(
+    cfg: PretrainConfig, parts: Components, exits: ExitConditions, watchdog: Watchdog, hooks: Sequence[Hook] = ()
+) -> Iterator[Trainer]:
+    """Context of the trainer of ``parts``: starts the hooks; afterwards closes them, the checkpointer (waits for a
+    background save) and the data loader in any case. A failure reaches the watchdog before anything is closed, and is
+    replaced by the error that explains it (`_cause`) if there is one. The process groups stay."""
+    info = run_info(cfg, parts)
+    parts.hooks = [
+        *watchdog.watch(parts),
+        *parts.task.hooks(),
+        *replica_checks(cfg, parts),
+        *data_file_hooks(parts.datasets, cfg.logging.log_interval),
+        *build_hooks(cfg, info, parts.task.timers),
+        *parts.hooks,
+        *hooks,
+    ]
+    trainer = Trainer(cfg, parts, exits)
+    trainer.hooks.on_start(info)
     try:
-        yield
-    except Exception as error:
-        cause = _cause(error, trainer.cfg, parts)
-        watchdog.failed(cause or error)
-        trainer.hooks.emit(END, {"ending": "failed", "reason": error_message(cause or error)})
-        if cause is None:
-            raise
-        raise cause from None
-    except BaseException as error:
-        watchdog.failed(error)
-        trainer.hooks.emit(END, {"ending": "failed", "reason": error_message(error)})
+        try:
+            yield trainer
+        except BaseException as error:
+            cause: BaseException = _cause(error, cfg, parts) or error
+            watchdog.failed(cause)
+            trainer.hooks.emit(END, {"ending": "failed", "reason": error_message(cause)})
+            if cause is error:
+                raise
+            raise cause from None
+        finally:
+            trainer.hooks.on_end()
+            parts.checkpointer.close()
+            if parts.reader is not None and cfg.data.dataloader_type != "external":
+                parts.reader.close()
+    except UserError:
         raise
-    finally:
-        trainer.hooks.on_end()
-        parts.checkpointer.close()
-        if parts.reader is not None and trainer.cfg.data.dataloader_type != "external":
-            parts.reader.close()
+    except Exception as error:  # torch reports a dead loader worker in the main thread at any time, also in closing
+        explanation = _cause(error, cfg, parts)
+        if explanation is None:
+            raise
+        raise explanation from None
 
 
-def _report_failures(hooks: Sequence[Hook], rank: int) -> int:
+def _report_failures(parts: Components) -> int:
     """Report requested results that hooks failed to produce; return the exit code."""
-    failures = [hook.failure for hook in hooks if hook.failure]
+    failures = [hook.failure for hook in parts.hooks if hook.failure]
     for failure in failures:
         notify_launcher(failure)
-        say(failure, rank)
+        say(failure, parts.groups.world.rank)
     return int(bool(failures))
 
 
-def _cause(error: Exception, cfg: PretrainConfig, parts: Components) -> UserError | None:
+def _cause(error: BaseException, cfg: PretrainConfig, parts: Components) -> UserError | None:
     """Return the error that explains ``error`` to a user: a memory report for a failed allocation, or a truncated data
     file (it kills a DataLoader worker, whose exit names no file). None if ``error`` explains itself."""
+    if not isinstance(error, Exception):
+        return None
     if is_out_of_memory(error):
         where = f"in iteration {parts.state.iteration + 1}"
         frozen = (chunk for companion in parts.companions for chunk in companion.model)

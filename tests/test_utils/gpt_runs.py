@@ -43,6 +43,17 @@ def train(rank: int, world_size: int, argv: list[str], fp64: bool = False, model
     return run(cfg.with_settings(fp64=fp64), task_class(model_family))
 
 
+def train_resolved(cfg, make_task) -> None:
+    """Train ``make_task(cfg, tokenizer)`` as ``run`` does, but raise its errors."""
+    from megatron.training.exits.conditions import ExitConditions
+    from megatron.training.run import build, training
+    from megatron.training.watchdog import Watchdog
+
+    watchdog = Watchdog(cfg)
+    with ExitConditions(cfg) as exits, training(cfg, build(cfg, make_task, watchdog), exits, watchdog) as trainer:
+        trainer.train()
+
+
 def train_with_errors(
     rank: int, world_size: int, argv: list[str], fp64: bool = False, model_family: str = "gpt"
 ) -> tuple[int, str]:

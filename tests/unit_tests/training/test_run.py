@@ -1,5 +1,6 @@
 """The end of a run: errors that the user can fix are one message, all other errors keep their traceback."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +40,7 @@ def ending(monkeypatch, error):
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(program, "_run", fail)
+    monkeypatch.setattr(program, "build", fail)
     return program.run(parse_args([*MODEL_FLAGS, "--mock-data"]), None)
 
 
@@ -112,7 +113,9 @@ def test_torchruns_report_holds_the_traceback_of_a_bug(report, monkeypatch):
 
 
 def test_torchruns_report_explains_the_exit_code_that_torchrun_hides(report, monkeypatch):
-    monkeypatch.setattr(program, "_run", lambda *args: program.UNSAVED_EXIT_CODE)
+    monkeypatch.setattr(program, "build", lambda *args: SimpleNamespace(task=None))
+    monkeypatch.setattr(program, "training", lambda *args: nullcontext(SimpleNamespace(train=lambda: None)))
+    monkeypatch.setattr(program, "_final_evaluation", lambda *args: program.UNSAVED_EXIT_CODE)
     assert program.run(parse_args([*MODEL_FLAGS, "--mock-data"]), None) == 75
     assert "the last checkpoint could not be written (exit code 75)" in report()
 

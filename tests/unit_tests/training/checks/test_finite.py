@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.config.errors import UserError
 from megatron.training.checks.finite import FiniteCheck, named_by_origin
 from megatron.training.observe.metrics import NonFiniteError
+from tests.test_utils.gpt_runs import train_resolved
 from tests.test_utils.layout_table import row
 from tests.test_utils.layouts import VOCAB_SIZE, configure
 
@@ -160,11 +161,9 @@ for _ in range(2):
 def train_into_a_nan(rank, world_size, folder, place, log_interval, name="dp2"):
     """(message, iterations in metrics.jsonl, whether the weights equal the last good step's, and differ from the
     first's, files, the last iteration that began)."""
-    from megatron.training import run as program
     from megatron.training.step import TrainStep
     from megatron.training.tasks.gpt import GPTTask
     from megatron.training.verify.layout_trace import with_synthetic_data
-    from megatron.training.watchdog import Watchdog
 
     class Spoiled(with_synthetic_data(GPTTask, VOCAB_SIZE)):
         steps = 0
@@ -196,7 +195,7 @@ def train_into_a_nan(rank, world_size, folder, place, log_interval, name="dp2"):
     step = TrainStep.run
     with mock.patch.object(TrainStep, "run", noting_step):
         try:
-            program._run(cfg, lambda resolved, tokenizer: Spoiled(resolved), Watchdog(cfg))
+            train_resolved(cfg, lambda resolved, tokenizer: Spoiled(resolved))
         except NonFiniteError as error:
             message = str(error)
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

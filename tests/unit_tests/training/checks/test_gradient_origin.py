@@ -8,6 +8,7 @@ import torch
 
 from megatron.training.checks.gradient_origin import RecentBatches
 from megatron.training.observe.metrics import NonFiniteError
+from tests.test_utils.gpt_runs import train_resolved
 from tests.test_utils.layout_table import row
 from tests.test_utils.layouts import VOCAB_SIZE, configure
 
@@ -16,11 +17,9 @@ def stopped_run(rank, world_size, folder, name, bad_rank, place, log_interval=10
     """Return the message of a run in which rank ``bad_rank`` makes gradients non-finite in the first ``passes`` passes
     of iteration 3, one element of the last MLP's output weight or with ``place`` "logits" all of them; and whether the
     weights are those after iteration 2."""
-    from megatron.training import run as program
     from megatron.training.step import TrainStep
     from megatron.training.tasks.gpt import GPTTask
     from megatron.training.verify.layout_trace import with_synthetic_data
-    from megatron.training.watchdog import Watchdog
 
     class Spoiled(with_synthetic_data(GPTTask, VOCAB_SIZE)):
         remaining, chunk = passes, None
@@ -50,7 +49,7 @@ def stopped_run(rank, world_size, folder, name, bad_rank, place, log_interval=10
     argv = [*row(name).argv, "--train-iters", "6", "--log-interval", str(log_interval), "--save", folder]
     cfg, step = configure(argv, world_size, "fp32"), TrainStep.run
     with mock.patch.object(TrainStep, "run", noting_step), pytest.raises(NonFiniteError) as error:
-        program._run(cfg, lambda resolved, tokenizer: Spoiled(resolved), Watchdog(cfg))
+        train_resolved(cfg, lambda resolved, tokenizer: Spoiled(resolved))
     return str(error.value), all(map(torch.equal, weights[1], weights[-1]))
 
 
@@ -94,10 +93,8 @@ def skipping_run(rank, world_size, folder, name, place):
     ("logits") of rank 1 are not finite."""
     import logging
 
-    from megatron.training import run as program
     from megatron.training.tasks.gpt import GPTTask
     from megatron.training.verify.layout_trace import with_synthetic_data
-    from megatron.training.watchdog import Watchdog
 
     class Spoiled(with_synthetic_data(GPTTask, VOCAB_SIZE)):
         def loss_func(self, batch, output):
@@ -116,7 +113,7 @@ def skipping_run(rank, world_size, folder, name, place):
     argv = [*row(name).argv, "--train-iters", "4", "--save", folder, "--no-check-for-nan-in-loss-and-grad"]
     try:
         cfg = configure(argv, world_size, "fp32")
-        program._run(cfg, lambda resolved, tokenizer: Spoiled(resolved), Watchdog(cfg))
+        train_resolved(cfg, lambda resolved, tokenizer: Spoiled(resolved))
     finally:
         logger.removeHandler(handler)
     return lines

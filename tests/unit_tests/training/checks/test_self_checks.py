@@ -11,6 +11,7 @@ from megatron.core.description.model import ModelDescription, Param, Piece
 from megatron.core.groups.process_groups import RankGrid
 from megatron.core.sharding.rectangles import Rectangle
 from megatron.training.checks.self_checks import Holding, describe_layout, find_problems
+from tests.test_utils.gpt_runs import train_resolved
 from tests.test_utils.layout_table import row
 from tests.test_utils.layouts import VOCAB_SIZE, configure
 
@@ -163,12 +164,10 @@ def flip_a_bit_of_a_main_parameter(parts):
 
 def train_with_drift(rank, world_size, argv, culprit, flip):
     """Flips a bit on rank ``culprit`` after the second step; what the run that checks its replicas says."""
-    from megatron.training import run as program
     from megatron.training.checks.self_checks import ReplicasDiffer
     from megatron.training.step import TrainStep
     from megatron.training.tasks.gpt import GPTTask
     from megatron.training.verify.layout_trace import with_synthetic_data
-    from megatron.training.watchdog import Watchdog
 
     def drifting_step(steps):
         metrics = step(steps)
@@ -181,7 +180,7 @@ def train_with_drift(rank, world_size, argv, culprit, flip):
     with mock.patch.object(TrainStep, "run", drifting_step):
         try:
             make_task = with_synthetic_data(GPTTask, VOCAB_SIZE)
-            program._run(cfg, lambda resolved, tokenizer: make_task(resolved), Watchdog(cfg))
+            train_resolved(cfg, lambda resolved, tokenizer: make_task(resolved))
         except ReplicasDiffer as error:
             return str(error)
     return None
@@ -239,11 +238,9 @@ class PlainNorm(torch.nn.Module):
 def train_with_a_custom_norm(rank, world_size, argv, declared):
     """The run's error, or the final norm's weight after the last step."""
     from megatron.core.config.errors import UserError
-    from megatron.training import run as program
     from megatron.training.step import TrainStep
     from megatron.training.tasks.gpt import GPTTask
     from megatron.training.verify.layout_trace import with_synthetic_data
-    from megatron.training.watchdog import Watchdog
 
     class Task(GPTTask):
         def model_provider(self, *args, **kwargs):
@@ -266,7 +263,7 @@ def train_with_a_custom_norm(rank, world_size, argv, declared):
     with mock.patch.object(TrainStep, "run", remember):
         try:
             make_task = with_synthetic_data(Task, VOCAB_SIZE)
-            program._run(cfg, lambda resolved, tokenizer: make_task(resolved), Watchdog(cfg))
+            train_resolved(cfg, lambda resolved, tokenizer: make_task(resolved))
         except (UserError, ArithmeticError) as error:
             return str(error)
     return weights[-1]
