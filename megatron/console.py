@@ -13,7 +13,7 @@ from importlib import import_module
 
 from megatron.core.config.cli import ConfigError, report, suggestion
 from megatron.core.config.commands import as_typed
-from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
+from megatron.core.config.errors import EXIT_BAD_INPUT, UserError, folder_fix
 from megatron.core.dist_checkpointing.files import may_hold_checkpoint
 from megatron.core.models.registry import programs
 from megatron.version import version_text
@@ -134,7 +134,8 @@ def check_folders(name: str, arguments: Sequence[str]) -> None:
     place = normal.index(flag) + 1 if flag in normal else len(words) if flag else 0
     if place < len(words) and not words[place].startswith("--"):
         if not os.path.lexists(words[place]):
-            raise UserError(f"{flag} {words[place]}: there is no such folder; check the path".lstrip())
+            fix = folder_fix(flag, words[place]) if flag else "check the path"
+            raise UserError(f"{flag} {words[place]}: there is no such folder; {fix}".lstrip())
         if not may_hold_checkpoint(words[place]):
             raise UserError(f"{flag} {words[place]}: holds no checkpoint; give the --save folder of a run".lstrip())
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.commands import as_typed, tool_parser
-from megatron.core.config.errors import UserError, printable
+from megatron.core.config.errors import UserError, folder_fix, printable
 from megatron.core.config.vision import VisionConfig
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.models.registry import programs
@@ -47,7 +47,9 @@ def parse_command_line(argv: Sequence[str], about: str) -> tuple[argparse.Namesp
     if options.inspect is not None and options.inspect < 1:
         raise UserError(f"--inspect {options.inspect}: must be at least 1")
     if not os.path.isdir(options.load_hf):
-        raise UserError(f"--load-hf {options.load_hf}: there is no such folder; give one of a Hugging Face model")
+        raise UserError(
+            f"--load-hf {options.load_hf}: there is no such folder; {folder_fix('--load-hf', options.load_hf)}"
+        )
     return options, rest
 
 

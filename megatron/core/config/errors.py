@@ -1,5 +1,6 @@
 """Errors that the user can fix: one class, which every other module may import."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -34,6 +35,14 @@ def printable(text: str) -> str:
         character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def folder_fix(flag: str, name: str) -> str:
+    """Return the fix for a folder ``name`` of ``flag`` that does not exist; it may be a name of the Hugging Face hub."""
+    if not re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]+", name):
+        return "check the path"
+    folder = name.partition("/")[2]
+    return f"nothing is downloaded: run `hf download {name} --local-dir {folder}`, then give {flag} {folder}"
 
 
 class MissingModule(UserError, ImportError):

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, folder_fix
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.export.hf import families
 from megatron.export.hf.family import Family
@@ -131,6 +131,9 @@ def load_settings(folder: Path, model_family: object = None) -> tuple[Family, di
     try:
         config = dict(read_config(folder / CONFIG, model_family))
     except FileNotFoundError:
+        if not folder.is_dir():
+            fix = folder_fix("--load-hf", str(folder))
+            raise UserError(f"{folder}: there is no such folder; {fix}") from None
         raise UserError(f"{folder}: no folder of a Hugging Face model: {CONFIG} is missing") from None
     family = find_family(config)
     try:

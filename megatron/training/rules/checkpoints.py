@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, folder_fix
 from megatron.core.config.problems import Problems, problem
 from megatron.core.dist_checkpointing.files import may_hold_checkpoint
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -31,14 +30,6 @@ def paths_not_empty(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "is an empty path", "check whether a shell variable is unset, or remove the flag")
 
 
-def load_hf_fix(name: str) -> str:
-    """Return the fix for a folder of --load-hf that does not exist; ``name`` may be a model of the Hugging Face hub."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return "check the path"
-    folder = name.partition("/")[2]
-    return f"nothing is downloaded: run `hf download {name} --local-dir {folder}`, then give --load-hf {folder}"
-
-
 def load_folders_exist(cfg: PretrainConfig) -> Problems:
     """Reject folders to load that do not exist. Does not open files. Checks nothing in a dry run."""
     checkpoint = cfg.checkpoint
@@ -46,7 +37,7 @@ def load_folders_exist(cfg: PretrainConfig) -> Problems:
         return
     resumes = checkpoint.load is not None and os.path.isdir(checkpoint.load)
     if checkpoint.load_hf is not None and not os.path.isdir(checkpoint.load_hf):
-        yield problem(cfg, "load_hf", "there is no such folder", load_hf_fix(checkpoint.load_hf))
+        yield problem(cfg, "load_hf", "there is no such folder", folder_fix("--load-hf", checkpoint.load_hf))
     if (
         checkpoint.pretrained_checkpoint is not None
         and not resumes

@@ -78,6 +78,18 @@ def test_missing_folders_are_answered_before_torch_is_imported(name, form, tmp_p
     assert finished.stderr == f"error: {f'{flag} nosuch'.strip()}: there is no such folder; check the path\n"
 
 
+@pytest.mark.parametrize("command", [
+    *(f"{name} {FOLDERS[name]}" for name in ("generate", "evaluate", "convert")), "plan --load-hf",
+    "sft --data x.jsonl --load-hf", "dpo --data x.jsonl --load-hf", "pretrain gpt --mock-data --dry-run --load-hf",
+])  # fmt: skip
+def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.split(), "Qwen/Qwen3-0.6B"]) == 2
+    message, flag = capsys.readouterr().err.replace("\n", " "), command.split()[-1]
+    fix = "nothing is downloaded: run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then give "
+    assert f"{flag} Qwen/Qwen3-0.6B: there is no such folder; {fix}{flag} Qwen3-0.6B" in message
+
+
 @pytest.mark.parametrize("word, answer", [
     ("pretran", "error: megatron pretran: unknown command; did you mean pretrain?\n"),
     ("generat", "error: megatron generat: unknown command; did you mean generate?\n"),
