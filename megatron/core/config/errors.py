@@ -38,7 +38,7 @@ def printable(text: str) -> str:
 
 
 def folder_fix(flag: str, name: str) -> str:
-    """Return the fix for a folder ``name`` of ``flag`` that does not exist; it may be a name of the Hugging Face hub."""
+    """Return the fix for a folder of ``flag`` that does not exist; ``name`` may be one of the Hugging Face hub."""
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]+", name):
         return "check the path"
     folder = name.partition("/")[2]
