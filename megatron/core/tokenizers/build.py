@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.tokenizer import TokenizerConfig, TokenizerType
-from megatron.core.safe_files import open_regular
+from megatron.core.safe_files import open_regular, parse_json, read_text
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import build_bert_wordpiece, build_gpt2_bpe, build_huggingface
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
@@ -104,17 +104,36 @@ class MegatronTokenizer:
     """Entry point by path, for programs that have no flags."""
 
     @staticmethod
-    def from_pretrained(tokenizer_path: str, **options: Any) -> Tokenizer:
+    def from_pretrained(
+        tokenizer_path: str | None = None, metadata_path: str | Mapping[str, Any] | None = None, **options: Any
+    ) -> Tokenizer:
         """Build the tokenizer in ``tokenizer_path``; its files determine the kind: the first of a folder with
         tokenizer.json, with vocab.json and merges.txt, with vocab.txt, or with one .model or .tiktoken file; or any of
         these files, or a JSON list for TikTokenizer. Nothing is downloaded.
 
         Args:
+            metadata_path: Megatron-LM's description of the tokenizer, a JSON file or its content. Only ``library`` is
+                read: ``null-text`` and ``byte-level`` have no files, other values have no effect.
             options: passed on to the constructor, e.g. ``include_special_tokens=False`` for tokenizer.json.
 
         Raises:
-            UserError: the path does not exist, the folder lacks these files or has several, or the file is broken.
+            UserError: the path does not exist, the folder lacks these files or has several, or the file is broken; the
+                metadata has a class or a chat template.
         """
+        metadata = metadata_path or {}
+        if isinstance(metadata, str):
+            try:
+                metadata = parse_json(read_text(metadata, 1 << 20))
+            except (OSError, ValueError) as error:
+                raise UserError(f"metadata_path {metadata_path}: cannot be read ({error})") from error
+        if changes := sorted(key for key in ("class_name", "class_path", "chat_template") if metadata.get(key)):
+            raise UserError(f"metadata_path: {', '.join(changes)} is not supported; set it on the tokenizer instead")
+        if metadata.get("library") == "null-text":
+            return NullTokenizer(**options)
+        if metadata.get("library") == "byte-level":
+            return ByteLevelTokenizer()
+        if tokenizer_path is None:
+            raise UserError("tokenizer_path: is required, except for the libraries null-text and byte-level")
         path = Path(tokenizer_path)
         if not path.exists():
             return build_huggingface(tokenizer_path)  # raises, saying that hub names are not downloaded

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core.config.errors import UserError
 from megatron.core.tokenizers import MegatronTokenizer, build_tokenizer
 from megatron.core.tokenizers.libraries import require
 from megatron.core.tokenizers.training import train_byte_level_bpe, train_wordpiece
@@ -396,6 +397,23 @@ def test_transformers_loads_the_trained_tokenizer(tmp_path):
     foreign = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert foreign("the beginning, ends")["input_ids"] == local.tokenize("the beginning, ends")
     assert foreign.eos_token_id == local.eod == 0 and len(foreign) == local.vocab_size
+
+
+def test_from_pretrained_reads_megatron_lms_metadata(tmp_path):
+    null = MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=8)
+    assert (null.tokenizer_type, null.vocab_size, null.eod) == ("NullTokenizer", 8, 7)
+    (tmp_path / "metadata.json").write_text('{"library": "byte-level"}')
+    assert MegatronTokenizer.from_pretrained(metadata_path=str(tmp_path / "metadata.json")).vocab_size == 257
+    path = str(byte_level_bpe(tmp_path / "tokenizer.json"))
+    named = MegatronTokenizer.from_pretrained(path, metadata_path={"library": "huggingface"})
+    assert named.tokenize("the") == MegatronTokenizer.from_pretrained(path).tokenize("the")
+    for options, message in (
+        ({}, "tokenizer_path: is required"),
+        ({"metadata_path": str(tmp_path / "none.json")}, "metadata_path .*none.json: cannot be read"),
+        ({"metadata_path": {"library": "huggingface", "chat_template": "x"}}, "chat_template is not supported"),
+    ):
+        with pytest.raises(UserError, match=message):
+            MegatronTokenizer.from_pretrained(**options)
 
 
 def test_from_pretrained_tells_the_kind_from_the_files(tmp_path):
