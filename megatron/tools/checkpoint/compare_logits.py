@@ -28,6 +28,7 @@ from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG
 from megatron.export.interchange import Interchange
 from megatron.export.native import InterchangeReader
+from megatron.tools.checkpoint.compare_ids import compare_ids
 from megatron.tools.checkpoint.formats import say
 from megatron.tools.checkpoint.small_model import random_weights, shrink, small_config, tokens_needed
 from megatron.training.checkpoint.other_formats import WORDS
@@ -46,6 +47,7 @@ AFFORDABLE = 2e12
 
 def compare_with_transformers(folder: str, local: Interchange, cfg: PretrainConfig, *, always: bool = False) -> int:
     """Compare the logits of both implementations and print the differences; return 1 if they exceed ``TOLERANCE``.
+    Differences of token ids are only printed.
 
     First compares a small random model with the same settings, on a sequence longer than its windows; then, if that is
     equal, the model itself if it has at most ``LARGEST`` parameters or ``always`` is set. ``folder`` is the HF model,
@@ -53,6 +55,8 @@ def compare_with_transformers(folder: str, local: Interchange, cfg: PretrainConf
     if importlib.util.find_spec("transformers") is None:
         say("logits not compared: transformers is not installed; pip install transformers, then convert again to check")
         return 0
+    if ids := compare_ids(folder):
+        say(ids)
     if compare_settings(folder, local, cfg):
         return 1
     count = sum(math.prod(tensor.shape) for tensor in local.tensors.values())
