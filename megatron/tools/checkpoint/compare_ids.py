@@ -55,7 +55,7 @@ def _difference(local: BackendTokenizer, foreign: Any) -> str:
             )
             return (
                 f"DIFFERENT: its {type(foreign).__name__} replaces {', '.join(parts) or 'a part'} of tokenizer.json, "
-                f"which is used here: {foreign_tokens} instead of {tokens}. To get the same ids there, set tokenizer_class in "
-                "tokenizer_config.json to PreTrainedTokenizerFast"
+                f"which is used here: {foreign_tokens} instead of {tokens}. To get the same ids there, set "
+                "tokenizer_class in tokenizer_config.json to PreTrainedTokenizerFast"
             )
     return ""
