@@ -25,7 +25,8 @@ CORE = {
     "tokenizers": "config safe_files",
     "datasets": "config data safe_files tokenizers",
     "inference": (
-        "attention config datasets extensions fusions random safe_files tensor_parallel tokenizers transformer"
+        "attention config datasets extensions fusions host_memory random safe_files tensor_parallel tokenizers "
+        "transformer"
     ),
     "evaluation": "attention config extensions inference tokenizers",
     "rl": (

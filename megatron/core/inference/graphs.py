@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.cuda_graphs import Recorder, record_cuda_graph
+from megatron.core.host_memory import copied
 from megatron.core.transformer.moe.dispatch import LocalDispatcher
 from megatron.core.transformer.moe.experts import GroupedExperts
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -51,8 +52,6 @@ Outputs = tuple[Tensor, ...]
 
 
 class _Step(NamedTuple):
-    host: Tensor
-    """Pinned copy of the inputs."""
     inputs: Tensor
     replay: Callable[[], Outputs]
 
@@ -77,16 +76,15 @@ class StepGraphs:
     def run(self, shape: Hashable, values: np.ndarray, compute: Callable[[Tensor], Outputs]) -> Outputs:
         """Return ``compute`` of ``values``, int64, on the device. The next call overwrites the results. Steps of the
         same ``shape`` run the same operations on inputs of the same size."""
+        # not one pinned buffer: after a step without results it may not have been read before the next one
+        inputs = copied(torch.from_numpy(values), self._device)
         step = self._steps.get(shape)
         if step is None:
             if len(self._steps) >= MAX_GRAPHS:
                 self._steps.popitem(last=False)
-            host = torch.empty(len(values), dtype=torch.int64, pin_memory=self._device.type == "cuda")
-            inputs = torch.from_numpy(values).to(self._device)
             result = compute(inputs)
-            self._steps[shape] = _Step(host, inputs, self._record(partial(compute, inputs), None))
+            self._steps[shape] = _Step(inputs, self._record(partial(compute, inputs), None))
             return result
         self._steps.move_to_end(shape)
-        step.host.numpy()[:] = values
-        step.inputs.copy_(step.host, non_blocking=True)
+        step.inputs.copy_(inputs)
         return step.replay()

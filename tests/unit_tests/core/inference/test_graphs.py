@@ -137,6 +137,17 @@ def test_the_least_recently_used_graph_is_deleted(monkeypatch):
         assert len(recordings) == count and steps.num_graphs <= 2
 
 
+@pytest.mark.gpu
+def test_steps_that_nobody_waits_for_read_their_own_inputs():
+    """As the chunks of a long prompt, which have no results before the last one."""
+    steps, total = StepGraphs(torch.device("cuda")), torch.zeros(3, dtype=torch.int64, device="cuda")
+    steps.run("shape", np.array([1, 1, 1]), lambda x: (total.add_(x),))
+    torch.cuda._sleep(2 * 10**8)  # longer than the host needs for all steps
+    for number in range(1, 5):
+        steps.run("shape", np.full(3, 10**number), lambda x: (total.add_(x),))
+    assert total.tolist() == [11111] * 3
+
+
 @pytest.mark.parametrize("name", ["grouped", "latent"])
 def test_recorded_common_steps_are_those_that_requests_run(name, as_on_a_device):
     model = build(name, torch.float32).to(DEVICE)
