@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.attention.window import layer_window
 from megatron.core.config.rope_parameters import RopeParameters, parse_rope_parameters
-from megatron.export.hf.settings import Computed, Rule, Table, get, limit, refuse
+from megatron.export.hf.settings import REQUIRED, Computed, Rule, Table, get, limit, refuse
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Fixed Llama 3 parameters of --use-rope-scaling, next to its factor."""
@@ -21,15 +21,16 @@ UNUSUAL_YARN = {
 """YaRN parameters that config.json contains only if they differ from these defaults: HF key -> (setting, default)."""
 
 
-def groups(default: int | None = None) -> Computed:
+def groups(default: int | None = None, heads: object = REQUIRED) -> Computed:
     """Rule for the number of K/V heads. ``default`` is the number if the key is absent; None, or a null value, means
-    the number of query heads. Import also sets ``group_query_attention``: whether the numbers differ."""
+    the number of query heads, whose default is ``heads``. Import also sets ``group_query_attention``: whether the
+    numbers differ."""
 
     def load(config: Table) -> dict[str, object]:
-        heads = get(config, ("num_attention_heads",))
+        number = get(config, ("num_attention_heads",), heads)
         absent = "num_key_value_heads" not in config
-        count = get(config, ("num_key_value_heads",), default if absent and default else heads)
-        return {"num_query_groups": count, "group_query_attention": count != heads}
+        count = get(config, ("num_key_value_heads",), default if absent and default else number)
+        return {"num_query_groups": count, "group_query_attention": count != number}
 
     settings = ("num_query_groups", "group_query_attention")
     return Computed(
@@ -411,12 +412,13 @@ class Window(Rule):
         """Return ``window_size`` and the pattern of layers with a window: from ``layer_types`` if the family has them,
         else from the first layer and the interval. Both None if the width is null (absent: the default) or the switch
         is not on. A width of n tokens becomes (n - 1, 0)."""
-        count, width = get(config, ("num_hidden_layers",)), config.get("sliding_window", self.default)
+        width = config.get("sliding_window", self.default)
         if width is None or (self.switch and not config.get("use_sliding_window")):
             return {"window_size": None, "window_attn_skip_freq": None}
         first = get(config, (self.first,), 28) if self.first else 0
         every = get(config, self.every_keys, self.every) if self.every_keys else self.every
-        has = [layer >= first and (every == 1 or (layer + 1) % every != 0) for layer in range(count)]
+        layers = range(get(config, ("num_hidden_layers",)))
+        has = [layer >= first and (every == 1 or (layer + 1) % every != 0) for layer in layers]
         return window_settings((width - 1, 0), layer_types_pattern(config, has) if self.by_layer else has)
 
     def save(self, settings: Table) -> dict[str, object]:

@@ -149,7 +149,7 @@ LLAVA = replace(
         Same("max_position_embeddings", "max_position_embeddings", default=2048),
         Same("ffn_hidden_size", "intermediate_size", default=11008),
         Same("kv_channels", "head_dim", default=_head_size),
-        *llama.rms_norm(), *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, groups(), Rope(), Window(),
+        *llama.rms_norm(), *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, groups(heads=32), Rope(), Window(),
         Same("add_bias_linear", "attention_bias", default=False), Same("add_bias_linear", "mlp_bias", default=False),
         *(Same(name, f"{VISION}.{key}", default=default) for name, (key, default) in SIZES.items()),
         Same("image_token_id", "image_token_index", "image_token_id", default=32000),
