@@ -1,7 +1,7 @@
 """Image files, read with Pillow. Torch-free. Only this file imports it, when an image is read.
 
-Pixels equal the pixels of ``transformers``: the first frame, turned as its EXIF orientation says, in RGB (transparency
-is dropped), resized with bicubic interpolation.
+Pixels equal the pixels of ``transformers``: the first frame, turned as its EXIF orientation says, in RGB (alpha
+channels are dropped, a transparent color is white), resized with bicubic interpolation.
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ def read_image(
             from PIL import Image, ImageOps
 
             upright = ImageOps.exif_transpose(image).convert("RGB")
+            if upright.info.get("transparency") is not None:
+                keyed = upright.convert("RGBA")
+                upright = Image.alpha_composite(Image.new("RGBA", keyed.size, "white"), keyed).convert("RGB")
             if fit == "pad":
                 upright = _square(upright, color)
             if fit != "stretch":
