@@ -307,6 +307,7 @@ def test_the_server_rejects_hostile_images(ask, pictures, tmp_path):
         ([f"file://{below}/%2e%2e/secret.png"], "is not below --allowed-image-folder"),
         ([f"file://{below}/link.png"], "is not below --allowed-image-folder"),
         ([f"file://elsewhere{below}/a.png"], "is not below --allowed-image-folder"),
+        (["file://[::1/a.png"], "is no URL"),
         ([f"file://{below}/none.png"], "cannot be read"),
         ([f"file://{below}"], "cannot be read"),
         ([good] * 40, "the model takes 96"),

@@ -64,7 +64,10 @@ class ImageParts:
                 f"{FIELD}: file URLs are not allowed; send a data URL, or start the server with --allowed-image-folder",
                 "messages",
             )
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise RequestError(f"{FIELD}: {url[:60]!r} is no URL ({error})", "messages") from error
         path = os.path.realpath(unquote(parts.path).replace("\0", ""))
         if parts.netloc not in ("", "localhost") or os.path.commonpath((path, self.folder)) != self.folder:
             raise RequestError(f"{FIELD}: {url[:200]!r} is not below --allowed-image-folder", "messages")
