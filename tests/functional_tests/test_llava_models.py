@@ -122,6 +122,37 @@ def test_a_folder_gives_the_same_bytes_back(kind, tmp_path):
     assert all(written[key] == original[key] for key in outer)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_without_images_have_zero_gradients_of_the_tower(kind, tmp_path):
+    foreign = peer(kind).eval()
+    foreign.save_pretrained(tmp_path / "hf")
+    native, tokens = local_model(tmp_path / "hf"), torch.arange(11, 35)[None]
+    logits = native(tokens, None)
+    assert_close("logits", logits[..., :VOCAB], foreign(input_ids=tokens).logits)
+    with torch.no_grad():
+        assert torch.equal(native(tokens, None), logits)
+    logits.square().mean().backward()
+    gradients = {name: param.grad for name, param in native.named_parameters()}
+    assert all(not x.any() if name.startswith("vision.") else x.any() for name, x in gradients.items())
+
+
+@pytest.mark.parametrize("kind", ["clip_vision_model", "siglip_vision_model"])
+def test_keys_that_a_folder_leaves_out_have_the_defaults_of_transformers(kind, tmp_path):
+    from megatron.export.hf import load_hf_settings
+
+    parts = {"text_config": {"model_type": "llama"}, "vision_config": {"model_type": kind}}
+    more = {"vision_feature_select_strategy": "full"} if kind == "siglip_vision_model" else {}
+    config = transformers.LlavaConfig(**parts, **more)
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.save_pretrained(tmp_path / "full")
+    (tmp_path / "short").mkdir()
+    short = {"model_type": "llava", "architectures": config.architectures, **parts, **more}
+    (tmp_path / "short" / "config.json").write_text(json.dumps(short))
+    full = json.loads((tmp_path / "full" / "config.json").read_text())
+    assert len(full["text_config"]) > 15 and len(full["vision_config"]) > 8
+    assert load_hf_settings(tmp_path / "short", "vlm") == load_hf_settings(tmp_path / "full", "vlm")
+
+
 @pytest.mark.parametrize("part, key, value", [
     ("text_config", "model_type", "qwen2"), ("vision_config", "model_type", "dinov2"),
     ("vision_config", "hidden_act", "gelu"), ("vision_config", "layer_norm_eps", 1e-3),

@@ -16,7 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from megatron.core.config.errors import UserError
-from megatron.core.datasets.conversations.images import item_paths
+from megatron.core.datasets.conversations.images import item_paths, with_parts
 from megatron.core.datasets.image_dataset import ImageDataset, ImageDatasetConfig
 from megatron.core.datasets.image_files import ImageError, image_size
 from megatron.core.datasets.image_positions import axes
@@ -118,6 +118,30 @@ def test_an_animation_gives_its_first_frame(tmp_path):
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     frames[0].save(tmp_path / "b.png")
     assert np.array_equal(SETTINGS.patches(tmp_path / "a.gif", (6, 6)), SETTINGS.patches(tmp_path / "b.png", (6, 6)))
+
+
+def keyed(path, mode):
+    image = picture(20, 30, "L").quantize(16).convert(mode)
+    image.save(path, transparency={"P": 3, "L": 99, "RGB": image.convert("RGB").getpixel((0, 0))}[mode])
+
+
+@pytest.mark.parametrize("name, write", [
+    ("color.png", lambda path: keyed(path, "P")),
+    ("color.gif", lambda path: keyed(path, "P")),
+    ("level.png", lambda path: keyed(path, "RGB")),
+    ("levels.png", lambda path: picture(20, 30, "RGB").quantize(16).save(path, transparency=bytes(range(16)))),
+    ("bits.png", lambda path: picture(20, 30, "RGB").convert("1").save(path)),
+    ("other_name.gif", lambda path: picture(20, 30).save(path, "PNG")),
+    ("photo.jpg", lambda path: picture(20, 30).save(path, "MPO", save_all=True, append_images=[picture(9, 9)])),
+    ("frames.webp",
+     lambda path: picture(20, 30).save(path, save_all=True, append_images=[picture(20, 30, seed=1)], lossless=True)),
+    ("pages.tif", lambda path: picture(20, 30).save(path, save_all=True, append_images=[picture(9, 9)])),
+])  # fmt: skip
+def test_unusual_images_have_the_pixels_of_the_processor(tmp_path, name, write):
+    write(tmp_path / name)
+    expected = processor()(str(tmp_path / name), return_tensors="np")["pixel_values"]
+    size = SETTINGS.file_size(tmp_path / name)
+    np.testing.assert_allclose(SETTINGS.patches(tmp_path / name, size), expected, rtol=0, atol=2e-6)
 
 
 def bomb(path, side=100_000):
@@ -308,6 +332,12 @@ def test_a_path_has_one_of_four_keys(keys):
 
 def marks(value):
     return {"image": "a.png", "conversations": [{"from": "human", "value": value}, {"from": "gpt", "value": "x"}]}
+
+
+def test_other_keys_of_a_line_with_marks_stay():
+    line = {**marks("<image>"), "system": "Be brief.", "id": "7"}
+    turns = [{"from": "human", "value": [part("a.png")]}, {"from": "gpt", "value": "x"}]
+    assert with_parts(line) == {"system": "Be brief.", "id": "7", "conversations": turns}
 
 
 @pytest.mark.parametrize("line, reason", [

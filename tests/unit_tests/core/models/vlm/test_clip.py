@@ -11,6 +11,7 @@ from megatron.core.models.vlm.clip import ClipTower
 from megatron.core.models.vlm.description import tower_parameters
 from megatron.core.models.vlm.grids import Grids
 from megatron.core.models.vlm.spread import share_images
+from megatron.core.models.vlm.towers import TOWERS
 
 HEADS, WIDTH, HIDDEN, PATCH, SIDE, LAYERS = 2, 24, 20, 4, 12, 3
 KINDS = {"clip": (CLIPVisionConfig, CLIPVisionModel), "siglip": (SiglipVisionConfig, SiglipVisionModel)}
@@ -98,6 +99,11 @@ def test_embeddings_and_gradients_equal_those_of_transformers(kind, layer, drops
     ).items():
         actual = parameters[name].grad
         torch.testing.assert_close(actual, value.reshape(actual.shape), rtol=1e-8, atol=1e-8)
+
+
+def test_norms_have_the_epsilon_of_transformers():
+    for kind, (make_config, _) in KINDS.items():
+        assert TOWERS[kind].norm_epsilon == make_config().layer_norm_eps
 
 
 def test_the_largest_images_are_shared_first():

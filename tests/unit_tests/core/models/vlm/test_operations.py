@@ -100,6 +100,13 @@ def test_described_bytes_are_saved(text):
     assert described + copies == pytest.approx(sum(saved.values()), rel=0.05)
 
 
+def test_merger_saves_the_inputs_of_its_activations():
+    """Four images of 24 image tokens, 512 channels, bf16."""
+    ops = [op for op in resolved(QWEN).describe(99).embedding.ops if op.name.startswith("vision.merger.linear_fc1")]
+    sizes = {tensor.name: 256 * tensor.bytes for op in ops for tensor in op.saved}
+    assert sizes["input of the activation"] == pytest.approx(4 * 24 * 512 * 2)
+
+
 @pytest.mark.parametrize("text", [QWEN, CLIP])
 def test_mock_data_has_the_images(text):
     cfg = resolved(text)

@@ -1,5 +1,7 @@
 """The vision tower against transformers, with the same weights."""
 
+import math
+
 import pytest
 import torch
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
@@ -7,6 +9,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.config.vision import VisionConfig
+from megatron.core.models.vlm.description import tower_parameters
 from megatron.core.models.vlm.grids import Grids
 from megatron.core.models.vlm.tower import QwenTower
 
@@ -16,6 +19,16 @@ HEADS, WIDTH, HIDDEN, PATCH = 2, 24, 20, 4
 def by_heads(qkv):
     """Rows [3, heads, channels, ...] of transformers in our order, head by head."""
     return qkv.unflatten(0, (3, HEADS, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def settings(side, merge):
+    """Settings of a language model and its tower."""
+    language = TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, params_dtype=torch.float64)
+    return language, VisionConfig(
+        vision_model_type="qwen", vision_frames=2,
+        vision_num_layers=2, vision_hidden_size=WIDTH, vision_num_attention_heads=HEADS, vision_ffn_hidden_size=40,
+        vision_patch_size=PATCH, vision_merge_size=merge, vision_num_positions=side**2,
+    )  # fmt: skip
 
 
 def pair(side, merge):
@@ -30,15 +43,7 @@ def pair(side, merge):
     generator = torch.Generator().manual_seed(1)
     for param in peer.parameters():
         param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.3
-    language = TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, params_dtype=torch.float64)
-    tower = QwenTower(
-        language,
-        VisionConfig(
-            vision_model_type="qwen", vision_frames=2,
-            vision_num_layers=2, vision_hidden_size=WIDTH, vision_num_attention_heads=HEADS, vision_ffn_hidden_size=40,
-            vision_patch_size=PATCH, vision_merge_size=merge, vision_num_positions=side**2,
-        ),
-    )  # fmt: skip
+    tower = QwenTower(*settings(side, merge))
     state = peer.state_dict()
     values = {
         "patch_embed.weight": state["patch_embed.proj.weight"].flatten(1),
@@ -72,6 +77,10 @@ def test_embeddings_and_gradients_equal_those_of_transformers(side, merge, sizes
     grids = Grids(torch.tensor(sizes), merge)
     patches = torch.randn(int(grids.patches.sum()), 3 * 2 * PATCH**2, generator=generator, dtype=torch.float64)
     expected = peer(patches, torch.tensor([(1, *size) for size in sizes])).pooler_output
+    described = {
+        param.name.removeprefix("vision."): math.prod(param.shape) for param in tower_parameters(*settings(side, merge))
+    }
+    assert described == {name: param.numel() for name, param in tower.named_parameters()}
     output = tower(patches, grids)
     assert output.shape == (int(grids.tokens.sum()), HIDDEN)
     torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)  # transformers' angles and weights are fp32
