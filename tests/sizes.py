@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=97_935, any_uses=953, skips=298)
+CEILING = Size(lines=97_943, any_uses=953, skips=298)
 
 
 def main() -> None:
