@@ -49,27 +49,29 @@ class WeightDropout:
         rows = 1 if self.documents is not None or tile.row is not None else len(self.sample_b)
         heads = torch.arange(self.first_head, self.first_head + num_heads, device=device)[:, None, None]
         mask = torch.ones(rows, *shape, dtype=torch.bool, device=device)
-        for row, (sample, start, queries, keys) in enumerate(self._parts(tile)):
+        for rows_of_part, sample, start, queries, keys in self._parts(tile):
             first_query, first_key = queries.start - tile.query_position, keys.start - tile.key_position
-            # packed samples share one row
-            part = mask[0 if self.documents is not None else row, :, first_query:, first_key:]
-            part = part[:, : len(queries), : len(keys)]
-            positions = torch.arange(queries.start - start, queries.stop - start, device=device)[None, :, None]
+            part = mask[rows_of_part, :, first_query:, first_key:][:, :, : len(queries), : len(keys)]
+            positions = torch.arange(queries.start - start, queries.stop - start, device=device)[:, None]
             features = range(keys.start - start, keys.stop - start)
-            step = max(1, COUNTERS_PER_PASS * 8 // max(1, len(queries) * len(keys)))
+            step = max(1, COUNTERS_PER_PASS * 8 // max(1, len(part) * len(queries) * len(keys)))
             for first in range(0, num_heads, step):
-                part[first : first + step] = self.stream.keep_mask(
+                part[:, first : first + step] = self.stream.keep_mask(
                     self.rate, self.site, sample, positions, heads[first : first + step], features
                 )
         return mask
 
-    def _parts(self, tile: Tile) -> Iterator[tuple[Tensor, int, range, range]]:
-        """Yield (sample counter, its first position, query positions, key positions) of each sample in ``tile``."""
+    def _parts(self, tile: Tile) -> Iterator[tuple[slice, Tensor, int, range, range]]:
+        """Yield (rows of the mask, their sample counters, first position, query positions, key positions) of ``tile``:
+        as many rows as fit one pass, or one of the samples that share a row."""
         queries = range(tile.query_position, tile.query_position + tile.num_queries)
         keys = range(tile.key_position, tile.key_position + tile.num_keys)
         if self.documents is None:
-            for sample in self.sample_b if tile.row is None else self.sample_b[tile.row : tile.row + 1]:
-                yield sample, 0, queries, keys
+            of_rows = self.sample_b if tile.row is None else self.sample_b[tile.row : tile.row + 1]
+            step = max(1, COUNTERS_PER_PASS * 8 // max(1, len(queries) * len(keys)))
+            for first in range(0, len(of_rows), step):
+                rows = slice(first, first + step)
+                yield rows, of_rows[rows, None, None, None], 0, queries, keys
             return
         bounds, samples = self.documents
         for start, stop, index in zip(bounds, bounds[1:], samples):
@@ -77,7 +79,7 @@ class WeightDropout:
             if of_queries and of_keys:
                 # a fill does not wait for the device, as a copy from the host does
                 sample = torch.full((), index, dtype=torch.int64, device=self.sample_b.device)
-                yield sample, start, of_queries, of_keys
+                yield slice(None), sample, start, of_queries, of_keys
 
     def __call__(self, weights: Tensor, tile: Tile) -> Tensor:
         """Drop out ``weights`` [b, a, q, k] of ``tile``; differentiable, saves the bool mask for backward."""
