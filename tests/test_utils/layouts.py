@@ -15,16 +15,16 @@ from pathlib import Path
 from unittest import mock
 
 VOCAB_SIZE = 61  # not divisible by anything
-STEPS, FEW_STEPS = 10, 3
+STEPS, MORE_STEPS, FEW_STEPS = 10, 3, 2
 
 MODEL = [
     "--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
     "--max-position-embeddings", "32", "--global-batch-size", "8", "--train-iters", "100", "--eval-iters", "0",
     "--num-workers", "0", "--lr", "1e-2", "--lr-decay-style", "cosine", "--lr-warmup-iters", "3",
-    "--weight-decay", "0.1", "--make-vocab-size-divisible-by", "8", "--adam-eps", "1e-5",
+    "--lr-warmup-init", "3e-3", "--weight-decay", "0.1", "--make-vocab-size-divisible-by", "8", "--adam-eps", "1e-5",
 ]  # fmt: skip
-"""eps: an entry of the gradient that is zero in exact arithmetic (the bias of keys) is rounding noise, which Adam
-with a smaller eps would blow up."""
+"""lr-warmup-init: the first step changes weights, and the second computes with them. eps: an entry of the gradient that
+is zero in exact arithmetic (the bias of keys) is rounding noise, which Adam with a smaller eps would blow up."""
 
 
 BANDS = {"bf16": 0.2, "fp16": 0.02}
