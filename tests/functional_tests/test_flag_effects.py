@@ -3,7 +3,6 @@
 The table is complete: a flag that works has a row, or a place among the few that only name a path or a log.
 """
 
-import pickle
 import shlex
 
 import pytest
@@ -42,8 +41,8 @@ class Runs:
             out.mkdir()
             if {"{checkpoint}", "{used}"} & set(argv) and "used" not in self.places:
                 self.places |= files.write_checkpoints(self)
-            observed = self.pool.run(observe, row.ranks, self.placed(argv, out), str(out), row.count, row.pretend)
-            self.seen[key] = [pickle.loads(each) for each in observed]
+            arguments = self.placed(argv, out), str(out), row.count, row.pretend
+            self.seen[key] = self.pool.run(observe, row.ranks, *arguments)
         return self.seen[key]
 
 

@@ -9,8 +9,10 @@ the test process itself would break autograd in the workers once a test had used
 
 import gc
 import importlib
+import io
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -32,6 +34,36 @@ class WorkerError(AssertionError):
     """A rank of the task raised; the message holds every failing rank's traceback and what other ranks returned."""
 
 
+class _Pickler(pickle.Pickler):
+    """Writes tensors by value: a pipe would pass each as a file in shared memory, and pickle as a file of torch.save,
+    which takes ten times as long."""
+
+    def reducer_override(self, item: Any) -> Any:
+        import torch
+
+        if type(item) not in (torch.Tensor, torch.nn.Parameter) or item.layout != torch.strided:
+            return NotImplemented
+        values = item.detach().cpu().contiguous()
+        return _tensor, (values.flatten().view(torch.uint8).numpy().tobytes(), str(values.dtype)[6:], values.shape[:])
+
+
+def _tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    return torch.frombuffer(bytearray(data), dtype=kind).view(shape) if data else torch.empty(shape, dtype=kind)
+
+
+def _send(connection: Any, value: Any) -> None:
+    stream = io.BytesIO()
+    _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
+    connection.send_bytes(stream.getbuffer())
+
+
+def _receive(connection: Any) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
 def _serve(connection, backend: str) -> None:
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks train on the CPU, even if the machine has GPUs
@@ -41,7 +73,7 @@ def _serve(connection, backend: str) -> None:
     torch.set_num_threads(1)
     while True:
         gc.freeze()  # again for each task: a data loader's workers unfreeze; a collection of all of torch takes 0.2 s
-        task = connection.recv()
+        task = _receive(connection)
         if task is None:
             return
         function, rank, world_size, store_path, args = task
@@ -54,10 +86,10 @@ def _serve(connection, backend: str) -> None:
             store = dist.FileStore(store_path, world_size)
             limit = timedelta(seconds=60)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-            connection.send((True, function(rank, world_size, *args), threads))
+            _send(connection, (True, function(rank, world_size, *args), threads))
         except BaseException:
-            connection.send((False, traceback.format_exc(), threads))
-        connection.recv()  # all have answered: a group that one rank leaves may fail on those that still join it
+            _send(connection, (False, traceback.format_exc(), threads))
+        _receive(connection)  # all have answered: a group that one rank leaves may fail on those that still join it
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
@@ -107,14 +139,14 @@ class RankPool:
         with tempfile.TemporaryDirectory() as folder:
             store_path = os.path.join(folder, "store")
             for rank, (_, connection) in enumerate(workers):
-                connection.send((function, rank, world_size, store_path, args))
+                _send(connection, (function, rank, world_size, store_path, args))
             replies = [self._receive(rank, connection) for rank, (_, connection) in enumerate(workers)]
         if not all(passed for passed, _, _ in replies):
             self.close()  # a rank that raised may have left its peers in a broken group
             raise WorkerError("\n".join(describe(rank, *reply[:2]) for rank, reply in enumerate(replies)))
         self._num_threads = max(threads for _, _, threads in replies)
         for _, connection in workers:
-            connection.send("all have answered")
+            _send(connection, "all have answered")
         return [value for _, value, _ in replies]
 
     def _receive(self, rank: int, connection: Any) -> tuple[bool, Any, int]:
@@ -122,7 +154,7 @@ class RankPool:
         if not connection.poll(TASK_TIMEOUT_SECONDS):
             return False, f"no answer within {TASK_TIMEOUT_SECONDS} s", 0
         try:
-            return connection.recv()
+            return _receive(connection)
         except EOFError:
             return False, "the process died", 0
 
