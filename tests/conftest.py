@@ -59,6 +59,15 @@ def warm_python(tmp_path_factory):
     warm.close()
 
 
+@pytest.fixture(scope="session")
+def python_without_torch(tmp_path_factory):
+    """The path of a ``python`` whose programs start with the flags, their checks and the console loaded."""
+    modules = "multiprocessing.process megatron.console megatron.training.arguments megatron.training.report.dry_run"
+    warm = WarmPython(tmp_path_factory.mktemp("warm"), modules=modules.split())
+    yield warm.python
+    warm.close()
+
+
 @pytest.fixture(autouse=True)
 def used_gpu_memory(request):
     """Free memory is as other work leaves it, here all bits set (NaN, -1): who reads before writing does not find

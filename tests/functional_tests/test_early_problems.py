@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +23,7 @@ NULL = "--tokenizer-type NullTokenizer --vocab-size 100"
 
 
 @pytest.fixture
-def problems_of(tmp_path):
+def problems_of(python_without_torch, tmp_path):
     """Run pretrain_gpt.py where importing torch ends the program; return the lines of stderr."""
     (tmp_path / "without" / "torch").mkdir(parents=True)
     (tmp_path / "without" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
@@ -32,7 +31,7 @@ def problems_of(tmp_path):
 
     def run(flags):
         environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'without'}{os.pathsep}{ROOT}"}
-        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *f"{TINY} {flags}".split()]
+        command = [python_without_torch, str(ROOT / "pretrain_gpt.py"), *f"{TINY} {flags}".split()]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert result.returncode == 2 and "torch was imported" not in result.stderr, result.stderr
         return result.stderr
@@ -129,9 +128,11 @@ def test_another_schedule_is_found_without_torch(problems_of, tmp_path, flags, e
     ("--num-layers 3", "--load a --ckpt-step 2", 3),
     ("--ffn-hidden-size 64", "--load a --num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size 64", 3),
 ])  # fmt: skip
-def test_a_checkpoint_that_fits_or_is_searched_by_the_load_is_not_reported(tmp_path, stored, flags, iteration):
+def test_a_checkpoint_that_fits_or_is_searched_by_the_load_is_not_reported(
+    python_without_torch, tmp_path, stored, flags, iteration
+):
     write_checkpoint(tmp_path / "a", stored, iteration, **STATE)
-    command = [sys.executable, "-c", STARTS, *f"{TINY} {NULL} --mock-data {flags}".split()]
+    command = [python_without_torch, "-c", STARTS, *f"{TINY} {NULL} --mock-data {flags}".split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -146,9 +146,9 @@ def run_server(address, stand_in, *preloaded):
 
 class WarmPython:
     """The server and its stand-in, the executable ``python``, in ``folder``. The ``interpreter`` loads this checkout's
-    suite, or the one of the given ``environment``."""
+    suite, or the one of the given ``environment``; it imports ``modules`` first, by default torch and the suite."""
 
-    def __init__(self, folder, interpreter=sys.executable, environment=None):
+    def __init__(self, folder, interpreter=sys.executable, environment=None, modules=None):
         import shlex
         import subprocess
         import time
@@ -161,7 +161,8 @@ class WarmPython:
             file.write(f'#!/bin/sh\nexec {real} -ISE {local} shadow {shlex.quote(address)} "$@"\n')
         os.chmod(self.python, 0o755)
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        preloaded = [name for name in PRELOADED if environment is None or not name.startswith("tests.")]
+        names = PRELOADED if modules is None else modules
+        preloaded = [name for name in names if environment is None or not name.startswith("tests.")]
         environment = environment or {**os.environ, "PYTHONPATH": root}
         self.server = subprocess.Popen(
             [interpreter, os.path.abspath(__file__), "server", address, self.python, *preloaded],

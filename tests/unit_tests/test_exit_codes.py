@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -120,11 +119,11 @@ def test_failures_that_are_not_input_end_with_1():
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_folders_without_a_checkpoint_are_found_without_torch(name, tmp_path):
+def test_folders_without_a_checkpoint_are_found_without_torch(python_without_torch, name, tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     (tmp_path / "nothing").mkdir()
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
-    command = [sys.executable, "-m", "megatron", name, *BAD_INPUT[name].split()]
+    command = [python_without_torch, "-m", "megatron", name, *BAD_INPUT[name].split()]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 2 and "nothing: holds no checkpoint; give" in result.stderr, result.stderr
 

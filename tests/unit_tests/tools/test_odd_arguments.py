@@ -13,7 +13,7 @@ CALLS = {
     "train-tokenizer": "--input {} --vocab-size 300 --output out",
     "check-data": "{}",
     "merge-data": "--input {} --output-prefix out",
-    "make-corpus": "--output {}",
+    "make-corpus": "--output {} --max-bytes 1000",
     "convert": "--load-dir {} --save-dir out --saver hf",
     "inspect": "{}",
     "verify": "{}",
@@ -66,14 +66,14 @@ def test_records_of_huge_values_have_a_page_and_a_picture(place, capsys):
 
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("form", ["{flag} nosuch", "{flag}=nosuch"])
-def test_missing_folders_are_answered_before_torch_is_imported(name, form, tmp_path):
+def test_missing_folders_are_answered_before_torch_is_imported(python_without_torch, name, form, tmp_path):
     flag = FOLDERS[name]
     arguments = form.format(flag=flag).split() if flag else ["nosuch"]
     program = (
         "import sys; from megatron.console import run_tool; "
         f"code = run_tool({name!r}, {arguments!r}); assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    finished = subprocess.run([python_without_torch, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert finished.returncode == 2
     assert finished.stderr == f"error: {f'{flag} nosuch'.strip()}: there is no such folder; check the path\n"
 
