@@ -119,10 +119,11 @@ def cases():
 
 @pytest.mark.parametrize("name, dtype", cases())
 def test_every_trainer_layout_equals_every_generator_layout(gloo_pool, name, dtype):
-    experts = name == "experts"
+    """In bf16 every second layout: the dtype changes no group and no order."""
+    experts, step = name == "experts", 1 if dtype == "fp32" else 2
     actual = {}
     for generates, layouts in ((True, GENERATORS), (False, TRAINERS + EXPERT_TRAINERS * experts)):
-        for sizes in layouts:
+        for sizes in layouts[::step]:
             shape = {**sizes, **({"etp": 1} if experts and sizes.get("tp", 1) > 1 else {})}
             rows = first(gloo_pool.run(rows_of, world(sizes), name, DTYPES[dtype], shape, generates))
             actual[f"{'generator' if generates else 'trainer'} {sizes}"] = rows[:, :ROWS_OF_A_SAMPLE]

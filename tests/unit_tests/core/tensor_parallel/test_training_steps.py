@@ -26,6 +26,8 @@ MODELS = {
     ids=["tp2", "tp2-sp", "tp4-sp", "tp2-dp2", "tp4-interleaved"],
 )  # fmt: skip
 def test_training_steps_equal_those_of_one_rank(gloo_pool, name, world_size, tp, more):
+    if more.get("tp_comm_overlap") and name not in ("gpt2, tied", "one group, biases"):
+        pytest.skip("GEMMs per slice of the sequence concern linear layers, with and without biases")
     model, overrides = MODELS[name]
     reference = cached_run(gloo_pool, frozen(model), frozen(overrides))
     compare(run(gloo_pool, world_size, tp, model, {**overrides, **more}), reference)

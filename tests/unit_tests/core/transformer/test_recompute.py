@@ -47,6 +47,8 @@ def test_training_steps_are_those_without_recomputation(gloo_pool, variant, layo
     world_size, tp, more = LAYOUTS[layout]
     if variant == "distributed" and layout != "tp2":
         pytest.skip("needs tensor parallelism without sequence parallelism")
+    if layout == "tp4-shared-heads" and variant not in ("block", "all parts"):
+        pytest.skip("attention that shares heads is recomputed as a layer, or as a part")
     settings = {"overlap_grad_reduce": True, "bucket_size": 100}
     steps = run(gloo_pool, world_size, tp, {}, {**NETWORK, **more, **VARIANTS[variant]}, settings)
     compare(steps, cached_run(gloo_pool, frozen({}), frozen(NETWORK)))
