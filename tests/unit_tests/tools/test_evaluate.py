@@ -6,6 +6,7 @@ import math
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -265,6 +266,9 @@ def test_the_packages_tasks_are_listed_only_where_a_name_may_need_them(tmp_path,
 
 
 def test_wrong_tasks_and_paths_are_named_before_the_model_is_loaded(folder, tmp_path, monkeypatch, capsys):
+    tasks = pytest.importorskip("lm_eval.tasks")
+    few = partial(tasks.TaskManager, include_path=str(folder / "tasks"), include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", lambda **arguments: few())  # the package's take 6 s to list
     monkeypatch.setattr("megatron.tools.evaluate.load_gpt", lambda args: pytest.fail("the model is loaded"))
     load, local = ["--load", str(folder)], ["--tasks", "tiny_choice", "--include-path", str(folder / "tasks")]
     for flags, word in (

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -60,11 +59,11 @@ def test_ranks_generate_the_text_of_one_rank(gloo_pool, tmp_path, name):
     assert all(code == 2 and "a prompt has 60 tokens, the model takes 32; several" in err for code, _, err in long)
 
 
-def test_torchrun_generates_on_two_ranks(gloo_pool, tmp_path):
+def test_torchrun_generates_on_two_ranks(gloo_pool, warm_python, tmp_path):
     assert gloo_pool.run(train, 1, ["--mock-data", "--train-iters", "3", "--save", str(tmp_path)]) == [0]
     argv = ["generate", "--load", str(tmp_path), "--prompt", "1 2", "--max-new-tokens", "4", "--temperature", "0"]
     ((_, single, _),) = gloo_pool.run(run, 1, argv)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron"]
+    command = [warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
         [*command, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
