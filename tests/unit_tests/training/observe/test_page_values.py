@@ -150,6 +150,11 @@ def test_read_figures_a_resumed_run_equal_the_definition(tmp_path, seed):
     assert parse_duration(figures["remaining, about"]) == pytest.approx(run.wall / 75 * (120 - 75), abs=1)
 
 
+def test_the_recent_loss_is_the_mean_of_the_last_100_iterations(tmp_path):
+    write(tmp_path / "metrics.jsonl", [train(i, **{"lm loss": float(i)}) for i in range(1, 251)])
+    assert read_figures(build_text(tmp_path))["lm loss, mean of the last 100"] == f"{mean(range(151, 251)):.4f}"
+
+
 def test_the_use_of_time_adds_up_to_the_wall_time(tmp_path):
     run = ResumedRun(0)
     text = build_text(run.write(tmp_path))

@@ -51,14 +51,16 @@ def test_gpt2_and_llama_have_their_known_sizes():
 
 
 def test_report_names_layout_batches_and_schedule():
-    report = dry_run_report(settings("--global-batch-size 16 --rampup-batch-size 8 8 32 --bf16 --dry-run", 2))
+    report = dry_run_report(
+        settings("--global-batch-size 16 --rampup-batch-size 8 8 32 --bf16 --dry-run --eval-global-batch-size 12", 2)
+    )
     for part in (
         "2 = tensor 1 x pipeline 1 x context 1 x data 2",
         "from sample 0              8 sequences = 2 x 2 ranks x 2 micro-batches, 256 tokens",
         "from sample 32             16 sequences",
         "100 (--vocab-size), padded to 128",
         "GiB per rank",
-        "evaluation                 100 batches of 16, only after training",
+        "evaluation                 100 batches of 12, only after training",
         "linear, 0 -> 0.001 -> 0",
     ):
         assert part in report, report
@@ -67,25 +69,26 @@ def test_report_names_layout_batches_and_schedule():
 def test_report_states_flops_and_memory_of_an_iteration():
     """A dense parameter of a GEMM counts 6 FLOPs per token, half of the s x s scores 6 s h."""
     text = "--global-batch-size 16 --untie-embeddings-and-output-weights --disable-bias-linear --vocab-size 1000"
-    (row,) = (row for row in dry_run_report(settings(text, 2)).splitlines() if "computation" in row)
+    text += " --rampup-batch-size 8 8 32 --tensor-model-parallel-size 2"
+    (row,) = (row for row in dry_run_report(settings(text, 4)).splitlines() if "computation" in row)
     per_token = 6 * (3 * 12 * 64 * 64 + 64 * 1000) + 3 * 6 * 32 * 64
-    per_rank = per_token * 32 * 16 / 2
+    per_rank = per_token * 32 * 16 / 4
     assert row.split() == f"computation {per_token:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration".split()
 
 
 def test_report_of_experts_counts_their_ranks_and_active_parameters():
     text = (
         "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 40 --moe-shared-expert-intermediate-size 24"
-        " --dry-run --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4"
-        " --expert-tensor-parallel-size 1 --swiglu --disable-bias-linear"
+        " --dry-run --tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 2"
+        " --expert-tensor-parallel-size 2 --swiglu --disable-bias-linear"
     )
     cfg = settings(text, 8)
     report, model = dry_run_report(cfg), cfg.describe(100)
     idle = cfg.model.num_layers * (8 - 2) * 3 * 64 * 40
     assert model.num_active_parameters == model.num_parameters - idle
     for part in (
-        "8 = tensor 2 x pipeline 1 x context 1 x data 4",
-        "ranks of experts           8 = tensor 1 x expert 4 x pipeline 1 x data 2",
+        "8 = tensor 4 x pipeline 1 x context 1 x data 2",
+        "ranks of experts           8 = tensor 2 x expert 2 x pipeline 1 x data 2",
         "experts                    8 of width 40, 2 per token, and a shared one of width 24",
         f"parameters                 {model.num_parameters:,}, of which",
         f"active parameters          {model.num_parameters - idle:,} per token",

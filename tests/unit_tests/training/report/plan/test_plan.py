@@ -358,6 +358,16 @@ def test_goodput_matches_youngs_interval():
     assert result.share == pytest.approx(0.989, abs=1e-3)
 
 
+@pytest.mark.parametrize(("stall", "restart", "shortest", "interval"), [
+    (8.0, 1800.0, 0.0, 240.0), (8.0, 0.0, 600.0, 600.0), (8.0, 900.0, 100.0, 240.0), (8000.0, 60.0, 0.0, 8000.0),
+])  # fmt: skip
+def test_goodput_loses_saves_half_an_interval_and_the_restart(stall, restart, shortest, interval):
+    """With an hour between failures."""
+    result = goodput(100, 0.01, stall, restart, shortest)
+    lost = stall / interval + (interval / 2 + restart) / 3600
+    assert (result.interval, result.share) == pytest.approx((interval, max(1 - lost, 0.0)))
+
+
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 0.0), (8, 1.42), (100, 2.51), (1000, 3.24), (16384, 3.97)])
 def test_expected_maximum_of_ranks(ranks, expected):
     assert expected_maximum(ranks) == pytest.approx(expected, abs=0.02)
