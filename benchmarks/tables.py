@@ -30,7 +30,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = ("gpt3", "llama", "nemotron4", "mixtral", "qwen3_moe", "qwen3_vl", "qwen35", "nemotron3", "deepseek_v3",
             "bert", "t5")  # fmt: skip
 GUIDES = ("performance.md", "layouts.md", "evidence.md", "fp8.md", "generation.md", "images.md", "kernels.md",
-          "memory.md", "moe.md", "optimizers.md")  # fmt: skip
+          "lora.md", "memory.md", "moe.md", "optimizers.md")  # fmt: skip
 PAGES = (
     RESULTS / "README.md",
     *(ROOT / "docs" / "guides" / name for name in GUIDES),
@@ -236,6 +236,21 @@ def real_text() -> str:
     return table(header, rows) + "".join(f"\n* {note}" for note in notes) + ("\n" if notes else "")
 
 
+def finetuning() -> str:
+    """Return the speed of fine-tuning; adapters are compared with full training on the same rows."""
+    content = stored("finetuning")
+    speeds = {name: row["tokens_per_second_per_gpu"] for name, row in content.get("rows", {}).items()}
+    full = {"lora": "pretrain", "sft": "pretrain", "sft and lora": "sft"}
+    rows = []
+    for name, row in content.get("rows", {}).items():
+        other = full.get(name)
+        ratio = f"{speeds[name] / speeds[other]:.3f} of {other}" if other else None
+        cells = f"{speeds[name]:,.0f}", f"{row['tflops_per_gpu']:.0f}", f"{row['peak_memory_gb']:.1f}"
+        rows.append((name, *cells, row["filled_percent"], ratio))
+    header = ("training", "tokens/s", "TFLOP/s", "peak GB", "rows filled, %", "speed")
+    return table(header, rows) + (f"\n{versions(content['environment'])}\n" if rows else "")
+
+
 def cards() -> str:
     """Return one line per card and check group: verdicts, figures of logits, losses."""
     rows = []
@@ -311,7 +326,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-before-kernels": partial(training, "training_before_kernels"),
     "pairs": pairs,
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
-    "gradient-sums": gradient_sums, "real-text": real_text, "cards": cards,
+    "gradient-sums": gradient_sums, "real-text": real_text, "cards": cards, "finetuning": finetuning,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
     "copy-engines": plain("copy_engines"), "gemms": plain("gemms"),
     "recipes": partial(recipes, ""), **{f"recipes-{folder}": partial(recipes, folder) for folder in EXAMPLES},
