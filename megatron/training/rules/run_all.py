@@ -6,7 +6,7 @@ generator function of this package's files is one.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from megatron.core.config.cli import Problem
 from megatron.core.config.errors import UserError
@@ -45,9 +45,11 @@ RULES = collect_rules(
 
 
 def unmet_requirements(cfg: PretrainConfig) -> Problems:
-    """Yield the problems of the table of requirements."""
+    """Yield the problems of the table of requirements, without flags of other model families."""
+    foreign = {field.name for group in cfg.flat.foreign_groups for field in fields(group)}  # type: ignore[arg-type]
     for item in unmet(read_table(__package__), cfg.flat, cfg.explicit, flags(cfg)):
-        yield (missing if item.is_missing else problem)(cfg, item.field, item.reason, item.fix)
+        if item.field not in foreign:
+            yield (missing if item.is_missing else problem)(cfg, item.field, item.reason, item.fix)
 
 
 def check(cfg: PretrainConfig) -> list[Problem]:

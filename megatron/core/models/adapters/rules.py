@@ -16,14 +16,6 @@ def adapter_flags_need_a_rank(cfg: Settings) -> Problems:
             yield problem(cfg, field, "has no effect without --lora-rank", "add --lora-rank")
 
 
-def adapters_need_base_weights(cfg: Settings) -> Problems:
-    """Require the weights that adapters change."""
-    lora, checkpoint = cfg.group(LoraConfig), cfg.checkpoint
-    if lora.lora_rank is not None and checkpoint.load_hf is None and checkpoint.pretrained_checkpoint is None:
-        fix = "add --load-hf FOLDER or --pretrained-checkpoint FOLDER"
-        yield problem(cfg, "lora_rank", "trains adapters of a trained model, and none is given", fix)
-
-
 def adapters_keep_the_base(cfg: Settings) -> Problems:
     """Reject settings that change frozen weights or compute without the adapters."""
     model = cfg.model
@@ -39,13 +31,6 @@ def adapters_keep_the_base(cfg: Settings) -> Problems:
     }
     for flag in [flag for flag, is_on in unsupported.items() if is_on and cfg.group(LoraConfig).lora_rank is not None]:
         yield problem(cfg, "lora_rank", f"is not supported with {flag}", "remove one of them")
-
-
-def adapter_dropout_needs_full_micro_batches(cfg: Settings) -> Problems:
-    """Reject adapter dropout with two-batch overlap, in which layers compute halves of micro-batches by turns."""
-    for field in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm"):
-        if cfg.group(LoraConfig).lora_dropout and getattr(cfg.model, field):
-            yield problem(cfg, field, "is not supported with --lora-dropout", "remove one of them")
 
 
 def adapter_targets_exist(cfg: Settings) -> Problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.core.config.optional import PackedSamplesConfig
 from megatron.core.config.problems import Problems, Settings, problem
 from megatron.core.models.bert.config import BertConfig, num_tokentypes
 from megatron.core.models.common.masked_data import reads_text
@@ -16,13 +15,6 @@ WITHOUT_MASK = (
     "ByteLevelTokenizer",
 )
 """Tokenizer types that never have the tokens of BERT's samples."""
-
-
-def packed_sequences(cfg: Settings) -> Problems:
-    """Reject --use-packed-sequence with a nonzero --attention-dropout."""
-    if cfg.group(PackedSamplesConfig).use_packed_sequence and cfg.model.attention_dropout:
-        reason = "requires attention kernels for variable lengths, which have no dropout"
-        yield problem(cfg, "use_packed_sequence", reason, "--attention-dropout 0")
 
 
 def pairs_have_two_types(cfg: Settings) -> Problems:

@@ -110,8 +110,6 @@ def distillation_requires_a_teacher(cfg: Settings) -> Problems:
         if settings.logits_save_dir is None if is_of_storing else not settings.distills:
             flag = "--logits-save-dir" if is_of_storing else "--export-kd-teacher-load or --logits-load-dir"
             yield problem(cfg, field, f"has no effect without {flag}", "add it, or remove this")
-    if settings.logits_save_dir is not None and settings.logits_save_top_k is None:
-        yield problem(cfg, "logits_save_dir", "requires --logits-save-top-k", "for example --logits-save-top-k 64")
 
 
 def layer_pairs_are_valid(cfg: Settings) -> Problems:
@@ -123,11 +121,6 @@ def layer_pairs_are_valid(cfg: Settings) -> Problems:
             yield problem(cfg, "kd_layer_pairs", "has a pair twice", "remove one")
     except ValueError as error:
         yield problem(cfg, "kd_layer_pairs", str(error), "correct the pair")
-    if texts and settings.logits_load_dir is not None:
-        reason = "requires the layers of a teacher, not stored log-probabilities"
-        yield problem(cfg, "kd_layer_pairs", reason, "use --export-kd-teacher-load, or remove this")
-    if "kd_layer_loss_scale" in cfg.explicit and not texts:
-        yield problem(cfg, "kd_layer_loss_scale", "has no effect without --kd-layer-pairs", "add it, or remove this")
 
 
 def distillation_conflicts(cfg: Settings) -> Problems:

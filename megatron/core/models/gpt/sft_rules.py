@@ -31,10 +31,3 @@ def conversation_conflicts(cfg: Settings) -> Problems:
         yield problem(cfg, "eod_mask_loss", f"contradicts --{kind}, whose masks come from the answers", "remove it")
     if cfg.data.dataloader_type == "external":
         yield problem(cfg, kind, "contradicts --dataloader-type external", "remove one of them")
-
-
-def prompt_format_requires_sft_tokenizer(cfg: Settings) -> Problems:
-    """Reject --sft-tokenizer-prompt-format with other tokenizers."""
-    if "sft_tokenizer_prompt_format" in cfg.explicit and cfg.tokenizer.tokenizer_type != "SFTTokenizer":
-        fix = "add it, or give --chat-template"
-        yield problem(cfg, "sft_tokenizer_prompt_format", "requires --tokenizer-type SFTTokenizer", fix)

@@ -31,13 +31,6 @@ def decoder_length(cfg: Settings) -> Problems:
         yield missing(cfg, "decoder_seq_length")
 
 
-def scaled_output(cfg: Settings) -> Problems:
-    """Reject --scale-decoder-outputs with --untie-embeddings-and-output-weights."""
-    if cfg.model.scale_decoder_outputs and cfg.embeddings.untie_embeddings_and_output_weights:
-        reason = "contradicts --untie-embeddings-and-output-weights: T5 1.0 scales only a shared output layer"
-        yield problem(cfg, "scale_decoder_outputs", reason, "remove one")
-
-
 def unsupported_settings(cfg: Settings) -> Problems:
     """Reject the flags in ``REFUSED``, ``--softmax-type learnable``, and --num-query-groups that is no multiple of the
     tensor-parallel size."""
