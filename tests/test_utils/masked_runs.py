@@ -20,7 +20,7 @@ VOCABULARIES = {
 RECIPES = {"bert": bert.recipe(VOCABULARIES["bert"]), "t5": t5.recipe(VOCABULARIES["t5"])}
 COMMON = [
     "--hidden-size", "32", "--num-attention-heads", "4", "--max-position-embeddings", "44", "--micro-batch-size", "4",
-    "--global-batch-size", "4", "--train-iters", "9", "--lr", "5e-3", "--eval-iters", "2", "--adam-eps", "1e-5",
+    "--global-batch-size", "4", "--train-iters", "6", "--lr", "5e-3", "--eval-iters", "2", "--adam-eps", "1e-5",
 ]  # fmt: skip
 TOKENIZER = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", "vocab.txt"]
 PROGRAM_ONLY = {"bert": TOKENIZER, "t5": [*TOKENIZER, "--vocab-extra-ids", str(SENTINELS)]}

@@ -21,7 +21,7 @@ GROUPS = "--group-query-attention --num-query-groups"
 LLAMA = f"{ROPE} --swiglu --normalization RMSNorm --disable-bias-linear {UNTIED} {GROUPS} 2"
 WARMUP = "--lr-warmup-iters 5"
 PACKED = "--reset-position-ids --reset-attention-mask"
-FEW = "--train-iters 9"
+FEW, SOME = "--train-iters 6", "--train-iters 10"
 
 NETWORK = {
     "all-defaults": "--adam-eps 1e-8 --hidden-dropout 0.1",
@@ -181,12 +181,12 @@ MIXTURES = {
                         " 20",
     "z-loss": f"{MOE} --moe-z-loss-coeff 0.05 --moe-layer-freq 2 --num-layers 3 --squared-relu --eod-mask-loss",
     "not-balanced": f"{MOE} {BALANCED} none --moe-router-topk-scaling-factor 2.5 --seed 4",
-    "sinkhorn": f"{EIGHT} {BALANCED} sinkhorn --micro-batch-size 2 --eval-interval 7",
+    "sinkhorn": f"{EIGHT} {BALANCED} sinkhorn --micro-batch-size 2 --eval-interval 4",
     "sinkhorn-of-one-choice": f"{MOE} {BALANCED} sinkhorn --moe-router-topk 1",
     "quantiles": f"{EIGHT} {BALANCED} quantile_balancing --moe-z-loss-coeff 0.01 --micro-batch-size 2",
     "quantiles-of-sigmoid": f"{EIGHT} {BALANCED} quantile_balancing --moe-router-quantile-balancing-ema 0.25"
                             " --moe-router-score-function sigmoid --moe-router-topk 1 --micro-batch-size 4"
-                            " --eval-interval 6",
+                            " --eval-interval 4",
     "sigmoid": f"{EIGHT} --moe-router-score-function sigmoid --moe-router-topk 3 --moe-aux-loss-coeff 0.1",
     "selection-bias": f"{EIGHT} {SIGMOID} {DROPOUT} --micro-batch-size 1 --moe-router-dtype fp64",
     "selection-bias-in-groups": f"{EIGHT} {SIGMOID} {GROUP_CHOICE} --moe-router-topk-scaling-factor 1.5 {SHARED}",
@@ -198,7 +198,7 @@ MIXTURES = {
                             " --moe-router-group-score-topk 2",
     "groups-of-softmax": f"{EIGHT} {GROUP_CHOICE} --moe-router-pre-softmax --moe-router-topk-scaling-factor 3",
     "capacity": f"{MOE} --moe-expert-capacity-factor 0.8 --micro-batch-size 2 --moe-aux-loss-coeff 0.1"
-                " --eval-interval 6 --eval-micro-batch-size 1",
+                " --eval-interval 4 --eval-micro-batch-size 1",
     "capacity-in-order": f"{EIGHT} --moe-expert-capacity-factor 0.5 --moe-token-drop-policy position {SIGMOID}",
     "capacity-filled-up": f"{EIGHT} --moe-expert-capacity-factor 1.1 --moe-pad-expert-input-to-capacity"
                           " --moe-token-dispatcher-type alltoall --moe-router-pre-softmax",
@@ -232,7 +232,7 @@ LATENTS = {
                                      f" {BALANCED} seq_aux_loss --moe-aux-loss-coeff 0.05 --recompute-activations",
 }  # fmt: skip
 AHEADS = {
-    "tokens-ahead": f"{AHEAD} 1 --mtp-loss-scaling-factor 0.4 --eval-interval 8",
+    "tokens-ahead": f"{AHEAD} 1 --mtp-loss-scaling-factor 0.4 --eval-interval 4",
     "tokens-ahead-at-learned-positions": f"{FEW} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 --init-method-std"
                                          " 0.3",
     "more-tokens-ahead": f"{AHEAD} 2 {UNTIED} --disable-bias-linear --eod-mask-loss --micro-batch-size 2 --clip-grad"
@@ -309,7 +309,7 @@ def _complete(row, more=""):
 
 
 ROWS = {
-    name: _complete(row, FEW if group in (NETWORK, POSITIONS, FAMILIES, FP8) else "")
+    name: _complete(row, FEW if group in (NETWORK, POSITIONS, FAMILIES, FP8) else SOME if group is OPTIMIZER else "")
     for group in (
         NETWORK,
         POSITIONS,
