@@ -51,7 +51,7 @@ def _start(python, script, argv, ranks=1):
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     dataset = write_dataset(tmp_path_factory.mktemp("data") / "numbers")
-    return ["--data-path", str(dataset), "--split", "80,10,10"]
+    return ["--data-path", str(dataset), "--split", "80,10,10", "--train-iters", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_script_with_dropout_resumes_bit_for_bit(launch, flags, tmp_path):
     script = "tests/functional_tests/scripts/pretrain_classic_2024.py"
     full, parts = (flags + ["--save", str(tmp_path / name), "--seed", "5"] for name in ("whole", "parts"))
     launch(script, full)
-    launch(script, parts + ["--exit-interval", "4"])
+    launch(script, parts + ["--exit-interval", "2"])
     launch(script, parts + ["--load", str(tmp_path / "parts")])
     assert (tmp_path / "whole/metrics.jsonl").read_bytes() == (tmp_path / "parts/metrics.jsonl").read_bytes()
 
@@ -127,6 +127,7 @@ LAYOUTS = {
 """World sizes and flags."""
 
 DOCUMENTS = ["--reset-attention-mask", "--reset-position-ids"]
+SHORT = ["--train-iters", "2", "--log-interval", "1", "--lr-warmup-iters", "0", "--eval-iters", "1"]
 HARD = [*DOCUMENTS, "--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "2"]
 """Every rank must know document boundaries and which tokens count, and with dropout the sample indices."""
 
@@ -147,7 +148,7 @@ def check_script(gloo_pool, folder, script, layout, argv, local):
 def builtin_hard_run(gloo_pool, flags, tmp_path_factory):
     """Flags of a model with four layers, and the folder of the built-in program's run with them on one rank."""
     folder = tmp_path_factory.mktemp("hard")
-    argv = [*flags, *HARD, "--num-layers", "4", "--make-vocab-size-divisible-by", "64", "--train-iters", "4"]
+    argv = [*flags, *HARD, "--num-layers", "4", "--make-vocab-size-divisible-by", "64", *SHORT]
     gloo_pool.run(train, 1, [*argv, "--save", str(folder)])
     return argv, folder
 
@@ -184,8 +185,7 @@ def test_wrong_flags_of_a_script_end_in_one_message(launch_failing):
 
 @pytest.mark.parametrize("layout", ["pp4", "tp2-pp2"])
 def test_data_sets_that_only_some_ranks_hold_are_shared(gloo_pool, tmp_path, layout):
-    argv = ["--num-layers", "4", "--train-iters", "4", "--num-experts", "4",
-            "--moe-ffn-hidden-size", "32"]  # fmt: skip
+    argv = ["--num-layers", "4", *SHORT, "--num-experts", "4", "--moe-ffn-hidden-size", "32"]
     everywhere = tmp_path / "everywhere"
     gloo_pool.run(run_script, 1, "pretrain_own_data", [*argv, "--data-on-every-rank", "--save", str(everywhere)])
     check_script(gloo_pool, tmp_path / "some", "pretrain_own_data", layout, argv, everywhere)
