@@ -132,8 +132,7 @@ UNEVEN = ["--global-batch-size", 6]
 FULLY_SHARDED = {
     "tensorwise": (RECIPES["tensorwise"], 2),
     "delayed": ([*RECIPES["delayed"], "--recompute-granularity", "full", "--recompute-method", "uniform",
-                 "--recompute-num-layers", 1], 2),
-    "tensorwise, three ranks": ([*RECIPES["tensorwise"], *UNEVEN], 3),
+                 "--recompute-num-layers", 1, *UNEVEN], 3),
     "blockwise, three ranks": ([*RECIPES["blockwise"], *UNEVEN], 3),
     "tp2, sp": ([*RECIPES["tensorwise"], "--tensor-model-parallel-size", 2, "--sequence-parallel"], 4),
     "two instances": ([*RECIPES["tensorwise"], "--num-distributed-optimizer-instances", 2], 4),
