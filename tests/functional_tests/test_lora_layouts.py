@@ -176,6 +176,7 @@ def test_shards_of_a_frozen_base_have_half_precision_and_estimated_bytes_are_exa
 
 
 RUN = ["--mock-data", *VOCABULARY, "--num-layers", "4", "--train-iters", "4", "--save-interval", "2"]
+RUN += ["--global-batch-size", "4"]
 TO_RUN = ["--lora-rank", "4", "--lora-alpha", "8", "--lora-use-dora"]
 
 
