@@ -68,7 +68,7 @@ def forward_step(data_iterator, model, device):
     return output, loss_func
 
 
-def train(model, forward_backward, device, steps=6, task=None, first=0):
+def train(model, forward_backward, device, steps=4, task=None, first=0):
     """Return logged values, gradients and weights of each step from ``first``."""
     step_of_task = partial(forward_step, device=device) if task is None else task.forward_step
     outcome = []
@@ -180,7 +180,7 @@ def train_task(family, flags, precision="fp32", *, graphs=None):
     if graphs is not None:
         task.cfg = task.cfg.with_settings(cuda_graph_impl="local")  # a CPU rejects the flag
         run = GraphedForwardBackward(run, device, warmup_steps=2, **graphs)
-    return train(model, run, device, steps=5, task=task)
+    return train(model, run, device, steps=4, task=task)
 
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
