@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -89,7 +88,7 @@ def test_scores_of_adapters_are_those_of_the_merged_model(folders, tasks, capsys
 
 
 @pytest.mark.slow
-def test_served_adapters_answer_as_the_merged_model_in_transformers(folders):
+def test_served_adapters_answer_as_the_merged_model_in_transformers(warm_python, folders):
     httpx, transformers = (pytest.importorskip(name) for name in ("httpx", "transformers"))
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
@@ -100,7 +99,7 @@ def test_served_adapters_answer_as_the_merged_model_in_transformers(folders):
     with torch.no_grad():
         output = merged_model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     expected = tokenizer.decode(output[0, ids.shape[1] :])
-    command = [sys.executable, ROOT / "tools" / "serve.py", "--load", adapted, "--model-name", "adapted", "--port", "0"]
+    command = [warm_python, ROOT / "tools" / "serve.py", "--load", adapted, "--model-name", "adapted", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         line = program.stdout.readline()
         assert line.startswith("serving adapted on http://"), program.stderr.read()

@@ -3,7 +3,6 @@
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_a_served_folder_answers_until_ctrl_c(tmp_path):
+def test_a_served_folder_answers_until_ctrl_c(warm_python, tmp_path):
     tiny_llama(tmp_path, vocab_size=400)
     byte_level_bpe(tmp_path / "tokenizer.json", 400)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    command = [sys.executable, ROOT / "tools" / "serve.py", "--load", tmp_path, "--model-name", "mine", "--port"]
+    command = [warm_python, ROOT / "tools" / "serve.py", "--load", tmp_path, "--model-name", "mine", "--port"]
     with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         line = program.stdout.readline()
         assert line.startswith("serving mine on http://127.0.0.1:"), program.stderr.read()
