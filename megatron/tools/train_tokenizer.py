@@ -99,9 +99,9 @@ def main(argv: Sequence[str]) -> int:
         if created:
             os.rmdir(args.output)
         raise
-    for path, count in counts.items():
+    for source, count in counts.items():
         unusable = f", {count.bad_lines} unusable lines, the first: {count.first_reason}" if count.bad_lines else ""
-        print(f"{path}: {count.texts} texts, {count.text_bytes:,} bytes{unusable}")
+        print(f"{source}: {count.texts} texts, {count.text_bytes:,} bytes{unusable}")
     if len(counts) < len(files):
         print(f"{len(files) - len(counts)} of {len(files)} files were not read: --max-bytes was reached")
     if size < args.vocab_size:

@@ -34,6 +34,7 @@ def test_texts_and_bytes_are_counted_per_file(folder, capsys):
     assert f"{folder}/a.txt: 1 texts, 24 bytes\n" in text
     assert f"{folder}/b.jsonl: 3 texts, 66 bytes, 1 unusable lines, the first: line 4: malformed JSON" in text
     assert f"{folder}/c.jsonl.gz: 2 texts, 44 bytes\n" in text
+    assert f"wrote {folder}/tok/tokenizer.json: " in text
     assert train(folder, "a.txt", text_documents="paragraph") == 0
     assert f"{folder}/a.txt: 3 texts, 20 bytes\n" in capsys.readouterr().out
 
