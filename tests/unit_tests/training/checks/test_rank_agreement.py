@@ -118,6 +118,26 @@ def test_equal_copies_in_folders_of_each_host_are_accepted(gloo_pool, copies):
     assert [code for code, _ in gloo_pool.run(run_in_folder, 2, copies, flags)] == [0, 0]
 
 
+@pytest.mark.parametrize("source", ["teacher", "stored"])
+def test_other_files_of_a_teacher_are_named(gloo_pool, tmp_path, source):
+    """Its weights, or its stored log-probabilities."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    [*map(Path.mkdir, (first, second))]
+    run, top = ["--save", str(first / "run")], ["--logits-save-top-k", "3"]
+    assert gloo_pool.run(train_with_errors, 1, [*MOCK, *run]) == [(0, "")]
+    read = ["--export-kd-teacher-load", "run"]
+    if source == "stored":
+        store = ["--load", str(tmp_path / "run"), "--logits-save-dir", str(first / "kept"), *top]
+        (first / "run").rename(tmp_path / "run")
+        assert gloo_pool.run(train_with_errors, 1, [*MOCK, *store]) == [(0, "")]
+        read = ["--logits-load-dir", "kept"]
+    shutil.copytree(first, second, dirs_exist_ok=True)
+    largest = max((path for path in second.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1] + b"\xff")
+    results = gloo_pool.run(run_in_folder, 2, [str(first), str(second)], [[*MOCK, *read]] * 2)
+    refused(results, rf"{largest.name}: rank 1 .* have different content")
+
+
 def test_other_weights_in_a_file_of_sources_and_missing_files_are_named(gloo_pool, copies, tmp_path):
     for rank, folder in enumerate(copies):
         (Path(folder) / "weights").write_text(f"{rank + 1} same 1 data")
