@@ -43,7 +43,7 @@ def text_table(timeline: Timeline, width: int) -> str:
 
 def draw(timeline: Timeline, title: str, path: Path) -> None:
     """Draw one bar per action and write the figure to ``path``: colored by F/B/W, paler for later chunks. Bars that are
-    wide enough show the micro-batch index. Raises UserError without matplotlib."""
+    wide enough show the micro-batch index. Creates the folder of ``path``. Raises UserError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -51,6 +51,7 @@ def draw(timeline: Timeline, title: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     ranks = timeline.schedule.num_ranks
     figure, axes = plt.subplots(figsize=(16, 0.6 * ranks + 1.4))
     for rank, events in enumerate(timeline.events):

@@ -80,7 +80,8 @@ def training_length(cfg: PretrainConfig) -> Problems:
     training = cfg.training
     if training.train_samples is not None and training.train_iters == 0 and not cfg.validation.skip_train:
         field = "train_samples" if training.num_epochs is None else "num_epochs"
-        yield problem(cfg, field, f"is less than one global batch of {training.global_batch_size}")
+        reason = f"is less than one global batch of {training.global_batch_size}"
+        yield problem(cfg, field, reason, "increase it, or reduce --global-batch-size")
     if "train_iters" in cfg.explicit and not cfg.validation.skip_train and training.train_iters < 1:
         yield problem(cfg, "train_iters", "must be at least 1", "--skip-train only evaluates")
 

@@ -26,7 +26,7 @@ def test_the_table_shows_stages_bubble_and_every_rank(capsys):
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_a_picture_is_written(tmp_path, suffix):
-    path = tmp_path / f"schedule.{suffix}"
+    path = tmp_path / "new" / f"schedule.{suffix}"
     assert main([*FLAGS, "--output", str(path)]) == 0
     assert path.stat().st_size > 10_000
 

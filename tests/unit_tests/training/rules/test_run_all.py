@@ -252,7 +252,7 @@ def test_split_tolerates_quotes_and_fills_up():
         ("--lr-warmup-iters 4", "--lr-warmup-iters 4: does not go with --train-samples; use --lr-warmup-samples"),
         ("--lr-decay-style WSD", "--lr-wsd-decay-samples: is required"),
         ("--lr-warmup-samples 100", "--lr-warmup-samples 100: must be less than the decay length of 100 samples"),
-        ("--global-batch-size 200", "--train-samples 100: is less than one global batch of 200"),
+        ("--global-batch-size 200", "--train-samples 100: is less than one global batch of 200; increase it, or"),
     ],
 )
 def test_contradiction_of_a_run_by_samples_is_named(text, problem):
