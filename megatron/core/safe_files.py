@@ -183,7 +183,9 @@ def why_not_creatable(path: Path) -> str | None:
             return error.strerror
     if not is_folder:
         return f"{folder} is no folder"
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written"
+    is_kernels = os.path.realpath(folder).split(os.sep)[1] in ("proc", "sys")  # root may write, nobody may create
+    can_write = os.access(folder, os.W_OK | os.X_OK) and not is_kernels
+    return None if can_write else f"{folder} cannot be written"
 
 
 def remove(path: Path) -> None:

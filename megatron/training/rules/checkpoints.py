@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import glob
 import os
+from pathlib import Path
 
 from megatron.core.config.errors import UserError, folder_fix
 from megatron.core.config.problems import Problems, problem
 from megatron.core.dist_checkpointing.files import may_hold_checkpoint
+from megatron.core.safe_files import why_not_creatable
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.inputs import Line
 
@@ -77,14 +79,11 @@ def save_folder_unused(cfg: PretrainConfig) -> Problems:
 
 
 def save_folder_writable(cfg: PretrainConfig) -> Problems:
-    """Reject a --save folder, or the parent in which it would be created, without permission to write."""
+    """Reject a --save folder that cannot be created or written."""
     if cfg.checkpoint.save is None or cfg.validation.skip_train or cfg.program.dry_run:
         return
-    path = os.path.abspath(cfg.checkpoint.save)
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    if os.path.isdir(path) and not os.access(path, os.W_OK | os.X_OK):
-        yield problem(cfg, "save", f"{path} is not writable for this user", "choose another folder")
+    if reason := why_not_creatable(Path(cfg.checkpoint.save)):
+        yield problem(cfg, "save", reason, "choose another folder")
 
 
 def non_persistent_folder(cfg: PretrainConfig) -> Problems:

@@ -424,7 +424,14 @@ def test_a_folder_that_is_not_writable_is_named(tmp_path, monkeypatch):
     for name, count in (("new/folder", 1), ("open", 0), ("open/new", 0)):
         problems = list(rules_checkpoints.save_folder_writable(compose(FlatConfig(save=str(tmp_path / name)))))
         assert len(problems) == count
-        assert all(f"--save {tmp_path / name}: {tmp_path} is not writable" in str(problem) for problem in problems)
+        assert all(f"--save {tmp_path / name}: {tmp_path} cannot be written" in str(problem) for problem in problems)
+    (tmp_path / "file").touch()
+    for name, reason in (
+        ("/proc/x", "/proc cannot be written"),
+        (tmp_path / "file/run", f"{tmp_path}/file is no folder"),
+    ):
+        (problem,) = rules_checkpoints.save_folder_writable(compose(FlatConfig(save=str(name))))
+        assert str(problem) == f"--save {name}: {reason}; choose another folder"
 
 
 @pytest.mark.parametrize("name, fix", [
