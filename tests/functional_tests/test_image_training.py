@@ -28,7 +28,8 @@ LLAVA = f"{CLIP} --vision-feature-layer -2 --disable-vision-class-token --reset-
 SIGLIP = f"{LLAMA} {SIZES} --vision-model-type siglip --reset-position-ids --reset-attention-mask"
 ZERO = "--use-distributed-optimizer"
 LAYOUTS = {
-    "dp2-zero": Layout(IMAGES, f"--micro-batch-size 2 {ZERO}", 2),
+    # a micro-batch of one rank has text only, while the other has images
+    "dp2-zero": Layout(IMAGES, f"--micro-batch-size 1 {ZERO} --overlap-grad-reduce --ddp-bucket-size 3000", 2),
     "tp2": Layout(IMAGES, TP2, 2),
     "tp4-sp-packed": Layout(PACKED, f"{TP2} {SP} --tensor-model-parallel-size 4", 4),
     "pp2": Layout(PACKED, PP2, 2),
