@@ -139,7 +139,7 @@ def prepared(
     try:
         stamp = file_stamp(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a JSON lines file of conversations") from None
+        raise _unreadable(path, error) from None
     identity = {
         "version": VERSION,
         "path": os.path.abspath(path),
@@ -172,6 +172,12 @@ def _build(path: str, tokenizer: Tokenizer, reader: Reader) -> Arrays:
     return {**arrays, "report": np.frombuffer(json.dumps(vars(report)).encode(), dtype=np.uint8)}
 
 
+def _unreadable(path: str, error: OSError) -> UserError:
+    if os.path.isdir(os.path.join(path, ".nv-meta")):
+        return UserError(f"{path}: is a data set of megatron-energon; convert it with tools/energon_to_jsonl.py")
+    return UserError(f"{path}: cannot be read ({error.strerror}); give a JSON lines file of conversations")
+
+
 def read_lines(path: str) -> Iterator[NumberedLine]:
     """Yield (number from 1, content) of each line of a text file. Raises UserError if it cannot be read, or for a line
     of more than ``MAX_LINE_BYTES``."""
@@ -187,7 +193,7 @@ def read_lines(path: str) -> Iterator[NumberedLine]:
                     )
                 yield number, line
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a JSON lines file of conversations") from None
+        raise _unreadable(path, error) from None
 
 
 def _tokenize_file(path: str, tokenize: Callable[[Sequence[NumberedLine]], Part]) -> Iterator[Part]:

@@ -358,6 +358,12 @@ def test_wrong_lines_are_named(tmp_path, tokenizer, line, reason):
         dataset(write_lines(tmp_path / "chats.jsonl", lines), tokenizer[0])
 
 
+def test_a_data_set_of_energon_is_named(tmp_path, tokenizer):
+    (tmp_path / "vqa" / ".nv-meta").mkdir(parents=True)
+    with pytest.raises(UserError, match="vqa: is a data set of megatron-energon; convert it with tools/energon"):
+        dataset(str(tmp_path / "vqa"), tokenizer[0])
+
+
 TEXT_ONLY = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "")
 
 
