@@ -113,12 +113,13 @@ class MegatronTokenizer:
 
         Args:
             metadata_path: Megatron-LM's description of the tokenizer, a JSON file or its content. Only ``library`` is
-                read: ``null-text`` and ``byte-level`` have no files, other values have no effect.
+                read: ``null-text`` has no files, ``byte-level`` and ``null-multimodal`` are not available, other values
+                have no effect.
             options: passed on to the constructor, e.g. ``include_special_tokens=False`` for tokenizer.json.
 
         Raises:
             UserError: the path does not exist, the folder lacks these files or has several, or the file is broken; the
-                metadata has a class or a chat template.
+                metadata has a class, a chat template or a library that is not available.
         """
         metadata = metadata_path or {}
         if isinstance(metadata, str):
@@ -128,12 +129,12 @@ class MegatronTokenizer:
                 raise UserError(f"metadata_path {metadata_path}: cannot be read ({error})") from error
         if changes := sorted(key for key in ("class_name", "class_path", "chat_template") if metadata.get(key)):
             raise UserError(f"metadata_path: {', '.join(changes)} is not supported; set it on the tokenizer instead")
-        if metadata.get("library") == "null-text":
+        if (library := metadata.get("library")) == "null-text":
             return NullTokenizer(**options)
-        if metadata.get("library") == "byte-level":
-            return ByteLevelTokenizer()
+        if library in ("byte-level", "null-multimodal"):  # the special tokens of Megatron-LM's bytes have other ids
+            raise UserError(f"metadata_path: the library {library} is not available here; build a ByteLevelTokenizer")
         if tokenizer_path is None:
-            raise UserError("tokenizer_path: is required, except for the libraries null-text and byte-level")
+            raise UserError("tokenizer_path: is required, except for the library null-text")
         path = Path(tokenizer_path)
         if not path.exists():
             return build_huggingface(tokenizer_path)  # raises, saying that hub names are not downloaded

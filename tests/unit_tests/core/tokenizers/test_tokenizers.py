@@ -402,14 +402,14 @@ def test_transformers_loads_the_trained_tokenizer(tmp_path):
 def test_from_pretrained_reads_megatron_lms_metadata(tmp_path):
     null = MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=8)
     assert (null.tokenizer_type, null.vocab_size, null.eod) == ("NullTokenizer", 8, 7)
-    (tmp_path / "metadata.json").write_text('{"library": "byte-level"}')
-    assert MegatronTokenizer.from_pretrained(metadata_path=str(tmp_path / "metadata.json")).vocab_size == 257
+    (tmp_path / "metadata.json").write_text('{"library": "huggingface"}')
     path = str(byte_level_bpe(tmp_path / "tokenizer.json"))
-    named = MegatronTokenizer.from_pretrained(path, metadata_path={"library": "huggingface"})
+    named = MegatronTokenizer.from_pretrained(path, metadata_path=str(tmp_path / "metadata.json"))
     assert named.tokenize("the") == MegatronTokenizer.from_pretrained(path).tokenize("the")
     for options, message in (
         ({}, "tokenizer_path: is required"),
         ({"metadata_path": str(tmp_path / "none.json")}, "metadata_path .*none.json: cannot be read"),
+        ({"metadata_path": {"library": "byte-level"}}, "the library byte-level is not available here"),
         ({"metadata_path": {"library": "huggingface", "chat_template": "x"}}, "chat_template is not supported"),
     ):
         with pytest.raises(UserError, match=message):
