@@ -33,7 +33,7 @@ REASONS = {
         r"MissingName|has no attribute|have the attribute|No module named|cannot import|is not subscriptable|'Meta'|"
         r"BaseException type, but got|cpu_plugin|megatron_lm_plugin|assert [A-Z_]{6,}",
     ),
-    "refused": ("A capability that is refused here with a sentence", r"not available here|not available yet"),
+    "rejected": ("A capability that is rejected here with a sentence", r"not available here|not available yet"),
     "ranks": ("Needs several ranks", r"world size|world_size|optimizer instances do not divide|data-parallel ranks"),
     "machine": (
         "Needs a GPU, Transformer Engine, data of the CI, or a pytest plugin",
@@ -41,18 +41,18 @@ REASONS = {
     ),
     "signature": ("A constructor with other arguments: layers take `groups=`", r"argument|not callable"),
     "sizes": (
-        "A configuration without sizes, or with values out of range: refused when it is built",
+        "A configuration without sizes, or with values out of range: rejected when it is built",
         r"must be|sources whole|configuration is frozen|wrong fields",
     ),
-    "words": ("Refused too, in other words or by another exception", r"Regex pattern|already (set up|initiali[sz]ed)"),
+    "words": ("Rejected too, in other words or by another exception", r"Regex pattern|already (set up|initiali[sz]ed)"),
 }
 """{kind: (reason on the page, pattern of messages)}, first match."""
 
 ON_PURPOSE = {
     "test_mup.py": "embeddings are recognized by their name, not by attributes of parameters; a base width that is "
     "not set stays None",
-    "test_swiglu_fusion.py": "a linear offset and a clamp are computed on every path, so no path is refused",
-    "test_transformer_config.py": "flags that only select a kernel of Megatron-LM are taken or refused by name",
+    "test_swiglu_fusion.py": "a linear offset and a clamp are computed on every path, so no path is rejected",
+    "test_transformer_config.py": "flags that only select a kernel of Megatron-LM are taken or rejected by name",
     "test_bias_dropout_fusion.py": "inference does not write into its input",
     "test_bert_model.py": "the head has another class",
     "test_utils.py": "`window_attn_skip_freq` is a list of 0 and 1",
@@ -81,14 +81,14 @@ Tests in `fusions`, `optimizer`, `pipeline_parallel`, `transformer` and `transfo
 | 68 | Transformer Engine's modules, `GroupedTensor` | the tests replace attributes of modules that wrap them there |
 | 66 | several ranks | one process runs the tests |
 | 62 | layers without `groups=` | layers take their process groups; programs build models from specs, which pass them |
-| 44 | `enable_mhc_connections`, `mtp_hsm` | do not exist here; the settings are refused by name |
-| 28 | `set_tensor_model_parallel_world_size` | `initialize_model_parallel` sets the sizes; refused |
+| 44 | `enable_mhc_connections`, `mtp_hsm` | do not exist here; the settings are rejected by name |
+| 28 | `set_tensor_model_parallel_world_size` | `initialize_model_parallel` sets the sizes; rejected |
 | 28 | `_bias_dropout_add_func` | internal; `get_bias_dropout_add` exists |
 | 26 | `_set_random_seed` | internal; `model_parallel_cuda_manual_seed` and `--seed` exist |
 | 14 | `FusedScaleMaskSoftmax` | the softmax is part of the attention kernels |
 | 12 | `bias_swiglu_impl` | internal; the activation is part of the layer |
 
-Tests in `data`, `distributed`, `training` and of files `test_*.py` (1139), groups of 11 or more:
+Tests in `data`, `distributed`, `training` and `test_*.py` (1139), groups of 11 or more:
 
 | tests | need | reason |
 |---|---|---|
@@ -100,12 +100,12 @@ Tests in `data`, `distributed`, `training` and of files `test_*.py` (1139), grou
 | 72 | samples as tensors | `dataset[i]` has numpy arrays: data sets need no torch; loaders make tensors |
 | 72 | `_IndexReader` | internal; `IndexedDataset` has the counts |
 | 48 | `varlen_dataset._sharegpt_to_messages` and similar | internal; conversations are read by `megatron sft` |
-| 46 | a `TransformerConfig` without sizes | refused when it is built |
+| 46 | a `TransformerConfig` without sizes | rejected when it is built |
 | 40 | `HyperCommGrid` | groups come from `initialize_model_parallel` |
 | 25 | `num_floating_point_operations`, `theoretical_memory_usage` | figures come from a model's description |
 | 23 | `_build_sharded_state_dict_metadata`, runs of tests with incomplete arguments | internal |
 | 16 | `optimizer_state_keys`, `emerging_optimizers` | internal; a package that is not installed |
-| 13 | `set_tensor_model_parallel_world_size` and similar | `initialize_model_parallel` sets the sizes; refused |
+| 13 | `set_tensor_model_parallel_world_size` and similar | `initialize_model_parallel` sets the sizes; rejected |
 | 12 | `_freeze_all_model_chunks` | internal; `requires_grad` of parameters decides |
 | 11 | `megatron.core.utils.torch`, `_rank_utils` | the tests replace attributes of modules |
 """
