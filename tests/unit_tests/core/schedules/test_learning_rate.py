@@ -8,6 +8,7 @@ import pytest
 
 from megatron.core.schedules.batch_size import running_global_batch_size
 from megatron.core.schedules.learning_rate import (
+    LR_DECAY_STYLES,
     OptimizerParamScheduler,
     SchedulePlan,
     decay_weight,
@@ -267,8 +268,13 @@ def expected_values(config, iteration):
     weight = 0.1 + 0.2 * (1 - shapes[config.weight_decay_incr_style](min(iteration / config.train_iters, 1)))
     if iteration <= warmup and warmup:
         return config.lr_warmup_init + (peak - config.lr_warmup_init) * iteration / warmup, weight
+    if config.lr_decay_style == "constant":
+        return peak, weight
     if iteration > end:
         return low, weight
+    if config.lr_decay_style == "inverse-square-root":  # lengths in samples, at least one
+        lengths = [max(length * config.global_batch_size, 1) for length in (warmup, iteration)]
+        return max(low, peak * (lengths[0] / lengths[1]) ** 0.5), weight
     if config.lr_decay_style == "WSD":
         into = iteration - (end - config.lr_wsd_decay_iters)
         height = shapes[config.lr_wsd_decay_style](max(into, 0) / config.lr_wsd_decay_iters)
@@ -293,14 +299,14 @@ def random_run(draw):
     return config(
         train_iters=iterations, lr_warmup_iters=draw.randint(0, 5), lr_warmup_init=draw.choice([0.0, 0.05]),
         lr_warmup_fraction=draw.choice([None, 0.2]), lr_decay_iters=draw.choice([None, iterations, iterations - 3]),
-        lr_decay_style=draw.choice(["linear", "cosine", "WSD"]), lr_wsd_decay_iters=draw.randint(1, 7),
+        lr_decay_style=draw.choice(LR_DECAY_STYLES), lr_wsd_decay_iters=draw.randint(1, 7),
         lr_wsd_decay_style=draw.choice(["linear", "cosine", "exponential", "minus_sqrt"]),
         weight_decay_incr_style=draw.choice(["linear", "cosine"]), start_weight_decay=0.1, end_weight_decay=0.3,
         data_parallel_size=ranks, micro_batch_size=micro, **sizes,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(80))
 def test_iteration_k_has_the_rate_that_the_flags_in_iterations_give_it(seed):
     """Also in a scheduler that resumes at any iteration."""
     draw = random.Random(seed)
