@@ -40,7 +40,9 @@ class Run:
         self.groups = groups
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(None, config, self.net, groups=groups)
-        optimizer_config = OptimizerConfig(lr=cfg.schedule.lr, fp16=cfg.model.fp16, initial_loss_scale=64.0)
+        optimizer_config = OptimizerConfig(
+            lr=cfg.schedule.lr, fp16=cfg.model.fp16, initial_loss_scale=64.0, loss_scale=cfg.optimizer.loss_scale
+        )
         self.optimizer = get_megatron_optimizer(optimizer_config, [self.model], groups=groups)
         self.scheduler = get_optimizer_param_scheduler(cfg.flat, self.optimizer)
         named = None if tokenizer is None else SimpleNamespace(fingerprint=tokenizer)

@@ -81,6 +81,8 @@ def test_text_ends_at_the_first_of_two_stop_strings_in_one_piece(tmp_path):
     assert "".join(result) == "17 " and stream.stopped
     result, stream = pieces(BYTES, "x\u00e9y".encode(), stops=("y", "\u00e9y"))  # one begins before the piece
     assert "".join(result) == "x" and stream.stopped
+    result, stream = pieces(BYTES, b"xyz\xf0", stops=("z\ufffd", "yz\ufffd"))  # the end completes the character
+    assert result == ["x", "", "", "", ""] and stream.stopped and stream.num_released == 1
 
 
 @pytest.mark.parametrize("text", ["a😀😀b", "中😀é", "😀", "é中 é"])

@@ -192,6 +192,24 @@ def test_a_tiny_step_after_loading_only_weights_stays_near_them(tmp_path, dtype,
         assert (weight - loaded).abs().max() < 1e-3
 
 
+def test_a_constant_loss_scale_is_given_again_and_a_dynamic_one_continues(tmp_path):
+    def load(**changes):
+        run = Run(settings(tmp_path, bf16=False, fp16=True, **changes), dtype=torch.float16)
+        run.load()
+        return run.optimizer.get_loss_scale()
+
+    run = Run(settings(tmp_path, bf16=False, fp16=True, loss_scale=256.0), dtype=torch.float16).train(1)
+    run.save()
+    with pytest.raises(CheckpointError, match="constant loss scale: give its --loss-scale, or add --no-load-optim"):
+        load()
+    assert load(loss_scale=256.0) == 256.0
+    assert load(no_load_optim=True) == load(finetune=True) == 64.0  # the initial scale of these runs
+    run = Run(settings(tmp_path, bf16=False, fp16=True, start_over=True), dtype=torch.float16).train(2)
+    run.optimizer.grad_scaler.scale = 2.0
+    run.save()
+    assert (load(), load(loss_scale=8.0), load(no_load_optim=True)) == (2.0, 8.0, 64.0)
+
+
 def test_resumed_progress_precedes_pretrained_weights(two, tmp_path):
     other = tmp_path / "other"
     Run(settings(other)).train(3).save()

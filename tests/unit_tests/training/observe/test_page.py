@@ -256,19 +256,20 @@ def test_a_restart_after_a_kill_says_that_no_end_was_recorded(tmp_path):
     assert run.events[-1].text == "2 ranks; the process before recorded no end"
 
 
-def test_plan_and_measurement_are_compared(tmp_path):
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.5, "slower than planned"), (0.42, "as planned")])
+def test_plan_and_measurement_are_compared(tmp_path, seconds, verdict):
     prediction = {"gpu": "H100", "seconds": 0.4, "error": 0.03, "parts": {"GEMM": 0.3, "data communication": 0.1}}
     parts = {"forward and backward": {"predicted": 0.3, "measured": 0.42}}
     plan = {
         "kind": "plan",
         "iteration": 30,
         "predicted_seconds": 0.4,
-        "measured_seconds": 0.5,
+        "measured_seconds": seconds,
         "limit_seconds": 0.43,
         "parts_seconds": parts,
     }
     page = page_of(write_run(tmp_path, [start(prediction=prediction), timing(10), plan]))
-    assert page.by_id["verdict"] == "slower than planned"
+    assert page.by_id["verdict"] == verdict
     for text in ("Predicted on H100: 0.4 s", "forward and backward0.30.42", "exposed communication 0.1 s"):
         assert text in page.by_id["plan"], page.by_id["plan"]
 

@@ -108,6 +108,21 @@ def test_report_shows_the_learning_rate_at_quarters_of_the_decay(style):
         assert float(rate) == pytest.approx(1e-3 * int(sample) / 8 if finished < 0 else 1e-4 + 9e-4 * share, rel=1e-5)
 
 
+def test_report_counts_samples_tokens_and_parameters_of_layers():
+    """Norms with biases (256), attention 4 h^2, then 2 h f of a dense layer, or a router and experts."""
+    text = (
+        "--global-batch-size 4 --lr-warmup-iters 2 --lr-decay-iters 8 --start-weight-decay 0.02 --end-weight-decay 0.3"
+        " --weight-decay-incr-style linear --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 40"
+        " --moe-layer-freq [1,0,1]"
+    )
+    rows = {line[2:28].strip(): line[28:].strip() for line in dry_run_report(settings(text, 2)).splitlines()}
+    assert rows["samples"] == "8 of warm-up, 32 until the minimum"
+    assert rows["weight decay"] == "0.02 -> 0.3 (linear)"
+    assert rows["training"] == "10 iterations, 40 sequences, 1,280 tokens"
+    dense, experts = (256 + 4 * 64**2 + rest for rest in (2 * 64 * 256, 4 * (64 + 2 * 64 * 40)))
+    assert f" of which {experts:,} to {dense:,} per layer" in rows["parameters"]
+
+
 @pytest.mark.parametrize("parts, name", [((), ""), (("norm", "adam"), ", apex: norm adam")])
 def test_report_names_the_backends(parts, name):
     report = dry_run_report(settings().with_settings(apex_parts=parts))

@@ -169,6 +169,8 @@ def test_random_requests_at_once_equal_their_definition(tmp_path):
                 check_scores(model, tokenizer, ids, sampled, body, logprobs, is_chat, text)
             num_sampled += len(sampled)
             reasons.add((is_chat, reason))
+        if "stream" in body:
+            assert ('"usage":null' in response.text) == ("stream_options" in body)
         if usage is None:
             assert "stream" in body and "stream_options" not in body
         else:
