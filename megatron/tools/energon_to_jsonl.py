@@ -2,8 +2,7 @@
 
     python tools/energon_to_jsonl.py --input vqa/ --output vqa_jsonl/
 
-Captions, questions, chats and interleaved documents become conversations, in the order of the shards. A blend becomes a
-folder per data set; --data-path is printed. Image files keep their bytes. Loaders in data sets are run.
+Samples become conversations, in the order of the shards; image files keep their bytes. A blend becomes several folders.
 """
 
 import argparse
@@ -175,8 +174,11 @@ def _datasets(path: str, split: str) -> Iterator[tuple[float | None, Iterable[An
 
 def main(argv: Sequence[str]) -> int:
     """Raises UserError or OSError."""
-    parser = argparse.ArgumentParser(description=as_typed(__doc__ or ""), formatter_class=HelpFormatter)
-    parser.add_argument("--input", required=True, help="prepared data set (a folder with .nv-meta), or a blend (YAML)")
+    about = as_typed(__doc__ or "")
+    parser = argparse.ArgumentParser(description=about, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser.add_argument(
+        "--input", required=True, help="folder with .nv-meta (its loader, if any, is run), or a blend (YAML)"
+    )
     parser.add_argument("--output", required=True, help="new folder for the JSON lines and image files")
     parser.add_argument("--split", default="train", help="part of the data set")
     parser.add_argument("--prompt", default="Describe the image.", help="question of captions and texts in images")

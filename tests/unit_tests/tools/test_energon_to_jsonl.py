@@ -144,6 +144,13 @@ def test_package_that_is_not_installed_is_one_message(tmp_path, capfd, monkeypat
     assert code and "pip install megatron-energon" in text.err and text.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [["--input", "a"], ["--output", "b"], ["--inp", "a", "--output", "b"]])
+def test_input_and_output_are_required(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_tool("energon-to-jsonl", words)
+    assert "are required" in capsys.readouterr().err
+
+
 # -- with energon ------------------------------------------------------------------------------------------------------
 
 has_energon = pytest.mark.skipif(find_spec("megatron.energon") is None, reason="megatron-energon is not installed")
