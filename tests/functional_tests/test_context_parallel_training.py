@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.test_utils.gpt_runs import read_records, train, write_dataset
-from tests.test_utils.layouts import Layout, Matrix
+from tests.test_utils.layouts import FEW_STEPS, Layout, Matrix
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 PACKED = "--reset-position-ids --reset-attention-mask"
@@ -37,7 +37,7 @@ def matrix(gloo_pool):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_losses_gradients_and_weights_equal_one_rank(matrix, name):
-    verdict = matrix.verdict(Layout(*TABLE[name], steps=3))
+    verdict = matrix.verdict(Layout(*TABLE[name], steps=FEW_STEPS))
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
 
 

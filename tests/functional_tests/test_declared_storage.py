@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.reader import CheckpointReader
 from tests.test_utils.block_storage import Blocks, with_blocks
 from tests.test_utils.gpt_runs import MODEL_FLAGS, losses
 from tests.test_utils.layout_table import GATHER, PP2, ZERO
-from tests.test_utils.layouts import Layout, read_reference
+from tests.test_utils.layouts import MORE_STEPS, Layout, read_reference
 
 WRAP = "tests.test_utils.block_storage:with_blocks"
 MODEL = "--num-layers 2 --swiglu --normalization RMSNorm --hidden-dropout 0 --attention-dropout 0"
@@ -29,12 +29,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_equals_one_rank(matrix, name):
     """Step 0 included: initial weights are rounded to blocks before the first forward pass."""
-    verdict = matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=4, wrap=WRAP))
+    verdict = matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=MORE_STEPS, wrap=WRAP))
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
 
 
 def test_gemms_read_values_of_the_blocks(matrix):
-    row = dataclasses.replace(LAYOUTS["zero2"], steps=4, wrap=WRAP)
+    row = dataclasses.replace(LAYOUTS["zero2"], steps=MORE_STEPS, wrap=WRAP)
     for step in read_reference(matrix.reference_of(row)):
         weight = step.tensors["weight"]["decoder.layers.1.mlp.linear_fc2.weight"].reshape(-1, Blocks.block)
         assert all(len(block.unique()) <= 255 for block in weight)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.test_utils.gpt_runs import train
 from tests.test_utils.layout_table import CP2, CP4, FSDP, GATHER, LLAMA, PP2, SP, TP2
-from tests.test_utils.layouts import MODEL, VOCAB_SIZE, Layout, configure
+from tests.test_utils.layouts import FEW_STEPS, MODEL, VOCAB_SIZE, Layout, configure
 
 TOWER = (
     "--vision-model-type qwen --image-token-id 7 --vision-num-layers 2 --vision-hidden-size 16 --patch-dim 4"
@@ -54,7 +54,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_equals_one_rank(matrix, name):
-    verdict = matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=3, family="vlm"))
+    verdict = matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=FEW_STEPS, family="vlm"))
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
 
 

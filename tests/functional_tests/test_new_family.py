@@ -14,7 +14,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
 from tests.test_utils.gpt_runs import read_records
-from tests.test_utils.layouts import VOCAB_SIZE, Layout, Matrix
+from tests.test_utils.layouts import FEW_STEPS, VOCAB_SIZE, Layout, Matrix
 from tests.test_utils.toy_family.family import NumbersConfig
 
 FAMILY = "tests.test_utils.toy_family.family"
@@ -138,7 +138,7 @@ ROWS = [
 
 @pytest.mark.parametrize("layout, ranks", ROWS)
 def test_every_layout_equals_one_rank(matrix, layout, ranks):
-    verdict = matrix.verdict(Layout(DROPOUT, layout, ranks, steps=4, family=FAMILY))
+    verdict = matrix.verdict(Layout(DROPOUT, layout, ranks, steps=FEW_STEPS, family=FAMILY))
     assert verdict.equal, verdict.first
 
 

@@ -29,7 +29,7 @@ from megatron.training.stored_settings import ARCHITECTURE, weight_settings
 from tests.test_utils.gated_recurrence import ContiguousRecurrence, GatedRecurrence, LocalRecurrence, scan
 from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, train_with_errors
 from tests.test_utils.layout_table import CP2, CP4, CUT, DROPOUT, FSDP, GATHER, LLAMA, PP2, PP4, SP, TP2, VPP, ZB
-from tests.test_utils.layouts import VOCAB_SIZE, Layout, configure
+from tests.test_utils.layouts import FEW_STEPS, VOCAB_SIZE, Layout, configure
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = "--spec tests.test_utils.gated_recurrence mixed_layers"
@@ -64,7 +64,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_equals_one_rank(matrix, name):
-    one = dataclasses.replace(LAYOUTS[name], steps=4)
+    one = dataclasses.replace(LAYOUTS[name], steps=FEW_STEPS)
     verdict = matrix.verdict(one)
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.config.errors import UserError
 from tests.test_utils.layout_table import FSDP, GATHER, PP2, SP, TP2, VPP, ZERO
-from tests.test_utils.layouts import Layout, read_reference
+from tests.test_utils.layouts import MORE_STEPS, Layout, read_reference
 from tests.test_utils.orthogonal_rule import Orthogonalized
 
 WRAP = "tests.test_utils.orthogonal_rule:with_matrices"
@@ -35,13 +35,13 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_equals_one_rank(matrix, name):
-    verdict = matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=4, wrap=WRAP))
+    verdict = matrix.verdict(dataclasses.replace(LAYOUTS[name], steps=MORE_STEPS, wrap=WRAP))
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
 
 
 def test_the_rule_changes_the_numbers(matrix):
     """Otherwise the rows above would prove nothing."""
-    row = dataclasses.replace(LAYOUTS["zero2-gather"], steps=4)
+    row = dataclasses.replace(LAYOUTS["zero2-gather"], steps=MORE_STEPS)
     native, adam = (read_reference(matrix.reference_of(item)) for item in (dataclasses.replace(row, wrap=WRAP), row))
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     assert not torch.allclose(native[-1].tensors["weight"][name], adam[-1].tensors["weight"][name], rtol=1e-3)
