@@ -100,9 +100,10 @@ def train_records(folder):
 
 @pytest.mark.parametrize("precision", [[], BF16], ids=["fp32", "bf16"])
 def test_sharding_and_overlap_change_no_bit(gloo_pool, dataset, tmp_path, precision):
-    """Two ranks, so that a sum has one order; no clipping, since the norm of pieces rounds differently."""
+    """Two ranks, so that a sum has one order; no clipping, since the norm of pieces rounds differently. In
+    fp32, without main weights, every second layout."""
     expected = None
-    for name, flags in {"plain": [], **SAME_ARITHMETIC}.items():
+    for name, flags in list({"plain": [], **SAME_ARITHMETIC}.items())[:: 1 if precision else 2]:
         folder = run(gloo_pool, 2, dataset, tmp_path / name, [*precision, "--clip-grad", "0", *flags])
         result = digests(folder / "iter_0000004"), losses(folder)
         expected = expected or result

@@ -38,12 +38,11 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("flags", PRECISIONS.values(), ids=PRECISIONS.keys())
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_resuming_changes_no_bit(gloo_pool, dataset, tmp_path, world_size, flags):
+@pytest.mark.parametrize("world_size, name", [(1, "fp32"), (2, "fp32"), (2, "bf16"), (2, "fp16"), (1, "sgd")])
+def test_resuming_changes_no_bit(gloo_pool, dataset, tmp_path, world_size, name):
     """Train 8 iterations; train 4, resume, train 4: equal metrics files, equal weights, moments and counters."""
     full, parts = tmp_path / "whole", tmp_path / "parts"
-    argv = flags + ["--save-interval", "4"]
+    argv = PRECISIONS[name] + ["--save-interval", "4"]
     assert gloo_pool.run(train, world_size, argv + data_flags(dataset, full)) == [0] * world_size
     resumable = argv + data_flags(dataset, parts) + ["--load", str(parts)]
     assert gloo_pool.run(train, world_size, resumable + ["--exit-interval", "4"]) == [0] * world_size

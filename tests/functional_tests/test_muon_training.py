@@ -30,9 +30,9 @@ LAYOUTS = {  # the last --optimizer counts
 def test_sharding_changes_no_bit(gloo_pool, dataset, tmp_path, precision):
     """A matrix is computed from the same bits by one rank, or by each. No clipping, since the norm is a sum of parts;
     two ranks, so that a sum of gradients has one order. FSDP adds micro-batches in another order; the layout table
-    covers it to rounding."""
+    covers it to rounding. In fp32, without main weights, every second layout."""
     expected = None
-    for name, flags in {"plain": [], **SAME_ARITHMETIC}.items():
+    for name, flags in list({"plain": [], **SAME_ARITHMETIC}.items())[:: 1 if precision else 2]:
         folder = run(gloo_pool, 2, dataset, tmp_path / name, [*MUON, *precision, "--clip-grad", "0", *flags])
         result = digests(folder / "iter_0000004"), losses(folder)
         expected = expected or result
