@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron.console import run_tool
+from tests.test_utils.lazy_packages import lazy_package
 
-peft = pytest.importorskip("peft")
+peft = lazy_package("peft")
 transformers = pytest.importorskip("transformers")
 
 VOCAB_SIZE, LENGTH, STEPS, RANK = 61, 32, 10, 4

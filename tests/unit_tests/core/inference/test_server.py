@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.test_utils.lazy_packages import lazy_package
+
 httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
+openai = lazy_package("openai")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 

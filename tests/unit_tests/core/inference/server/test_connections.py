@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_utils.lazy_packages import lazy_package
+
 httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
+openai = lazy_package("openai")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
