@@ -176,9 +176,7 @@ def main(argv: Sequence[str]) -> int:
     """Raises UserError or OSError."""
     about = as_typed(__doc__ or "")
     parser = argparse.ArgumentParser(description=about, formatter_class=HelpFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--input", required=True, help="folder with .nv-meta (its loader, if any, is run), or a blend (YAML)"
-    )
+    parser.add_argument("--input", required=True, help="prepared folder, or a blend (YAML); their loaders are run")
     parser.add_argument("--output", required=True, help="new folder for the JSON lines and image files")
     parser.add_argument("--split", default="train", help="part of the data set")
     parser.add_argument("--prompt", default="Describe the image.", help="question of captions and texts in images")
