@@ -61,3 +61,19 @@ def test_ids_that_differ_from_autotokenizer_are_reported_with_a_remedy(tmp_path)
             path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
             assert ids_are_equal(folder, texts), line
     assert min(map(len, named.values())) > 10
+
+
+@pytest.mark.parametrize(("kind", "config", "parts"), [
+    ("RobertaTokenizer", {}, "post_processor"),  # differs only in the tokens around a text
+    ("GPT2Tokenizer", {"add_prefix_space": True}, "pre_tokenizer"), ("GPT2Tokenizer", {}, ""),
+])  # fmt: skip
+def test_the_replaced_parts_are_named(tmp_path, kind, config, parts):
+    byte_tokenizer(tmp_path, post="<s> $A", specials=("<s>", "</s>", "<unk>", "<pad>"), tokenizer_class=kind, **config)
+    line = compare_ids(str(tmp_path))
+    assert line.endswith("equal") if not parts else f"its {kind} replaces {parts} of tokenizer.json" in line, line
+
+
+def test_folders_that_cannot_be_compared_are_no_error(tmp_path):
+    assert compare_ids(str(tmp_path)) == ""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "not compared (UserError: " in compare_ids(str(tmp_path))

@@ -135,6 +135,11 @@ def test_records_round_trip_through_their_file():
         assert EvalResult(name, record.get("dataset"), record_losses(record), record.get("final", False)) == result
 
 
+def test_the_duration_of_an_evaluation_is_that_of_all_its_sets():
+    results = [EvalResult("validation", name, {"lm loss": 2.0}, seconds=x) for name, x in (("a", 2.0), ("b", 3.5))]
+    assert [values for kind, values in evaluation_records(results) if kind.name == "evaluation"] == [{"seconds": 5.5}]
+
+
 # the file
 
 

@@ -108,6 +108,19 @@ def test_report_shows_the_learning_rate_at_quarters_of_the_decay(style):
         assert float(rate) == pytest.approx(1e-3 * int(sample) / 8 if finished < 0 else 1e-4 + 9e-4 * share, rel=1e-5)
 
 
+def test_report_names_every_axis_and_size_of_the_model():
+    text = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --context-parallel-size 2 --ffn-hidden-size 96"
+        " --group-query-attention --num-query-groups 2"
+    )
+    report = dry_run_report(settings(text, 48))
+    for part in (
+        "48 = tensor 2 x pipeline 3 x context 2 x data 4\n",
+        "3 layers, width 64, feed-forward 96, 4 heads of 16, 2 key-value groups\n",
+    ):
+        assert part in report, report
+
+
 def test_report_counts_samples_tokens_and_parameters_of_layers():
     """Norms with biases (256), attention 4 h^2, then 2 h f of a dense layer, or a router and experts."""
     text = (

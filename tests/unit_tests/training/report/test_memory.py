@@ -320,6 +320,19 @@ def test_offloaded_activations_are_counted_on_the_host(text, modules):
     assert "GiB of activations, copied in" in rows["  host memory per rank"]
 
 
+def test_the_table_shows_gib_of_every_stage_and_marks_the_largest():
+    cfg = settings(f"{LLAMA} --hidden-size 2048 --ffn-hidden-size 8192 --pipeline-model-parallel-size 2 --bf16", 2)
+    ranks, rows = estimate_memory(cfg, 32000), list(memory_rows(cfg, 32000))
+    *columns, precision = rows[0][1].split()
+    assert len(columns) == 6 and precision == "(bf16)" and rows[0][0] == "GiB per rank"
+    largest = max(range(2), key=lambda index: ranks[index].total)
+    for index, (_, text) in enumerate(rows[1:3]):
+        values = [float(value) for value in text.split()[:6]]
+        assert values == pytest.approx([getattr(ranks[index], name) / 2**30 for name in columns], abs=0.0051)
+        assert ("the most" in text) == (index == largest)
+    assert ranks[0].total != ranks[1].total
+
+
 # ---- whole runs
 
 LLAMA_8B = (

@@ -91,6 +91,10 @@ def test_dry_run_says_whether_the_run_fits_the_gpu():
         rows = list(fit_rows(cfg, 128256))
         assert rows[0][0] == "fits the GPU" and rows[0][1].startswith(f"{answer}, {need:.1f} of ")
         assert (len(rows) > 1) == (answer == "NO") and ("fits the GPU" in dry_run_report(cfg))
+    for name, text in rows[1:]:
+        flags, _, size = text.partition(": ")
+        changed = peak_memory(settings(f"{LLAMA_8B} {flags}", 8), 128256) / 2**30
+        assert (name, size) == ("  add", f"{changed:.1f} GiB" + ", fits" * (changed <= need - 0.1))
     assert not list(fit_rows(settings(LLAMA_8B, 8), 128256))
 
 
