@@ -132,7 +132,7 @@ def test_flags_that_contradict_the_folder_are_rejected_with_both_values(gloo_poo
 
 def test_a_folder_without_a_model_is_rejected_by_the_name_of_the_flag(gloo_pool):
     ((code, errors),) = gloo_pool.run(train_with_errors, 1, ["--load-hf", "/nowhere"])
-    assert code != 0 and "--load-hf /nowhere: no folder of a Hugging Face model" in errors
+    assert code != 0 and "--load-hf /nowhere: there is no such folder; check the path" in errors
 
 
 def test_a_folder_that_does_not_fit_its_config_is_rejected(gloo_pool, llama, tmp_path):
