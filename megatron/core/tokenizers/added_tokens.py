@@ -41,30 +41,30 @@ class FolderTokens:
 def read_folder_tokens(folder: Path, read: Callable[[Path], dict[str, Any]]) -> FolderTokens:
     """Return the tokens that the files of ``folder`` name. ``read`` returns a JSON object, empty for a missing file.
     Raises UserError, with the file and key, for a value that is no token."""
-    settings, path = read(folder / CONFIG), folder / CONFIG
+    settings, path = dict(read(folder / CONFIG)), folder / CONFIG
     tokens = FolderTokens()
-    other_names = [key for key in settings if key.endswith("_token") and key not in ROLES]
-    specific = {} if any(isinstance(settings[key], str) for key in other_names) else settings.get(SPECIFIC) or {}
+    texts = [key for key, value in settings.items() if _is_specific(key) and isinstance(value, str)]
+    specific = {key: settings.pop(key) for key in texts} or settings.get(SPECIFIC) or {}
     if not isinstance(specific, dict):
         raise UserError(f"{path}: {SPECIFIC} is {specific!r:.80}; it must be a table of tokens by name")
-    extra, other = (settings.get(key) or [] for key in EXTRA)
+    extra, other = (settings.get(key) for key in EXTRA)
+    if not extra and other is not None:
+        extra, other = other, None
     if isinstance(extra, dict):
-        specific, extra = extra, []
-    elif not extra:
-        extra, other = other, []
+        specific, extra = ({**specific, **extra} if texts or not extra else extra), None
     if "added_tokens_decoder" in settings:
         entries = settings["added_tokens_decoder"]
         tokens.by_id = {_id(index, path): _token(value, path, index) for index, value in _items(entries, path)}
     else:
         path = folder / ROLES_FILE
         roles = read(path)
-        extra, other = extra or roles.get(EXTRA[0]), roles.get(EXTRA[1]) or other
+        extra, other = extra or roles.get(EXTRA[0], extra), roles.get(EXTRA[1]) or other
         settings = {**settings, **roles}
-    keys = [*ROLES, *(key for key in settings if key.endswith("_token") and key not in ROLES)]
+    keys = [*ROLES, *filter(_is_specific, settings)]
     named = {key: settings[key] for key in keys if isinstance(settings.get(key), str | dict)} | specific
     if wrong := [key for key in ROLES if not isinstance(settings.get(key), str | dict | None)]:
         raise UserError(f"{path}: {wrong[0]} is {settings[wrong[0]]!r:.80}; it must be a token")
-    extra = extra or other
+    extra = (other or []) if extra is None else extra
     if not isinstance(extra, list):
         raise UserError(f"{path}: {EXTRA[0]} is {extra!r:.80}; it must be a list of tokens")
     tokens.roles = {key: _text_or_token(value, path, key) for key, value in named.items()}
@@ -78,6 +78,10 @@ def read_folder_tokens(folder: Path, read: Callable[[Path], dict[str, Any]]) -> 
             added = library.AddedToken(text, normalized=not is_special, special=is_special)
             tokens.by_id[_id(index, path)] = added
     return tokens
+
+
+def _is_specific(key: str) -> bool:
+    return key.endswith("_token") and key not in ROLES
 
 
 def add_folder_tokens(backend: HFTokenizer, tokens: FolderTokens, where: Path) -> None:

@@ -109,9 +109,9 @@ def test_a_tokenizer_of_llamas_kind_adds_no_second_beginning(auto, tmp_path):
     assert ids.count(local.bos) == 1 and local.tokenize("the cat")[0] == local.bos
 
 
-NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "image_token", "boi", "foo_token", "extra_special_tokens")
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "image_token", "audio_token", "boi", "foo_token")
 VARIABLES = "".join(f"[{{{{ {name} if {name} is defined else 'none' }}}}]" for name in NAMES)
-TOKENS = ("<s>", "</s>", "<|im_end|>", "<n1>", "<n2>", "<n3>")
+TOKENS = ("<s>", "</s>", "<|im_end|>", "<n1>", "<n2>", "<n3>", "<n4>")
 
 
 def random_token(rng, marker):
@@ -123,7 +123,7 @@ def random_token(rng, marker):
 def random_specials(rng):
     """Keys of tokenizer_config.json that name special tokens, and special_tokens_map.json or None."""
     marker = {"__type": "AddedToken"}
-    config = {name: random_token(rng, marker) for name in NAMES[:5] if rng.random() < 0.4}
+    config = {name: random_token(rng, marker) for name in NAMES[:6] if rng.random() < 0.7}
     if rng.random() < 0.4:
         config["additional_special_tokens"] = [random_token(rng, marker)]
     if rng.random() < 0.4:
@@ -140,10 +140,14 @@ def random_specials(rng):
 
 def test_special_tokens_are_the_variables_that_transformers_gives(auto, tmp_path):
     """Under any name, from each of the keys and files that may name them."""
-    rng = random.Random(2)
-    for number in range(60):
+    rng, token = random.Random(2), {"__type": "AddedToken", "content": "<n3>", "lstrip": False}
+    cases = [
+        ({"image_token": "<n4>", "audio_token": token}, None),
+        ({"additional_special_tokens": []}, {"additional_special_tokens": ["<n4>"]}),
+        *(random_specials(rng) for _ in range(50)),
+    ]
+    for number, (config, roles) in enumerate(cases):
         folder = tmp_path / str(number)
-        config, roles = random_specials(rng)
         byte_tokenizer(folder, VARIABLES + "{% for m in messages %}{{ m.content }}{% endfor %}", **config)
         if roles is not None:
             (folder / "special_tokens_map.json").write_text(json.dumps(roles))
