@@ -180,6 +180,24 @@ def test_short_uses_of_time_are_shown(tmp_path):
     assert "<td>iterations</td>" in build_text(tmp_path)
 
 
+def test_parts_of_an_iteration_have_their_names(tmp_path):
+    parts = {"forward_backward": 0.5, "update": 0.25, "data_wait": 0.125, "device_wait": 0.0625}
+    write(tmp_path / "metrics.jsonl", [train(i) for i in range(1, 11)])
+    write(
+        tmp_path / "timing.jsonl",
+        [start(), *(timing(i, seconds_per_iteration=1.0, parts_seconds=parts) for i in (5, 10))],
+    )
+    _, legend, _ = read_curves(build_text(tmp_path), "chart-seconds")
+    names = (
+        "iteration",
+        "forward and backward",
+        "update and reduction",
+        "host waits for data",
+        "host waits for device",
+    )
+    assert legend == dict(zip(names, (1.0, *parts.values())))
+
+
 def test_remaining_time_in_the_folder_of_a_resumed_run_starts_at_its_first_iteration(tmp_path):
     """The first 1,000 iterations are in another folder: --load and --save differ."""
     times = [
