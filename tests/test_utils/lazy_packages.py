@@ -13,6 +13,8 @@ class LazyPackage:
         self._name = name
 
     def __getattr__(self, attribute):
+        if attribute.startswith(("_", "pytest")):  # pytest asks each name of a module for its marks
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 
 
