@@ -39,4 +39,4 @@ def find_run_tokenizer(
             return candidate, tokenizer
         path = next(filter(None, (candidate.tokenizer_model, candidate.vocab_file)), candidate.tokenizer_type)
         problems.append(f"{path}: is not the tokenizer of {directory}; restore it, or add --tokenizer-model")
-    raise UserError(problems[0])
+    raise UserError("; ".join(dict.fromkeys(problems)))

@@ -31,7 +31,8 @@ def test_a_run_is_used_without_its_training_folder(moved_run, tmp_path, capsys, 
     copy = save / "iter_0000001" / "tokenizer" / "tokenizer.json"
     copy.write_text(copy.read_text().replace("<|im_end|>", "<|im_enc|>"))
     assert run_tool("generate", ["--load", str(save), "--prompt", "A"]) == 2
-    assert "no such file or folder" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no such file or folder" in error and f"{copy}: is not the tokenizer of" in error
 
 
 def test_a_tokenizer_that_changed_since_is_not_the_runs(moved_run, capsys, caplog):
