@@ -246,7 +246,7 @@ def _spellings(library: str) -> tuple[str, str]:
 
 WRAPPERS = (staticmethod, classmethod, property)
 _known: dict[str, tuple[Any, str]] = {}
-"""Module -> names and code of its functions when they were last read, and their digest, which takes 5 times as long."""
+"""Module -> names and code of its functions when they were last read, and their digest."""
 
 
 def _functions_digest(module: ModuleType) -> str:
