@@ -32,6 +32,7 @@ class Router:
         self.bias = self.used = self.wanted = torch.zeros(c.num_experts, dtype=torch.float64)
         self.shares = torch.full_like(self.bias, 1 / c.num_experts)
         self.levels: list[Tensor] = []
+        self.has_bias = c.moe_router_enable_expert_bias or "quantile_balancing" in c.moe_router_load_balancing_type
 
     def end_batch(self, c: Settings) -> None:
         """Moves the bias of experts with less than the mean up, of those with more down."""

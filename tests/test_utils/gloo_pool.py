@@ -43,7 +43,7 @@ class _Pickler(pickle.Pickler):
 
         if type(item) not in (torch.Tensor, torch.nn.Parameter) or item.layout != torch.strided:
             return NotImplemented
-        values = item.detach().cpu().contiguous()
+        values = item.detach().cpu().clone(memory_format=torch.contiguous_format)  # strides of dims of size 1, too
         return _tensor, (values.flatten().view(torch.uint8).numpy().tobytes(), str(values.dtype)[6:], values.shape[:])
 
 

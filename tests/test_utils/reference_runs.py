@@ -132,7 +132,7 @@ def compare(actual, expected, precision):
 def _memories(expected):
     """Yield final router state other than weights, under the program's names."""
     for at, router in expected.routers.items():
-        if router.bias.any():
+        if router.has_bias:
             yield f"{at}.router.expert_bias", router.bias
         if "global_load_balancing_loss" in expected.steps[0]:
             yield f"{at}.router.last_choices", router.shares
