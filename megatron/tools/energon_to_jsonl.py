@@ -5,7 +5,6 @@
 Samples become conversations, in the order of the shards; image files keep their bytes. A blend becomes several folders.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from megatron.core.config.commands import HelpFormatter, as_typed
+from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import UserError, counted
 from megatron.core.datasets.conversations.formats import Line
 from megatron.core.datasets.conversations.images import MARK
@@ -174,8 +173,7 @@ def _datasets(path: str, split: str) -> Iterator[tuple[float | None, Iterable[An
 
 def main(argv: Sequence[str]) -> int:
     """Raises UserError or OSError."""
-    about = as_typed(__doc__ or "")
-    parser = argparse.ArgumentParser(description=about, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = tool_parser(__doc__)
     parser.add_argument("--input", required=True, help="prepared folder, or a blend (YAML); their loaders are run")
     parser.add_argument("--output", required=True, help="new folder for the JSON lines and image files")
     parser.add_argument("--split", default="train", help="part of the data set")
