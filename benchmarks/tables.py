@@ -51,19 +51,19 @@ def stored(name: str) -> dict[str, Any]:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Markdown, numbers to the right."""
-    body = [[shown(value) for value in row] for row in rows]
+    body = [[cell_text(value) for value in row] for row in rows]
     if not body:
         return NOTHING
     rule = ["---"] + ["---:"] * (len(header) - 1)
     return "".join("| " + " | ".join(line) + " |\n" for line in (header, rule, *body))
 
 
-def shown(value: object) -> str:
+def cell_text(value: object) -> str:
     """A cell."""
     if value is None or value == "":
         return "–"
     if isinstance(value, list):  # forward and backward, say
-        return " / ".join(map(shown, value))
+        return " / ".join(map(cell_text, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -91,7 +91,7 @@ def training(file: str) -> str:
     for name, result in results.items():
         reason = result.get("error") or result.get("invalid")
         if reason or result.get("tflops_per_gpu") is None:
-            spoiled.append(f"* `{name}`: {shown(reason).strip()[-200:]}")
+            spoiled.append(f"* `{name}`: {cell_text(reason).strip()[-200:]}")
             continue
         record = json.dumps({**result["environment"], "date": None, "uncommitted_changes": None}, sort_keys=True)
         number = records.setdefault(record, len(records) + 1)
@@ -164,17 +164,18 @@ def profiles() -> str:
         report = result.get("roofline")
         if not report or result.get("invalid") or "error" in result:
             continue
-        found = result["profile"]
+        profile = result["profile"]
         rows = [
             (row["class"], row["limit_ms"], row["measured_ms"], row["gap_ms"], row["tflops"], row["tb_per_second"])
             for row in report["rows"] if row["measured_ms"] >= 0.0005 * (report["step_ms"] or 0) or row["limit_ms"]
         ]  # fmt: skip
-        waits = sum(each["count"] for each in found["synchronizations"])
+        waits = sum(each["count"] for each in profile["synchronizations"])
         at = f", at commit {result['profiled_at']}" if result.get("profiled_at") else ""
         parts.append(
             f"`{name}`, one step of rank 0{at}: limit {report['limit_ms']:.0f} ms, {report['step_ms']:.0f} ms under "
-            f"the profiler; {found['launches']} launches, {waits} waits of the host, {found['device_to_host_copies']} "
-            "copies to it.\n\n" + table(("class", "limit ms", "measured ms", "gap ms", "TFLOP/s", "TB/s"), rows)
+            f"the profiler; {profile['launches']} launches, {waits} waits of the host, "
+            f"{profile['device_to_host_copies']} copies to it.\n\n"
+            + table(("class", "limit ms", "measured ms", "gap ms", "TFLOP/s", "TB/s"), rows)
         )
     return "\n".join(parts) or NOTHING
 
@@ -311,8 +312,8 @@ def plain(name: str) -> Callable[[], str]:
 
     def render() -> str:
         content = stored(name)
-        found = content.get("rows") or content.get("operations") or []
-        records = [{"name": key, **row} for key, row in found.items()] if isinstance(found, dict) else found
+        entries = content.get("rows") or content.get("operations") or []
+        records = [{"name": key, **row} for key, row in entries.items()] if isinstance(entries, dict) else entries
         columns = list(dict.fromkeys(key for record in records for key in record if not isinstance(record[key], dict)))
         text = table(columns, ([record.get(column) for column in columns] for record in records))
         record = content.get("environment") or content.get("machine") or content

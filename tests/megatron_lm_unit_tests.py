@@ -159,7 +159,7 @@ def page(results: dict[str, list[str]], commit: str) -> str:
     complete = {file: count["passed"] for file, count in counts.items() if set(count) <= {"passed", "skipped"}}
     lines += ["## Files whose tests all pass", "", "| file | tests |", "|---|---|"]
     lines += [f"| {file} | {number} |" for file, number in sorted(complete.items()) if number]
-    lines += ["", "## Files of which some tests pass", "", "| file | pass | other results |", "|---|---|---|"]
+    lines += ["", "## Files with some passing tests", "", "| file | pass | other results |", "|---|---|---|"]
     for file, count in sorted(counts.items()):
         if count["passed"] and file not in complete:
             results_text = ", ".join(f"{kind} {number}" for kind, number in sorted(count.items()) if kind != "passed")

@@ -63,7 +63,7 @@ class WeightDropout:
 
     def _parts(self, tile: Tile) -> Iterator[tuple[slice, Tensor, int, range, range]]:
         """Yield (rows of the mask, their sample counters, first position, query positions, key positions) of ``tile``:
-        as many rows as fit one pass, or one of the samples that share a row."""
+        all rows that one pass computes, or one of the samples that share a row."""
         queries = range(tile.query_position, tile.query_position + tile.num_queries)
         keys = range(tile.key_position, tile.key_position + tile.num_keys)
         if self.documents is None:

@@ -60,8 +60,8 @@ def tool_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def help_with_default(action: argparse.Action) -> str:
-    """Return the help of an option with its default in brackets, unless there is none (or a bool) or the text has
-    "default:"."""
+    """Return the help of an option, with its default in brackets if it has one that is no bool and the text does not
+    state it after "default:"."""
     text, default = action.help or "", action.default
     if default in (None, argparse.SUPPRESS, []) or isinstance(default, bool) or "default:" in text:
         return text

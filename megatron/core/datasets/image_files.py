@@ -60,8 +60,8 @@ def image_size(source: Source) -> tuple[int, int]:
     try:
         with _file(source) as file:
             image = _opened(file)
-            turned = image.getexif().get(ORIENTATION) in SIDEWAYS
-            return (image.width, image.height) if turned else (image.height, image.width)
+            is_sideways = image.getexif().get(ORIENTATION) in SIDEWAYS
+            return (image.width, image.height) if is_sideways else (image.height, image.width)
     except OSError as error:
         raise ImageError(f"cannot be read ({error.strerror or error})") from error
 

@@ -177,7 +177,7 @@ class Worker:
         return len(lengths)
 
     def _end(self, ids: np.ndarray) -> np.ndarray:
-        """What --append-eod adds to a document: nothing if it is ended, because a second end is an empty document."""
+        """Return the ids that --append-eod adds to a document: none after an end, as a second is an empty document."""
         is_ended = self.eod.size and ids[-1] == self.eod[0]
         return self.eod[:0] if is_ended else self.eod
 
