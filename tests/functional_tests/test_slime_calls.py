@@ -1,6 +1,7 @@
 """The calls of slime's Megatron actor in its order: flags, validation, pickled settings, groups, model, named weights,
 log-probabilities of packed responses, policy-gradient steps, checkpoints. Log-probabilities equal the library's; the KL
-divergence of the first step is 0. ``SLIME_CHECKOUT=FOLDER`` also runs the modules of a checkout."""
+divergence of the first step is 0, and so is that of the reference model. On CPUs, and on one and two GPUs.
+``SLIME_CHECKOUT=FOLDER`` also runs the modules of a checkout."""
 
 import dataclasses
 import json
@@ -61,8 +62,23 @@ CASES = {
     "experts EP 2, bf16": (2, EXPERTS + " --expert-model-parallel-size 2", True),
 }
 """Ranks, flags, and whether weights are bf16, as slime sets them; fp32 shows that log-probabilities are the same."""
+GPU_SIZES = " --hidden-size 256 --ffn-hidden-size 512 --moe-ffn-hidden-size 128 --distributed-backend nccl"
+"""Heads of 64 channels, which the attention kernels of GPUs take."""
+GPU_CASES = {
+    "bf16": (1, "", True),
+    "fp32": (1, "", False),
+    "experts, bf16": (1, EXPERTS, True),
+    "TP 2, bf16": (2, " --tensor-model-parallel-size 2 --sequence-parallel", True),
+    "TP 2, fp32": (2, " --tensor-model-parallel-size 2 --sequence-parallel", False),
+    "experts EP 2, bf16": (2, EXPERTS + " --expert-model-parallel-size 2", True),
+}
 RESPONSES = [[3, 9, 4, 4, 20, 7, 31], [5, 1, 2, 8, 50], [11, 12, 13, 14, 15, 16, 17, 18, 19], [40, 2, 40, 3]]
 PROMPT, MULTIPLE = 2, 16
+
+
+def device():
+    """The device of this process's models; workers over gloo see no GPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def settings(folder, world_size, bf16):
@@ -188,16 +204,16 @@ def micro_batches(args):
     """Pairs of responses end to end, and a document of padding, as ``get_batch``."""
     rank, ranks = mpu.get_data_parallel_rank(with_context_parallel=False), mpu.get_data_parallel_world_size()
     for first in range(rank * 4 // ranks, (rank + 1) * 4 // ranks, 2):
-        rows = [torch.tensor(row) for row in RESPONSES[first : first + 2]]
+        rows = [torch.tensor(row, device=device()) for row in RESPONSES[first : first + 2]]
         tokens, bounds = torch.cat(rows), [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
         if pad := -len(tokens) % (mpu.get_tensor_model_parallel_world_size() * MULTIPLE):
             tokens, bounds = torch.nn.functional.pad(tokens, (0, pad)), [*bounds, len(tokens) + pad]
-        bounds = torch.tensor(bounds, dtype=torch.int)
+        bounds = torch.tensor(bounds, dtype=torch.int, device=device())
         longest = (bounds[1:] - bounds[:-1]).max().item()
         packed = PackedSeqParams(
             cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest, qkv_format="thd"
         )
-        mask = torch.cat([*(torch.ones(len(row), dtype=torch.int) for row in rows), torch.zeros(pad, dtype=torch.int)])
+        mask = (torch.arange(len(tokens), device=device()) < len(tokens) - pad).int()
         yield {"tokens": tokens[None], "packed_seq_params": packed, "full_loss_masks": mask[None], "rows": rows}
 
 
@@ -265,8 +281,8 @@ def train_step(args, model, optimizer, scheduler, old_log_probs):
         )
         return (
             loss,
-            torch.tensor(1),
-            {"keys": ["ppo_kl"], "values": torch.stack([torch.tensor(0.0), kl.detach().abs().max()])},
+            torch.tensor(1, device=logits.device),
+            {"keys": ["ppo_kl"], "values": torch.stack([logits.new_zeros(()), kl.detach().abs().max()])},
         )
 
     results = get_forward_backward_func()(
@@ -303,6 +319,7 @@ def actor(rank, world_size, pickled):
         result["difference"] = max((a - b[PROMPT - 1 :]).abs().max().item() for a, b in pairs)
         result["kl"], result["norm"] = train_step(args, model, optimizer, scheduler, old)
         result["second"], _ = train_step(args, model, optimizer, scheduler, old)
+        trained = forward_only(args, model)
         backup = {name: param.detach().clone() for name, param in named_params(args, model)}
         save_checkpoint(
             1, model, optimizer, scheduler, num_floating_point_operations_so_far=0, checkpointing_context=None,
@@ -315,6 +332,7 @@ def actor(rank, world_size, pickled):
             ddp_model=model, optimizer=None, opt_param_scheduler=None, checkpointing_context={},
             skip_load_to_model_and_opt=False,
         )  # fmt: skip
+        result["reference kl"] = max((a - b).abs().max().item() for a, b in zip(trained, forward_only(args, model)))
         result["restored"] = all(torch.equal(param, backup[name]) for name, param in named_params(args, model))
         return result
     finally:
@@ -322,18 +340,35 @@ def actor(rank, world_size, pickled):
         unset_num_microbatches_calculator()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_calls_of_an_actor(gloo_pool, tmp_path, monkeypatch, case):
-    ranks, flags, bf16 = CASES[case]
-    monkeypatch.setattr(sys, "argv", ["train.py", *(FLAGS + flags).split()])
-    results = gloo_pool.run(actor, ranks, settings(tmp_path, ranks, bf16))
+def check(pool, folder, monkeypatch, case, flags, tolerance):
+    """Run the actor on all ranks of ``case``; ``tolerance`` of log-probabilities against the library's."""
+    ranks, case_flags, bf16 = case
+    monkeypatch.setattr(sys, "argv", ["train.py", *(FLAGS + case_flags + flags).split()])
+    results = pool.run(actor, ranks, settings(folder, ranks, bf16))
     names = {name for result in results for name in result["names"]}
     assert [name for name in names if not UNDERSTOOD.fullmatch(name)] == []
-    if "experts" in case:
+    if EXPERTS in case_flags:
         assert {name.rpartition(".")[2] for name in names if ".experts." in name} == {f"weight{i}" for i in range(4)}
     for result in results:
-        assert result["difference"] < (3e-3 if bf16 else 1e-5)  # rows of other lengths round differently
-        assert result["kl"] == 0.0 and result["norm"] > 0 and result["second"] > 1e-4 and result["restored"]
+        assert result["difference"] < tolerance
+        assert result["kl"] == result["reference kl"] == 0.0 and result["restored"]
+        assert result["norm"] > 0 and result["second"] > 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calls_of_an_actor(gloo_pool, tmp_path, monkeypatch, case):
+    tolerance = 3e-3 if CASES[case][2] else 1e-5  # rows of other lengths round differently
+    check(gloo_pool, tmp_path, monkeypatch, CASES[case], "", tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.gpus(GPU_CASES[case][0]), id=case) for case in GPU_CASES]
+)
+def test_calls_of_an_actor_on_gpus(nccl_pool, tmp_path, monkeypatch, case):
+    # one step of a bf16 logit from 1 to 2: GEMMs of rows of other lengths sum in another order
+    tolerance = 2**-7 if GPU_CASES[case][2] else 1e-5
+    check(nccl_pool, tmp_path, monkeypatch, GPU_CASES[case], GPU_SIZES, tolerance)
 
 
 CHECKOUT = os.environ.get("SLIME_CHECKOUT", "")
