@@ -77,6 +77,17 @@ def test_curves_are_compared_over_windows_with_the_noise_of_seeds():
         "transformers": {"losses": [loss + (0.01 if step < 20 else 0.03) for step, loss in enumerate(base)]},
     }
     rows = {row["curve"]: row for row in real_text_curves.compare(curves)}
-    assert rows["fp8"]["last_relative"] == pytest.approx(0.003) and not rows["fp8"]["passed"]
+    assert rows["fp8"]["last_relative"] == pytest.approx(0.003) and rows["fp8"]["passed"]
     assert rows["transformers"]["rms"] == pytest.approx((0.0005) ** 0.5) and not rows["transformers"]["passed"]
     assert rows["transformers"]["last"] == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(("other", "passed"), [(-0.012, True), (0.012, False)])
+def test_fp8_passes_by_the_mean_of_the_differences_from_two_weights(other, passed):
+    curves = {name: {"losses": [loss] * 20} for name, loss in (
+        ("bf16", 2.0), ("fp8", 2.012), ("bf16, other weights", 2.4), ("fp8, other weights", 2.4 + other)
+    )}  # fmt: skip
+    rows = {row["curve"]: row for row in real_text_curves.compare(curves)}
+    assert rows["fp8, other weights"]["last"] == pytest.approx(other)
+    assert rows["fp8, mean of two weights"]["last_relative"] == pytest.approx((0.012 + other) / 2 / 2.2)
+    assert rows["fp8, mean of two weights"]["passed"] is passed
