@@ -32,20 +32,25 @@ from megatron.core.transformer.ssm.state_space import state_space
 
 ROOT = Path(__file__).resolve().parents[1]
 Rule = Callable[..., Tensor]
-SHAPES = {  # name: (delta rule, batch, heads of keys and values, channels of keys and values)
-    "gated delta net, 32 heads": (True, 1, 16, 32, 128, 128),
-    "gated delta net, 64 heads": (True, 1, 16, 64, 128, 128),
-    "mamba-2, 128 heads": (False, 1, 8, 128, 128, 64),
+Shape = tuple[str, int, int, int, int, int]
+SHAPES: dict[str, Shape] = {  # name: (rule, batch, heads of keys and values, channels of keys and values)
+    "gated delta net, 32 heads": ("delta", 1, 16, 32, 128, 128),
+    "gated delta net, 64 heads": ("delta", 1, 16, 64, 128, 128),
+    "kimi delta attention, 32 heads": ("channels", 1, 32, 32, 128, 128),
+    "mamba-2, 128 heads": ("states", 1, 8, 128, 128, 64),
 }
 LENGTHS = (8192, 32768, 131072)
 LONGEST_PLAIN = 8192
 """Plain torch saves about 20 kB per token and head."""
-SMOKE = {"delta": (True, 1, 1, 2, 16, 16), "state space": (False, 1, 1, 2, 16, 16)}
+SMOKE: dict[str, Shape] = {
+    "delta": ("delta", 1, 1, 2, 16, 16), "channels": ("channels", 1, 2, 2, 16, 16),
+    "state space": ("states", 1, 1, 2, 16, 16),
+}  # fmt: skip
 
 
-def random_inputs(length: int, shape: tuple[bool, int, int, int, int, int], device: torch.device) -> list[Tensor]:
+def random_inputs(length: int, shape: Shape, device: torch.device) -> list[Tensor]:
     """Return query, key, value, log-decays and, for the delta rule, beta: leaves with gradients."""
-    delta, batch, keys, heads, width, channels = shape
+    kind, batch, keys, heads, width, channels = shape
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -54,8 +59,9 @@ def random_inputs(length: int, shape: tuple[bool, int, int, int, int, int], devi
     key = torch.nn.functional.normalize(normal(length, batch, keys, width), dim=-1)
     query = normal(length, batch, keys, width) * width**-0.5
     half = [x.bfloat16() for x in (query, key, normal(length, batch, heads, channels))]
-    decay, beta = -torch.nn.functional.softplus(normal(length, batch, heads)), normal(length, batch, heads).sigmoid()
-    return [x.requires_grad_() for x in (*half, decay, *([beta] if delta else []))]
+    per_head = (length, batch, heads, width) if kind == "channels" else (length, batch, heads)
+    decay, beta = -torch.nn.functional.softplus(normal(*per_head)), normal(length, batch, heads).sigmoid()
+    return [x.requires_grad_() for x in (*half, decay, *([] if kind == "states" else [beta]))]
 
 
 def by_kernels(tilings: Any, *inputs: Tensor) -> Tensor:
@@ -78,6 +84,10 @@ def by_chunks(dtype: torch.dtype, *inputs: Tensor) -> Tensor:
 def by_fla(*inputs: Tensor) -> Tensor:
     """Outputs of fla-core: [b, s, heads, channels]."""
     query, key, value, decay, *beta = (x.transpose(0, 1).contiguous() for x in inputs)
+    if decay.ndim == 4:
+        from fla.ops.kda import chunk_kda
+
+        return chunk_kda(query, key, value, decay, beta[0], scale=1.0)[0].transpose(0, 1)
     if beta:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -123,11 +133,14 @@ def measure(name: str, rule: Rule, inputs: list[Tensor], repeats: int, *, errors
     return row
 
 
-def variants(length: int, *, sweep: bool, kernels: bool) -> dict[str, Rule]:
+def variants(kind: str, length: int, *, sweep: bool, kernels: bool) -> dict[str, Rule]:
     """Return the rules to measure by name."""
     rules: dict[str, Rule] = {"kernels": partial(by_kernels, TILINGS)} if kernels else {}
     if sweep and kernels:
+        unused = {"pairs", "gradients"} if kind == "channels" else {"channel_pairs", "channel_gradients"}
         for kernel, tilings in CANDIDATES.items():
+            if kernel in unused:
+                continue
             for tiling in tilings:
                 if tiling != TILINGS[kernel]:
                     rules[f"kernels, {kernel} {tiling}"] = partial(by_kernels, {**TILINGS, kernel: tiling})
@@ -146,9 +159,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             inputs = random_inputs(length, shape, device)
             if options.smoke:  # the interpreter has no products of bf16
                 inputs = [x.detach().float().requires_grad_() for x in inputs]
-            for variant, rule in variants(
-                length, sweep=options.sweep and length == lengths[0], kernels=kernels
-            ).items():
+            sweep = options.sweep and length == lengths[0]
+            for variant, rule in variants(shape[0], length, sweep=sweep, kernels=kernels).items():
                 row = {"shape": name, "length": length}
                 row |= measure(variant, rule, inputs, repeats, errors=length <= LONGEST_PLAIN)
                 rows.append(row)

@@ -14,6 +14,12 @@ and, from gradients do and dS of the state after the chunk,
     du = P^T do + end k dS,   y = T^T du   (the gradient of r; A has the gradient -y u^T)
     dS <- exp(G_last) dS + q^T (start do) - k^T (beta start y)
 
+With decays per channel (Kimi delta attention, arXiv 2510.26692) g, G, start and end have k elements. start and end
+multiply q and k before the scans, and the factors per head only tell documents apart. D_ij is a factor inside of the
+sums over channels. Let m be the last token of the first half of the smallest of the aligned blocks of 2, 4, .. 64
+tokens that contain i and j. Then D_ij = exp(G_i - G_m) exp(G_m - G_j), and no exponent exceeds 0. One product of
+matrices computes such pairs of all blocks of a size.
+
 One kernel computes T and P of all chunks. A scan forward and one backward follow, in parallel over heads and blocks of
 v. Two more kernels compute the remaining gradients of all chunks. The backward pass computes T, P and the states again.
 There are no atomics: same bits every run. G, start, end and all sums are fp32; operands of products have the dtype of
@@ -31,7 +37,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,10 +47,11 @@ from megatron.core.fusions.installed_triton import tl, triton
 
 CHUNK = 64
 Tiling = tuple[int, int, int]
-"""Channels of v per tile (or program), warps, pipeline stages."""
+"""Channels per tile (or program), warps, pipeline stages. Channels of v; in ``channel_pairs`` of k, in
+``channel_gradients`` of both."""
 TILINGS: Mapping[str, Tiling] = {
     "pairs": (0, 4, 1), "forward": (32, 4, 2), "backward": (32, 4, 2), "pair_gradients": (64, 8, 2),
-    "gradients": (64, 8, 2),
+    "gradients": (64, 8, 2), "channel_pairs": (64, 8, 1), "channel_gradients": (32, 8, 1),
 }  # fmt: skip
 """Tilings of the kernels."""
 CANDIDATES: Mapping[str, tuple[Tiling, ...]] = {
@@ -53,6 +60,8 @@ CANDIDATES: Mapping[str, tuple[Tiling, ...]] = {
     "backward": ((32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2)),
     "pair_gradients": ((64, 8, 1), (64, 8, 2)),
     "gradients": ((32, 8, 2), (64, 8, 2), (64, 16, 2), (32, 16, 2)),
+    "channel_pairs": ((32, 4, 1), (32, 8, 1), (64, 8, 1)),
+    "channel_gradients": ((32, 8, 1), (32, 8, 2), (64, 8, 1), (64, 8, 2)),
 }
 """Tilings that benchmarks time and GPU tests check."""
 
@@ -104,6 +113,55 @@ if triton is not None:
             tl.store(out + 3 * size, tl.load(beta + at, mask=present, other=0.0), mask=inside)
 
     @triton.jit
+    def _channel_decay_kernel(
+        query, key, log_decay, sums, start_query, start_key, end_key, totals, length, batch, heads, per_key,
+        q_s, q_b, q_a, k_s, k_b, k_a, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    ):  # fmt: skip
+        """Write G, start q, start k and end k [s, b, h, k], without documents, and exp(G_last) to ``totals``
+        [b, h, n, k]."""
+        chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+        token, first, stride = chunk * C + tl.arange(0, C), tl.program_id(2) * BK, batch * heads * K
+        at, inside = (row * heads + head) * K + first, (token < length)[:, None]
+        decay = _rows(log_decay + at, token, length, stride, BK)
+        q = _rows(query + row.to(tl.int64) * q_b + (head // per_key) * q_a + first, token, length, q_s, BK)
+        k = _rows(key + row.to(tl.int64) * k_b + (head // per_key) * k_a + first, token, length, k_s, BK)
+        total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
+        start, end = tl.exp(tl.minimum(total, 0.0)), tl.exp(tl.minimum(last[None, :] - total, 0.0))
+        out = at + token[:, None].to(tl.int64) * stride + tl.arange(0, BK)[None, :]
+        tl.store(sums + out, total, mask=inside)
+        tl.store(start_query + out, (start * q).to(k.dtype), mask=inside)
+        tl.store(start_key + out, (start * k).to(k.dtype), mask=inside)
+        tl.store(end_key + out, (end * k).to(k.dtype), mask=inside)
+        line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + chunk
+        tl.store(totals + line * K + first + tl.arange(0, BK), tl.exp(tl.minimum(last, 0.0)))
+
+    @triton.jit
+    def _to_middle(sums_at, sums, token, level, length, stride, WIDTH: tl.constexpr):
+        """exp(-|G - G of the middle|) per channel, at most 1: the middle of a token's block of 2^(level + 1) tokens is
+        the last token of the block's first half."""
+        middle = (((token >> level) | 1) << level) - 1
+        return tl.exp(-tl.abs(sums - _rows(sums_at, middle, length, stride, WIDTH)))
+
+    @triton.jit
+    def _channel_products(
+        query, key, sums_at, token, length, q_s, k_s, stride, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr
+    ):
+        """Sums over channels of q_i k_j D_ij for j <= i, and of k_i k_j D_ij for j < i."""
+        i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+        qk, kk = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+        for block in range(0, K, BK):
+            q, k = _rows(query + block, token, length, q_s, BK), _rows(key + block, token, length, k_s, BK)
+            sums = _rows(sums_at + block, token, length, stride, BK)
+            qk += tl.where(i == j, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
+            for level in range(0, 6):  # C = 2^6
+                near = _to_middle(sums_at + block, sums, token, level, length, stride, BK)
+                q_near, k_near = (q * near).to(k.dtype), (k * near).to(k.dtype)
+                halves = ((i ^ j) >> level) == 1
+                qk += tl.where(halves, tl.dot(q_near, tl.trans(k_near)), 0.0)
+                kk += tl.where(halves, tl.dot(k_near, tl.trans(k_near)), 0.0)
+        return qk, kk
+
+    @triton.jit
     def _quarters(x, C: tl.constexpr):
         """Return the upper left, lower left and lower right quarters of ``x`` [C, C]."""
         left, right = tl.split(tl.permute(tl.reshape(x, (2, C // 2, 2, C // 2)), (0, 1, 3, 2)))
@@ -113,8 +171,9 @@ if triton is not None:
 
     @triton.jit
     def _pairs_kernel(
-        query, key, vectors, begun, scores, inverse, length, batch, heads, per_key, q_s, q_b, q_a, k_s, k_b, k_a,
-        K: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+        query, key, vectors, begun, channel_sums, scores, inverse, length, batch, heads, per_key,
+        q_s, q_b, q_a, k_s, k_b, k_a,
+        K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
     ):  # fmt: skip
         """Write P to ``scores`` and T to ``inverse`` [b, h, n, c, c]. The diagonal quarters of T follow from A row by
         row (forward substitution) in fp32, the lower left one is -T_11 A_10 T_00."""
@@ -123,15 +182,24 @@ if triton is not None:
         kind = scores.dtype.element_ty
         place, padded = tl.arange(0, C), chunks * C
         token, i, j = chunk * C + place, place[:, None], place[None, :]
-        q = _rows(query + row.to(tl.int64) * q_b + (head // per_key) * q_a, token, length, q_s, K)
-        k = _rows(key + row.to(tl.int64) * k_b + (head // per_key) * k_a, token, length, k_s, K)
+        q_at = query + row.to(tl.int64) * q_b + (head // per_key) * q_a
+        k_at = key + row.to(tl.int64) * k_b + (head // per_key) * k_a
+        if not CHANNELS:
+            q, k = _rows(q_at, token, length, q_s, K), _rows(k_at, token, length, k_s, K)
         sums, number = tl.load(vectors + line * padded + token), tl.load(begun + row * padded + token)
         near = _decays(sums, sums, number, number, i >= j)
+        if CHANNELS:
+            channel_sums += (row * heads + head) * K
+            qk, kk = _channel_products(q_at, k_at, channel_sums, token, length, q_s, k_s, batch * heads * K, K, BK, C)
+        else:
+            qk = tl.dot(q, tl.trans(k))
         square = (line * chunks + chunk) * C * C
-        tl.store(_square(scores + square, place, place, C), (tl.dot(q, tl.trans(k)) * near).to(kind))
+        tl.store(_square(scores + square, place, place, C), (qk * near).to(kind))
         if DELTA:
             beta = tl.load(vectors + (3 * batch * heads + line) * padded + token)[:, None]
-            t00, t10, t11 = _quarters(tl.where(i > j, -beta * near * tl.dot(k, tl.trans(k)), 0.0), C)
+            if not CHANNELS:
+                kk = tl.dot(k, tl.trans(k))
+            t00, t10, t11 = _quarters(tl.where(i > j, -beta * near * kk, 0.0), C)
             for step in range(2, C // 2):  # this row of T - 1: the row of -A, times T, whose rows above are known
                 current = (half == step)[:, None]
                 row0, row1 = tl.sum(tl.where(current, t00, 0.0), 0), tl.sum(tl.where(current, t11, 0.0), 0)
@@ -148,9 +216,10 @@ if triton is not None:
 
     @triton.jit
     def _forward_kernel(
-        query, key, value, scores, inverse, vectors, state, out, corrections, states, last, length, batch, heads,
-        per_key, chunks, q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h, V,
-        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, OUT: tl.constexpr,
+        query, key, end_key, totals, value, scores, inverse, vectors, state, out, corrections, states, last, length,
+        batch, heads, per_key, chunks, q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h, V,
+        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+        OUT: tl.constexpr,
     ):  # fmt: skip
         """Scan the chunks of a head from ``state`` [b, h, k, v] to ``last``. OUT: write ``out`` [s, b, h, v]. Otherwise
         write the states before the chunks [b, h, n, k, v] and, with DELTA, u to ``corrections`` [b, h, p, v]."""
@@ -168,6 +237,10 @@ if triton is not None:
             at = vectors + line * padded + token
             start, end = tl.load(at + size)[:, None], tl.load(at + 2 * size)[:, None]
             total = tl.load(vectors + size + line * padded + chunk * C + C - 1)
+            k_end = k
+            if CHANNELS:
+                k_end = _rows(end_key + row.to(tl.int64) * k_b + head * k_a, token, length, k_s, K)
+                total *= tl.load(totals + (line * chunks + chunk) * K + tl.arange(0, K))[:, None]
             low = s.to(k.dtype)
             square = (line * chunks + chunk) * C * C
             if not OUT:
@@ -185,14 +258,14 @@ if triton is not None:
                 o_at = out + ((token[:, None].to(tl.int64) * batch + row) * heads + head) * V + column
                 inside = (token < length)[:, None]
                 tl.store(o_at + tl.arange(0, BV)[None, :], o.to(out.dtype.element_ty), mask=inside)
-            s = tl.dot(tl.trans(k), (end * u).to(k.dtype), total * s)
+            s = tl.dot(tl.trans(k_end), (end * u).to(k.dtype), total * s)
         tl.store(last + line * K * V + within, s)
 
     @triton.jit
     def _backward_kernel(
-        query, key, grad, scores, inverse, vectors, grad_last, grad_states, solved, grad_state, length, batch, heads,
-        per_key, chunks, q_s, q_b, q_a, k_s, k_b, k_a, V,
-        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+        query, key, end_key, totals, grad, scores, inverse, vectors, grad_last, grad_states, solved, grad_state, length,
+        batch, heads, per_key, chunks, q_s, q_b, q_a, k_s, k_b, k_a, V,
+        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
     ):  # fmt: skip
         """Scan the chunks of a head backward from ``grad_last`` to ``grad_state`` [b, h, k, v], with the gradient
         ``grad`` [s, b, h, v] of the outputs. Write dS after each chunk [b, h, n, k, v], and y (du without DELTA) to
@@ -213,10 +286,14 @@ if triton is not None:
             at = vectors + line * padded + token
             start, end = tl.load(at + size)[:, None], tl.load(at + 2 * size)[:, None]
             total = tl.load(vectors + size + line * padded + chunk * C + C - 1)
+            k_end = k
+            if CHANNELS:
+                k_end = _rows(end_key + row.to(tl.int64) * k_b + head * k_a, token, length, k_s, K)
+                total *= tl.load(totals + (line * chunks + chunk) * K + tl.arange(0, K))[:, None]
             low = ds.to(k.dtype)
             tl.store(grad_states + (line * chunks + chunk) * K * V + within, low)
             square = (line * chunks + chunk) * C * C + place[:, None] + place[None, :] * C  # transposed
-            du = tl.dot(tl.load(scores + square), g, end * tl.dot(k, low))
+            du = tl.dot(tl.load(scores + square), g, end * tl.dot(k_end, low))
             ds = tl.dot(tl.trans(q), (start * g).to(k.dtype), total * ds)
             if DELTA:
                 beta = tl.load(at + 3 * size)[:, None]
@@ -230,11 +307,12 @@ if triton is not None:
     def _pair_gradients_kernel(
         query, key, value, grad, corrections, solved, vectors, begun, of_scores, of_system, partial, grad_value,
         length, batch, heads, per_key, q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h, V,
-        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
     ):  # fmt: skip
         """Write to ``of_scores`` [b, h, n, c, c] the gradients of q_i.k_j through P (j <= i), to ``of_system`` the
         gradients of k_i.k_j through A (j < i), and above the diagonals the transposes. Write to ``partial``
-        [2, b, h, p] what P and A contribute to the gradients of G and beta. With DELTA write the gradient of value."""
+        [2, b, h, p] what P and A contribute to the gradients of G and beta. With DELTA write the gradient of value.
+        CHANNELS: gradients of P and, below the diagonal, of A / beta; no gradients of G, of beta only through v."""
         chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
         line, chunks = tl.program_id(1).to(tl.int64), tl.num_programs(0)
         place, padded, size = tl.arange(0, C), chunks * C, batch * heads * chunks * C
@@ -261,20 +339,28 @@ if triton is not None:
                 u = _rows(v_at + block, token, length, v_s, BV)
             of_p += tl.where(i >= j, tl.dot(g, tl.trans(u)), tl.dot(u, tl.trans(g)))
         near = _decays(sums, sums, number, number, (i >= j) | (i < j))
-        k = _rows(key + row.to(tl.int64) * k_b + (head // per_key) * k_a, token, length, k_s, K)
-        q = _rows(query + row.to(tl.int64) * q_b + (head // per_key) * q_a, token, length, q_s, K)
+        if not CHANNELS:
+            k = _rows(key + row.to(tl.int64) * k_b + (head // per_key) * k_a, token, length, k_s, K)
+            q = _rows(query + row.to(tl.int64) * q_b + (head // per_key) * q_a, token, length, q_s, K)
         of_p *= near
-        pairs = tl.where(i >= j, of_p * tl.dot(q, tl.trans(k)), 0.0)
+        if not CHANNELS:
+            pairs = tl.where(i >= j, of_p * tl.dot(q, tl.trans(k)), 0.0)
         square = (line * chunks + chunk) * C * C
         tl.store(_square(of_scores + square, place, place, C), of_p.to(of_scores.dtype.element_ty))
         if DELTA:
             of_a = tl.where(i == j, 0.0, of_a * near)
-            below = tl.where(i > j, of_a * tl.dot(k, tl.trans(k)), 0.0)
-            pairs += beta[:, None] * below
-            of_a *= tl.where(i > j, beta[:, None], beta[None, :])
+            if CHANNELS:
+                of_a *= tl.where(i > j, 1.0, beta[None, :])
+            else:
+                below = tl.where(i > j, of_a * tl.dot(k, tl.trans(k)), 0.0)
+                pairs += beta[:, None] * below
+                of_a *= tl.where(i > j, beta[:, None], beta[None, :])
             tl.store(_square(of_system + square, place, place, C), of_a.to(of_system.dtype.element_ty))
-            tl.store(partial + size + line * padded + token, of_beta + tl.sum(below, 1))
-        tl.store(partial + line * padded + token, tl.sum(pairs, 1) - tl.sum(pairs, 0))
+            if not CHANNELS:
+                of_beta += tl.sum(below, 1)
+            tl.store(partial + size + line * padded + token, of_beta)
+        if not CHANNELS:
+            tl.store(partial + line * padded + token, tl.sum(pairs, 1) - tl.sum(pairs, 0))
 
     @triton.jit
     def _gradients_kernel(
@@ -339,6 +425,71 @@ if triton is not None:
         tl.store(grad_query + out, dq.to(grad_query.dtype.element_ty), mask=(token < length)[:, None])
         tl.store(grad_key + out, dk.to(grad_key.dtype.element_ty), mask=(token < length)[:, None])
 
+    @triton.jit
+    def _channel_gradients_kernel(
+        query, key, grad, corrections, states, grad_states, solved, vectors, channel_sums, of_scores, of_system,
+        partial, grad_query, grad_key, grad_decay, grad_beta, length, batch, heads, per_key,
+        q_s, q_b, q_a, k_s, k_b, k_a, V, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    ):  # fmt: skip
+        """``_gradients_kernel`` with decays per channel, for BK of the K channels; ``grad_beta`` [K / BK, s, b, h] has
+        the parts of these channels. A factor exp(G_i) of q_i or k_i is in the gradients ``of_q`` and, without beta,
+        ``left``, a factor exp(-G_j) of k_j in ``right``."""
+        chunk, groups, chunks, part = tl.program_id(0), heads // per_key, tl.num_programs(0), tl.program_id(2)
+        row, group, channel = tl.program_id(1) // groups, tl.program_id(1) % groups, part * BK + tl.arange(0, BK)
+        place, padded, size, stride = tl.arange(0, C), chunks * C, batch * heads * chunks * C, batch * heads * K
+        token, i, j = chunk * C + place, place[:, None], place[None, :]
+        inside, final = (token < length)[:, None], tl.minimum(chunk * C + C, length) - 1
+        q = _rows(query + row.to(tl.int64) * q_b + group * q_a + part * BK, token, length, q_s, BK)
+        k = _rows(key + row.to(tl.int64) * k_b + group * k_a + part * BK, token, length, k_s, BK)
+        dq, dk = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
+        for head in range(group * per_key, (group + 1) * per_key):
+            line = (row * heads + head).to(tl.int64)
+            of_q, left = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
+            right, of_total = tl.zeros((C, BK), tl.float32), tl.zeros((BK,), tl.float32)
+            for block in range(0, V, BV):
+                matrix = ((line * chunks + chunk) * K + channel[:, None]) * V + block + tl.arange(0, BV)[None, :]
+                s, ds = tl.load(states + matrix), tl.load(grad_states + matrix)
+                of_total += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+                g = _rows(grad + (row.to(tl.int64) * heads + head) * V + block, token, length, batch * heads * V, BV)
+                u = _rows(corrections + line * padded * V + block, token, padded, V, BV)
+                y = _rows(solved + line * padded * V + block, token, padded, V, BV)
+                of_q += tl.dot(g, tl.trans(s))
+                left -= tl.dot(y, tl.trans(s))
+                right += tl.dot(u, tl.trans(ds))
+            sums_at = channel_sums + (row * heads + head) * K + part * BK
+            sums = _rows(sums_at, token, length, stride, BK)
+            last = tl.load(channel_sums + final.to(tl.int64) * stride + (row * heads + head) * K + channel)
+            at = vectors + line * padded + token
+            start = tl.load(at + size)[:, None] * tl.exp(tl.minimum(sums, 0.0))
+            of_q, left = start * of_q, start * left
+            right *= tl.load(at + 2 * size)[:, None] * tl.exp(tl.minimum(last[None, :] - sums, 0.0))
+            total = tl.load(vectors + size + line * padded + chunk * C + C - 1) * tl.exp(tl.minimum(last, 0.0))
+            of_last = tl.sum(k * right, 0) + total * of_total
+            square = (line * chunks + chunk) * C * C
+            of_p = tl.load(_square(of_scores + square, place, place, C))
+            of_a = tl.load(_square(of_system + square, place, place, C))
+            for level in range(0, 6):  # C = 2^6
+                near = _to_middle(sums_at, sums, token, level, length, stride, BK)
+                q_near, k_near = (q * near).to(k.dtype), (k * near).to(k.dtype)
+                halves, second = ((i ^ j) >> level) == 1, ((i >> level) & 1) == 1
+                of_q += near * tl.dot(tl.where(halves & (i > j), of_p, 0.0).to(k.dtype), k_near)
+                of_key = tl.dot(tl.where(halves & (i < j), of_p, 0.0).to(k.dtype), q_near)
+                of_key = near * tl.dot(tl.where(halves, of_a, 0.0).to(k.dtype), k_near, of_key)
+                left += tl.where(second, of_key, 0.0)
+                right += tl.where(second, 0.0, of_key)
+            beta, same = tl.load(at + 3 * size)[:, None], tl.sum(tl.where(i == j, of_p, 0.0).to(tl.float32), 1)[:, None]
+            dq += of_q + same * k
+            dk += beta * left + right + same * q
+            small = (token * batch + row) * heads + head
+            of_beta = tl.where(part == 0, tl.load(partial + size + line * padded + token), 0.0) + tl.sum(k * left, 1)
+            tl.store(grad_beta + part * length * batch * heads + small, of_beta, mask=token < length)
+            rise = q * of_q + k * (beta * left - right)
+            decay = tl.cumsum(rise, 0, reverse=True) + of_last[None, :]  # g_j is part of G_i for i >= j
+            tl.store(grad_decay + small[:, None].to(tl.int64) * K + channel[None, :], decay, mask=inside)
+        out = ((token[:, None].to(tl.int64) * batch + row) * groups + group) * K + channel[None, :]
+        tl.store(grad_query + out, dq.to(grad_query.dtype.element_ty), mask=inside)
+        tl.store(grad_key + out, dk.to(grad_key.dtype.element_ty), mask=inside)
+
 
 @dataclass(frozen=True)
 class _Chunks:
@@ -353,10 +504,12 @@ class _Chunks:
     begun: Tensor
     """int32 [b, p] (``_decay_kernel``)."""
     state: Tensor
+    log_decay: Tensor | None
+    """g per channel, contiguous [s, b, h, k]; ``vectors`` then have those of g = 0, which are 0 or 1 by documents."""
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.query, self.key, self.value, self.vectors, self.begun, self.state
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.query, self.key, self.value, self.vectors, self.begun, self.state, self.log_decay
 
     @property
     def count(self) -> int:
@@ -376,14 +529,21 @@ class _Chunks:
 
 def _options(name: str, tilings: Mapping[str, Tiling], chunks: _Chunks) -> dict[str, Any]:
     width, num_warps, num_stages = tilings[name]
-    options = {"K": chunks.key.shape[-1], "C": CHUNK, "DELTA": chunks.delta, "num_warps": num_warps}
+    options = {"K": chunks.key.shape[-1], "C": CHUNK, "num_warps": num_warps}
+    if name in ("pairs", "channel_pairs", "channel_gradients"):
+        options |= {"BK": math.gcd(width, chunks.key.shape[-1])}
+    if name != "channel_gradients":
+        options |= {"DELTA": chunks.delta, "CHANNELS": chunks.log_decay is not None}
     # the largest power of two that divides both
     return options | {"num_stages": num_stages} | ({"BV": math.gcd(width, chunks.value.shape[-1])} if width else {})
 
 
 def _prepare(inputs: Sequence[Tensor], beta: Tensor | None, follows: Tensor | None, state: Tensor) -> _Chunks:
     query, key, value, log_decay = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs)
-    length, batch, heads = log_decay.shape
+    length, batch, heads = log_decay.shape[:3]
+    per_channel = log_decay.contiguous() if log_decay.ndim == 4 else None
+    if per_channel is not None:
+        log_decay = log_decay.new_zeros(length, batch, heads)
     count, block = triton.cdiv(length, CHUNK), min(triton.next_power_of_2(heads), 32)
     vectors = log_decay.new_empty((4, batch, heads, count * CHUNK), dtype=torch.float32)
     begun = log_decay.new_empty((batch, count * CHUNK), dtype=torch.int32)
@@ -392,24 +552,50 @@ def _prepare(inputs: Sequence[Tensor], beta: Tensor | None, follows: Tensor | No
         *(vectors if x is None else x for x in small), vectors, begun, length, batch, heads, DELTA=beta is not None,
         DOCUMENTS=follows is not None, C=CHUNK, HEADS=block,
     )  # fmt: skip
-    return _Chunks(beta is not None, query, key, value, vectors, begun, state.contiguous())
+    return _Chunks(beta is not None, query, key, value, vectors, begun, state.contiguous(), per_channel)
 
 
-def _pairs(chunks: _Chunks, tilings: Mapping[str, Tiling]) -> tuple[Tensor, Tensor]:
+class _Operands(NamedTuple):
+    """Operands of the scans: with decays per channel start q, start k, end k, exp(G_last) and G, else q, k, k and
+    unused ones."""
+
+    query: Tensor
+    key: Tensor
+    end_key: Tensor
+    totals: Tensor
+    sums: Tensor
+
+
+def _operands(chunks: _Chunks) -> _Operands:
+    query, key = chunks.query, chunks.key
+    if chunks.log_decay is None:
+        return _Operands(query, key, key, chunks.vectors, chunks.vectors)
+    _, batch, heads, _ = chunks.sizes
+    scaled = [torch.empty(chunks.log_decay.shape, dtype=key.dtype, device=key.device) for _ in range(3)]
+    width, block = key.shape[-1], min(key.shape[-1], 32)
+    sums, totals = torch.empty_like(chunks.log_decay), chunks.new(chunks.count, width, dtype=torch.float32)
+    _channel_decay_kernel[(chunks.count, batch * heads, width // block)](
+        query, key, chunks.log_decay, sums, *scaled, totals, *chunks.sizes, *chunks.strides(query, key),
+        K=width, BK=block, C=CHUNK,
+    )  # fmt: skip
+    return _Operands(*scaled, totals, sums)
+
+
+def _pairs(chunks: _Chunks, sums: Tensor, tilings: Mapping[str, Tiling]) -> tuple[Tensor, Tensor]:
     """Return P and T [b, h, n, c, c]; without corrections T is P."""
     query, key = chunks.query, chunks.key
     scores = chunks.new(chunks.count, CHUNK, CHUNK, dtype=query.dtype)
     inverse = torch.empty_like(scores) if chunks.delta else scores
     _, batch, heads, _ = chunks.sizes
     _pairs_kernel[(chunks.count, batch * heads)](
-        query, key, chunks.vectors, chunks.begun, scores, inverse, *chunks.sizes, *chunks.strides(query, key),
-        **_options("pairs", tilings, chunks),
+        query, key, chunks.vectors, chunks.begun, sums, scores, inverse, *chunks.sizes, *chunks.strides(query, key),
+        **_options("pairs" if chunks.log_decay is None else "channel_pairs", tilings, chunks),
     )  # fmt: skip
     return scores, inverse
 
 
 def _scan(
-    chunks: _Chunks, pairs: tuple[Tensor, Tensor], tilings: Mapping[str, Tiling], *, states: bool
+    chunks: _Chunks, operands: _Operands, pairs: tuple[Tensor, Tensor], tilings: Mapping[str, Tiling], *, states: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (outputs [s, b, h, v], u, last state), or with ``states`` (states before the chunks [b, h, n, k, v], u
     [b, h, p, v], last state); u only with both ``states`` and corrections."""
@@ -423,9 +609,9 @@ def _scan(
     else:
         out = torch.empty(chunks.value.shape, dtype=chunks.value.dtype, device=last.device)
     _forward_kernel[(channels // options["BV"], batch * heads)](
-        chunks.query, chunks.key, chunks.value, *pairs, chunks.vectors, chunks.state, out, corrections, out, last,
-        *chunks.sizes, chunks.count, *chunks.strides(chunks.query, chunks.key, chunks.value), channels,
-        OUT=not states, **options,
+        *operands[:4], chunks.value, *pairs, chunks.vectors, chunks.state, out, corrections, out, last,
+        *chunks.sizes[:3], heads // operands.key.shape[2], chunks.count, *chunks.strides(*operands[:2], chunks.value),
+        channels, OUT=not states, **options,
     )  # fmt: skip
     return out, corrections, last
 
@@ -434,28 +620,38 @@ def _gradients(chunks: _Chunks, grad: Tensor, grad_last: Tensor, tilings: Mappin
     """Return the gradients of query, key, value, log-decays, beta and state."""
     query, key, value = chunks.query, chunks.key, chunks.value
     length, batch, heads, per_key = chunks.sizes
-    pairs = _pairs(chunks, tilings)
-    states, corrections, _ = _scan(chunks, pairs, tilings, states=True)
+    operands = _operands(chunks)
+    pairs = _pairs(chunks, operands.sums, tilings)
+    states, corrections, _ = _scan(chunks, operands, pairs, tilings, states=True)
     grad_states, grad_state = torch.empty_like(states), torch.empty_like(chunks.state)
     channels = states.shape[-1]
     solved = chunks.new(chunks.count * CHUNK, channels, dtype=key.dtype)
     options, strides = _options("backward", tilings, chunks), chunks.strides(query, key)
     _backward_kernel[(channels // options["BV"], batch * heads)](
-        query, key, grad, *pairs, chunks.vectors, grad_last, grad_states, solved, grad_state, *chunks.sizes,
-        chunks.count, *strides, channels, **options,
+        *operands[:4], grad, *pairs, chunks.vectors, grad_last, grad_states, solved, grad_state, *chunks.sizes[:3],
+        heads // operands.key.shape[2], chunks.count, *chunks.strides(*operands[:2]), channels, **options,
     )  # fmt: skip
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
     grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device) if chunks.delta else value
     # P and T are not read again
-    partial, strides = torch.empty_like(chunks.vectors[:2]), [*strides, *chunks.strides(value)]
+    partial = torch.empty_like(chunks.vectors[:2])
     _pair_gradients_kernel[(chunks.count, batch * heads)](
         query, key, value, grad, corrections, solved, chunks.vectors, chunks.begun, *pairs, partial, grad_value,
-        *chunks.sizes, *strides, channels, **_options("pair_gradients", tilings, chunks),
+        *chunks.sizes, *strides, *chunks.strides(value), channels, **_options("pair_gradients", tilings, chunks),
     )  # fmt: skip
+    if chunks.log_decay is not None:
+        options, width = _options("channel_gradients", tilings, chunks), key.shape[-1]
+        parts = width // options["BK"]
+        of_decay, of_beta = torch.empty_like(chunks.log_decay), partial.new_empty(parts, length, batch, heads)
+        _channel_gradients_kernel[(chunks.count, batch * key.shape[2], parts)](
+            query, key, grad, corrections, states, grad_states, solved, chunks.vectors, operands.sums, *pairs, partial,
+            *grads, of_decay, of_beta, *chunks.sizes, *strides, channels, **options,
+        )  # fmt: skip
+        return *grads, grad_value, of_decay, of_beta.sum(0), grad_state
     small = [torch.empty((length, batch, heads), dtype=torch.float32, device=key.device) for _ in range(2)]
     _gradients_kernel[(chunks.count, batch * key.shape[2])](
         query, key, value, grad, corrections, states, grad_states, solved, chunks.vectors, *pairs, partial, *grads,
-        *small, *chunks.sizes, *strides, channels, **_options("gradients", tilings, chunks),
+        *small, *chunks.sizes, *strides, *chunks.strides(value), channels, **_options("gradients", tilings, chunks),
     )  # fmt: skip
     if not chunks.delta:
         grad_value = solved[:, :, :length].permute(2, 0, 1, 3)
@@ -469,7 +665,9 @@ class _LinearAttention(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *inputs, beta, follows, state, ctx.tilings = arguments
         chunks = _prepare(inputs, beta, follows, state)
-        out, _, last = _scan(chunks, _pairs(chunks, ctx.tilings), ctx.tilings, states=False)
+        operands = _operands(chunks)
+        pairs = _pairs(chunks, operands.sums, ctx.tilings)
+        out, _, last = _scan(chunks, operands, pairs, ctx.tilings, states=False)
         ctx.delta = chunks.delta
         ctx.save_for_backward(*chunks.tensors)
         return out, last
@@ -496,7 +694,8 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return outputs [s, b, h, v] and the state [b, h, k, v] after the last token in fp32, by kernels.
     ``ssm/delta_rule.py`` describes the arguments; ``beta`` None: ``ssm/state_space.py``. Query, key and value are
-    rounded to bf16 if one of key and value is bf16; outputs have their dtype."""
+    rounded to bf16 if one of key and value is bf16; outputs have their dtype. Decays per channel need ``beta``."""
+    assert log_decay.ndim == 3 or beta is not None
     dtype = torch.bfloat16 if torch.bfloat16 in (key.dtype, value.dtype) else value.dtype
     query, key, value = (x.to(dtype) for x in (query, key, value))
     beta = None if beta is None else beta.float()

@@ -27,8 +27,8 @@ class MeasuredRate:
     row: str
     """Name in ``benchmarks/results/training.json``."""
     kind: str
-    """``dense``, ``small``, ``experts``, ``fine experts``, ``recurrent``, ``other recurrent`` (with experts or
-    without kernels), or the name of a model family."""
+    """``dense``, ``small``, ``experts``, ``fine experts``, ``recurrent``, ``other recurrent`` (with experts, or
+    Kimi delta attention), or the name of a model family."""
     axes: Mapping[str, int]
     """Sizes of the axes in :data:`AXES` with more than one rank."""
     tflops: float

@@ -45,10 +45,11 @@ def delta_rule(
         state: before the first token, [b, h, k, v]; the computation has its dtype, fp32 or fp64.
         size: tokens of a chunk, with decays per channel rounded to a power of two; results differ by rounding only.
     """
-    if log_decay.ndim == 3 and kernels_serve(delta_rule, key, value):
+    per_channel = log_decay.ndim == 4
+    if kernels_serve(delta_rule, key, value, per_channel):
         return linear_attention(query, key, value, log_decay, beta, follows, state)
     length, shared = len(value), value.shape[2] // key.shape[2]
-    per_channel, size = log_decay.ndim == 4, min(size, length)  # one new token needs no full chunk
+    size = min(size, length)  # one new token needs no full chunk
     if per_channel:
         size = 1 << (size - 1).bit_length()
     query, key = (in_chunks(x.to(state.dtype).repeat_interleave(shared, 2), size) for x in (query, key))

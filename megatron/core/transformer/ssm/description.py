@@ -80,11 +80,12 @@ def _describe_delta_mixer(
     values, key, value = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
     vectors = [Param("norm.weight", (value,), ndim=1)]
     vectors += [Param(name, rows, {"tp": 0}, ndim=1) for name, rows in (("dt_bias", biases), ("A_log", (values,)))]
-    kernels = len(biases) == 1 and _has_kernels(config, key, value)
+    kernels = _has_kernels(config, key, value)
     kept = _chunk_bytes(config, sizes, values, key, value, keys=keys, matrices=matrices)
     if kernels:
         unit_vectors = 2 * config.linear_num_key_heads * key * activation_bytes(config)
-        kept = _kernel_bytes(config, sizes, values, unit_vectors)
+        channels = 12 * values * key if len(biases) > 1 else 0  # decays, and what softplus and the rate read
+        kept = _kernel_bytes(config, sizes, values, unit_vectors + channels)
     chunks, flops = _kept("convolved, decays and chunks", kept, "delta_rule"), 6.0 * values * key * value
     return replace(
         _describe_mixer(config, place, sizes, vectors, chunks, flops, "gdn_norm_out", kernels=kernels),

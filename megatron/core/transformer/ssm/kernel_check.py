@@ -33,10 +33,11 @@ class Problem(NamedTuple):
     """Number of inputs at the end that stay fp32; kernels get the others in bf16."""
 
 
-def kernels_serve(rule: Rule, key: Tensor, value: Tensor) -> bool:
+def kernels_serve(rule: Rule, key: Tensor, value: Tensor, per_channel: bool = False) -> bool:
     """Whether kernels compute ``rule`` (``delta_rule`` or ``state_space``) for ``key`` [s, b, a, k] and ``value``
-    [s, b, h, v]: they take the sizes and dtypes, and their results are right on this device (:func:`is_right`)."""
-    return kernels_fit(key, value) and is_right(_check_rule, key, rule, key.shape[-1], value.shape[-1])
+    [s, b, h, v], with decays ``per_channel`` of a key: they take the sizes and dtypes, and their results are right on
+    this device (:func:`is_right`)."""
+    return kernels_fit(key, value) and is_right(_check_rule, key, rule, per_channel, key.shape[-1], value.shape[-1])
 
 
 def is_right(check: Callable[..., bool], x: Tensor, *arguments: Any) -> bool:
@@ -48,14 +49,14 @@ def is_right(check: Callable[..., bool], x: Tensor, *arguments: Any) -> bool:
 
 
 @cache
-def _check_rule(rule: Rule, width: int, channels: int, device: str) -> bool:
+def _check_rule(rule: Rule, per_channel: bool, width: int, channels: int, device: str) -> bool:
     """144 tokens of two sequences, one of them with a second document."""
     delta, (length, batch, keys, heads) = rule.__name__ == "delta_rule", (144, 2, 1, 2)
     query, key, value, state = random_values(
         (length, batch, keys, width), (length, batch, keys, width), (length, batch, heads, channels),
         (batch, heads, width, channels),
     )  # fmt: skip
-    decay, beta = random_values((length, batch, heads), (length, batch, heads))
+    decay, beta = random_values((length, batch, heads, *[width] * per_channel), (length, batch, heads))
     inputs = {"queries": query / math.sqrt(width), "keys": torch.nn.functional.normalize(key, dim=-1), "values": value}
     inputs |= {"decays": -0.1 * decay.square(), **({"corrections": beta.sigmoid()} if delta else {})}
     follows = torch.ones(length, batch, dtype=torch.bool, device=device)

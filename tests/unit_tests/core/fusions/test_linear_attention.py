@@ -20,20 +20,22 @@ from tests.unit_tests.core.transformer.ssm.recurrences import delta_rule_by_toke
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 NAMES = "outputs", "state", "query", "key", "value", "log_decay", "beta", "initial state"
-BY_TOKEN = {True: delta_rule_by_token, False: state_space_by_token}
-BY_CHUNK = {True: delta_rule, False: state_space}
+BY_TOKEN = {"delta": delta_rule_by_token, "channels": delta_rule_by_token, "states": state_space_by_token}
+"""The gated delta rule, with decays per channel (Kimi delta attention), and Mamba-2."""
+BY_CHUNK = {"delta": delta_rule, "channels": delta_rule, "states": state_space}
 
 
 def tolerance(name, strength):
     """Relative error in the norm. Chunks add decays of 500 per token to sums of 16,000, whose last bit in fp32 is 1e-3.
     Operands rounded to bf16 give errors of 2e-3 to 4e-3."""
     if DEVICE == "cpu":
-        return 5e-3 if strength > 100 else 1e-5
+        return 1e-5 * max(1, strength)
     return 2e-2 if name in ("log_decay", "beta") else 1e-2
 
 
-def random_inputs(shape, delta, strength, documents):
-    """``shape``: s, b, a, h, k, v. Keys of length 1, beta in [0, 2), values that DTYPE holds exactly."""
+def random_inputs(shape, kind, strength, documents):
+    """``shape``: s, b, a, h, k, v. Keys of length 1, beta in [0, 2), values that DTYPE holds exactly. Of decays per
+    channel, some forget at once and others nothing."""
     length, batch, keys, heads, width, channels = shape
     generator = torch.Generator().manual_seed(length)
 
@@ -43,8 +45,10 @@ def random_inputs(shape, delta, strength, documents):
     query, value = normal(length, batch, keys, width) / math.sqrt(width), normal(length, batch, heads, channels)
     key = torch.nn.functional.normalize(normal(length, batch, keys, width), dim=-1)
     decay, beta = -strength * torch.rand(length, batch, heads, generator=generator), normal(length, batch, heads)
+    if kind == "channels":
+        decay = -strength * torch.rand(length, batch, heads, width, generator=generator) ** 4
     inputs = [x.to(DTYPE).to(DEVICE) for x in (query, key, value)] + [decay.to(DEVICE)]
-    if delta:
+    if kind != "states":
         inputs.append((2 * beta.sigmoid()).to(DEVICE))
     follows = (torch.rand(length, batch, generator=generator) < 1 - 3 / length).to(DEVICE) if documents else None
     return inputs, follows, normal(batch, heads, width, channels).to(DEVICE)
@@ -59,52 +63,82 @@ def results(rule, inputs, follows, state, dtype=None):
     return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, leaves, upstream))]
 
 
-def by_kernels(delta, tilings=TILINGS, function=linear_attention):
+def by_kernels(kind, tilings=TILINGS, function=linear_attention):
     def rule(*arguments):
         *inputs, follows, state = arguments
-        beta = inputs.pop() if delta else None
+        beta = None if kind == "states" else inputs.pop()
         return function(*inputs, beta, follows, state, tilings)
 
     return rule
 
 
-def errors(actual, expected, delta):
+def errors(actual, expected, kind):
     """Relative errors by name."""
-    names = [name for name in NAMES if delta or name != "beta"]
+    names = [name for name in NAMES if kind != "states" or name != "beta"]
     assert all(x.isfinite().all() for x in actual)
     ratios = [((x.double() - y).norm() / (y.norm() + 1e-12)).item() for x, y in zip(actual, expected, strict=True)]
     return dict(zip(names, ratios, strict=True))
 
 
-def check(shape, delta, strength, documents, tilings=TILINGS, reference=BY_TOKEN):
-    case = random_inputs(shape, delta, strength, documents)
-    expected = results(reference[delta], *case, torch.float64)
-    actual = results(by_kernels(delta, tilings), *case)
+def check(shape, kind, strength, documents, tilings=TILINGS, reference=BY_TOKEN):
+    case = random_inputs(shape, kind, strength, documents)
+    expected = results(reference[kind], *case, torch.float64)
+    actual = results(by_kernels(kind, tilings), *case)
     assert actual[0].dtype == DTYPE and actual[1].dtype == torch.float32
-    for name, error in errors(actual, expected, delta).items():
+    for name, error in errors(actual, expected, kind).items():
         assert error < tolerance(name, strength), f"{name}: {error:.1e}"
     return case, actual
 
 
-@pytest.mark.parametrize("delta, shape, strength, documents", [
-    (True, (70, 2, 1, 2, 16, 48), 0.1, True),
-    (True, (130, 1, 1, 1, 32, 16), 3.0, False),
-    (True, (100, 1, 2, 2, 16, 16), 500.0, True),
-    (True, (1, 1, 1, 1, 16, 16), 1.0, False),
-    (False, (130, 1, 1, 2, 16, 32), 0.1, True),
-    (False, (100, 2, 1, 1, 16, 16), 500.0, False),
+@pytest.mark.parametrize("kind, shape, strength, documents", [
+    ("delta", (70, 2, 1, 2, 16, 48), 0.1, True),
+    ("delta", (130, 1, 1, 1, 32, 16), 3.0, False),
+    ("delta", (100, 1, 2, 2, 16, 16), 500.0, True),
+    ("delta", (1, 1, 1, 1, 16, 16), 1.0, False),
+    ("channels", (70, 2, 1, 2, 16, 48), 0.1, True),
+    ("channels", (130, 1, 2, 2, 32, 16), 3.0, False),
+    ("channels", (64, 1, 1, 1, 16, 16), 50.0, False),
+    ("channels", (150, 1, 2, 2, 16, 16), 500.0, True),
+    ("channels", (1, 1, 1, 1, 16, 16), 1.0, False),
+    ("states", (130, 1, 1, 2, 16, 32), 0.1, True),
+    ("states", (100, 2, 1, 1, 16, 16), 500.0, False),
 ])  # fmt: skip
-def test_the_kernels_equal_the_recurrence(delta, shape, strength, documents):
-    check(shape, delta, strength, documents)
+def test_the_kernels_equal_the_recurrence(kind, shape, strength, documents):
+    check(shape, kind, strength, documents)
 
 
-def test_inputs_may_be_views():
+@pytest.mark.parametrize("choose", [min, max])
+def test_all_widths_of_tiles_equal_the_recurrence(choose):
+    """Of the kernels with decays per channel."""
+    tilings = {name: choose(candidates) for name, candidates in CANDIDATES.items()}
+    assert all(len({width for width, *_ in candidates}) <= 2 for candidates in CANDIDATES.values())
+    check((70, 1, 1, 2, 64, 64), "channels", 0.2, True, tilings)
+
+
+def constant_decay(length, decay):
+    """Decays per channel that are ``decay`` in every second channel, else 0."""
+    inputs, follows, state = random_inputs((length, 1, 1, 1, 16, 16), "channels", 0.0, False)
+    inputs[3][..., ::2] = decay
+    return inputs, follows, state
+
+
+@pytest.mark.parametrize("decay", [-50.0, -1e4])
+def test_channels_that_forget_everything_leave_the_others_alone(decay):
+    """exp(3200), which would undo the decay of 64 tokens, is beyond fp32."""
+    case = constant_decay(130, decay)
+    expected = results(delta_rule_by_token, *case, torch.float64)
+    for name, error in errors(results(by_kernels("channels"), *case), expected, "channels").items():
+        assert error < tolerance(name, 0.0), f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", ["delta", "channels"])
+def test_inputs_may_be_views(kind):
     """Query, key and value that one projection wrote, and any strides of decays, beta and state."""
-    inputs, _, state = random_inputs((66, 2, 2, 2, 16, 16), True, 1.0, False)
-    right = by_kernels(True)(*inputs, None, state)
+    inputs, _, state = random_inputs((66, 2, 2, 2, 16, 16), kind, 1.0, False)
+    right = by_kernels(kind)(*inputs, None, state)
     joined = torch.cat(inputs[:3], -1).split(16, -1)
     strided = [torch.stack((x, -x), -1)[..., 0] for x in (*inputs[3:], state)]
-    result = by_kernels(True)(*joined, *strided[:2], None, strided[2])
+    result = by_kernels(kind)(*joined, *strided[:2], None, strided[2])
     assert all(torch.equal(*pair) for pair in zip(result, right, strict=True))
 
 
@@ -118,54 +152,73 @@ MUTANTS = {
     "decays at the end have no gradient": ("ends += tl.sum(k", "ends -= 0 * tl.sum(k"),
     "the transposed half of A has no beta": ("tl.where(i > j, beta[:, None], beta[None, :])", "beta[:, None]"),
 }
+CHANNEL_MUTANTS = {
+    "pairs decay from the second half of a block": ("| 1) << level) - 1", "| 1) << level)"),
+    "keys at the end of a chunk do not decay": ("(end * k)", "(1.0 * k)"),
+    "keys at the begin of a chunk do not decay": ("(start * k)", "(1.0 * k)"),
+    "a token has no score for itself": ("qk += tl.where(i == j,", "qk += tl.where(i != i,"),
+    "A's gradient has no beta": ("tl.where(i > j, 1.0, beta[None, :])", "tl.where(i > j, 1.0, 1.0)"),
+    "the state has no gradient of beta": ("left -= tl.dot(y", "left -= 0 * tl.dot(y"),
+    "decays until a token have no gradient": ("k * (beta * left - right)", "k * (beta * left)"),
+    "decays of the state have no gradient": ("+ total * of_total\n            square", "\n            square"),
+}
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="about the test, not about the device")
-@pytest.mark.parametrize("name", MUTANTS)
-def test_planted_errors_are_detected(name, tmp_path, monkeypatch):
-    source, (right, wrong) = inspect.getsource(module), MUTANTS[name]
+@pytest.mark.parametrize("kind, right, wrong", [
+    *(pytest.param("delta", *change, id=name) for name, change in MUTANTS.items()),
+    *(pytest.param("channels", *change, id=name) for name, change in CHANNEL_MUTANTS.items()),
+])  # fmt: skip
+def test_planted_errors_are_detected(kind, right, wrong, tmp_path, monkeypatch):
+    source = inspect.getsource(module)
     assert source.count(right) == 1
     (tmp_path / "mutant.py").write_text(source.replace(right, wrong))
     spec = importlib.util.spec_from_file_location("mutant", tmp_path / "mutant.py")
     mutant = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "mutant", mutant)
     spec.loader.exec_module(mutant)
-    case = random_inputs((66, 1, 1, 1, 16, 16), True, 0.1, True)
+    case = random_inputs((66, 1, 1, 1, 16, 16), kind, 0.1, True)
     expected = results(delta_rule, *case, torch.float64)
-    wrong = errors(results(by_kernels(True, function=mutant.linear_attention), *case), expected, True)
-    assert max(wrong.values()) > 1e-3
+    differences = errors(results(by_kernels(kind, function=mutant.linear_attention), *case), expected, kind)
+    assert max(differences.values()) > 1e-3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("delta, shape", [
-    (True, (8192, 1, 16, 32, 128, 128)),
-    (True, (3001, 2, 4, 4, 128, 256)),  # the width of states under context parallelism
-    (True, (2048, 2, 2, 8, 64, 64)),
-    (True, (1000, 1, 1, 2, 32, 48)),
-    (False, (8192, 1, 8, 64, 128, 64)),
-    (False, (3001, 2, 2, 4, 128, 192)),
-    (False, (1000, 1, 1, 2, 64, 128)),
+@pytest.mark.parametrize("kind, shape", [
+    ("channels", (8192, 1, 32, 32, 128, 128)),
+    ("channels", (3001, 2, 4, 4, 128, 256)),
+    ("channels", (1000, 2, 2, 4, 64, 48)),
+    ("channels", (1000, 1, 2, 2, 32, 64)),
+    ("delta", (8192, 1, 16, 32, 128, 128)),
+    ("delta", (3001, 2, 4, 4, 128, 256)),  # the width of states under context parallelism
+    ("delta", (2048, 2, 2, 8, 64, 64)),
+    ("delta", (1000, 1, 1, 2, 32, 48)),
+    ("states", (8192, 1, 8, 64, 128, 64)),
+    ("states", (3001, 2, 2, 4, 128, 192)),
+    ("states", (1000, 1, 1, 2, 64, 128)),
 ])  # fmt: skip
 @pytest.mark.parametrize("strength, documents", [(0.05, True), (1.0, False), (500.0, True)])
-def test_the_kernels_equal_chunks_in_fp64_at_real_sizes(delta, shape, strength, documents):
+def test_the_kernels_equal_chunks_in_fp64_at_real_sizes(kind, shape, strength, documents):
     """A second run gives the same bits: there are no atomics."""
-    case, actual = check(shape, delta, strength, documents, reference=BY_CHUNK)
-    assert all(torch.equal(*pair) for pair in zip(actual, results(by_kernels(delta), *case), strict=True))
+    case, actual = check(shape, kind, strength, documents, reference=BY_CHUNK)
+    assert all(torch.equal(*pair) for pair in zip(actual, results(by_kernels(kind), *case), strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, tiling", [(name, tiling) for name in CANDIDATES for tiling in CANDIDATES[name]])
-@pytest.mark.parametrize("delta, width, channels", [
-    (True, 128, 128), (True, 64, 64), (True, 128, 256), (False, 128, 64),
+@pytest.mark.parametrize("kind, width, channels", [
+    ("delta", 128, 128), ("delta", 64, 64), ("delta", 128, 256), ("states", 128, 64),
+    ("channels", 128, 128), ("channels", 64, 64), ("channels", 128, 256),
 ])  # fmt: skip
-def test_every_tiling_equals_the_recurrence(name, tiling, delta, width, channels):
-    check((450, 2, 2, 4, width, channels), delta, 0.2, True, {**TILINGS, name: tiling})
+def test_every_tiling_equals_the_recurrence(name, tiling, kind, width, channels):
+    check((450, 2, 2, 4, width, channels), kind, 0.2, True, {**TILINGS, name: tiling})
 
 
 @pytest.mark.gpu
 def test_layers_choose_the_kernels():
-    inputs, follows, state = random_inputs((200, 1, 2, 4, 64, 64), True, 1.0, True)
-    for rule, arguments in ((delta_rule, inputs), (state_space, inputs[:-1])):
+    inputs, follows, state = random_inputs((200, 1, 2, 4, 64, 64), "delta", 1.0, True)
+    channels, *_ = random_inputs((200, 1, 2, 4, 64, 64), "channels", 1.0, True)
+    for rule, arguments in ((delta_rule, inputs), (delta_rule, channels), (state_space, inputs[:-1])):
         outputs, last = rule(*arguments, follows, state)
         assert outputs.dtype == torch.bfloat16 and last.dtype == torch.float32
         exact, _ = rule(*(x.double() for x in arguments), follows, state.double())

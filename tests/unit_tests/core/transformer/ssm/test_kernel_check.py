@@ -43,21 +43,25 @@ def changed(place, factor):
     return lambda *inputs: correct(*inputs[:place], Wrong.apply(inputs[place], factor), *inputs[place + 1 :])
 
 
-RULES = {"delta": delta_rule.delta_rule, "states": state_space.state_space}
+RULES = {
+    "delta": (delta_rule.delta_rule, False), "channels": (delta_rule.delta_rule, True),
+    "states": (state_space.state_space, False),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_right_kernels_serve_and_wrong_gradients_do_not(on_a_gpu, rule, monkeypatch, caplog):
-    saved = []
+@pytest.mark.parametrize("case", RULES)
+def test_right_kernels_serve_and_wrong_gradients_do_not(on_a_gpu, case, monkeypatch, caplog):
+    saved, (rule, per_channel) = [], RULES[case]
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
-        assert kernel_check.kernels_serve(RULES[rule], **SIZES)
+        assert kernel_check.kernels_serve(rule, **SIZES, per_channel=per_channel)
     assert not saved, "recomputation counts a layer's saved tensors, and only its first run has the small problem"
-    assert not kernel_check.kernels_serve(RULES[rule], **{name: x.float() for name, x in SIZES.items()})
+    floats = {name: x.float() for name, x in SIZES.items()}
+    assert not kernel_check.kernels_serve(rule, **floats, per_channel=per_channel)
     for place, name in ((1, "keys"), (3, "decays")):
         with monkeypatch.context() as patch:
             patch.setattr(kernel_check, "linear_attention", changed(place, 1.1))
             caplog.clear()
-            assert not kernel_check.kernels_serve(RULES[rule], **SIZES)
+            assert not kernel_check.kernels_serve(rule, **SIZES, per_channel=per_channel)
             assert f"wrong results on cpu ({name}: relative error 0.1" in caplog.text
 
 
