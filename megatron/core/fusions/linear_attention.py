@@ -571,14 +571,15 @@ def _operands(chunks: _Chunks) -> _Operands:
     if chunks.log_decay is None:
         return _Operands(query, key, key, chunks.vectors, chunks.vectors)
     _, batch, heads, _ = chunks.sizes
-    scaled = [torch.empty(chunks.log_decay.shape, dtype=key.dtype, device=key.device) for _ in range(3)]
-    width, block = key.shape[-1], min(key.shape[-1], 32)
-    sums, totals = torch.empty_like(chunks.log_decay), chunks.new(chunks.count, width, dtype=torch.float32)
+    width, block, shape = key.shape[-1], min(key.shape[-1], 32), chunks.log_decay.shape
+    start_query, start_key, end_key = (torch.empty(shape, dtype=key.dtype, device=key.device) for _ in range(3))
+    totals = chunks.new(chunks.count, width, dtype=torch.float32)
+    operands = _Operands(start_query, start_key, end_key, totals, torch.empty_like(chunks.log_decay))
     _channel_decay_kernel[(chunks.count, batch * heads, width // block)](
-        query, key, chunks.log_decay, sums, *scaled, totals, *chunks.sizes, *chunks.strides(query, key),
+        query, key, chunks.log_decay, operands.sums, *operands[:4], *chunks.sizes, *chunks.strides(query, key),
         K=width, BK=block, C=CHUNK,
     )  # fmt: skip
-    return _Operands(*scaled, totals, sums)
+    return operands
 
 
 def _pairs(chunks: _Chunks, sums: Tensor, tilings: Mapping[str, Tiling]) -> tuple[Tensor, Tensor]:
