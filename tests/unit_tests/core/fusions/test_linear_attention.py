@@ -148,12 +148,12 @@ MUTANTS = {
     "decay after the correction": ("beta * (u - start * tl.dot(k, low))", "beta * (u - tl.dot(k, low))"),
     "the last block of T": ("t10 = tl.dot(t11, tl.dot(t10, t00", "t10 = tl.dot(t11, tl.dot(t10, t11"),
     "beta is not in the gradient of the state": ("(-beta * start * du)", "(-start * du)"),
-    "the state's total decay has no gradient": (" + total * of_total", ""),
+    "the state's total decay has no gradient": ("tl.sum(ends, 0) + total * of_total", "tl.sum(ends, 0)"),
     "decays at the end have no gradient": ("ends += tl.sum(k", "ends -= 0 * tl.sum(k"),
     "the transposed half of A has no beta": ("tl.where(i > j, beta[:, None], beta[None, :])", "beta[:, None]"),
 }
 CHANNEL_MUTANTS = {
-    "pairs decay from the second half of a block": ("| 1) << level) - 1", "| 1) << level)"),
+    "pairs decay since another token": ("| 1) << level) - 1", "| 1) << level) + 1"),
     "keys at the end of a chunk do not decay": ("(end * k)", "(1.0 * k)"),
     "keys at the begin of a chunk do not decay": ("(start * k)", "(1.0 * k)"),
     "a token has no score for itself": ("qk += tl.where(i == j,", "qk += tl.where(i != i,"),
