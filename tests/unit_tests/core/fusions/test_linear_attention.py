@@ -95,10 +95,9 @@ def check(shape, kind, strength, documents, tilings=TILINGS, reference=BY_TOKEN)
     ("delta", (130, 1, 1, 1, 32, 16), 3.0, False),
     ("delta", (100, 1, 2, 2, 16, 16), 500.0, True),
     ("delta", (1, 1, 1, 1, 16, 16), 1.0, False),
-    ("channels", (70, 2, 1, 2, 16, 48), 0.1, True),
-    ("channels", (130, 1, 2, 2, 32, 16), 3.0, False),
-    ("channels", (64, 1, 1, 1, 16, 16), 50.0, False),
-    ("channels", (150, 1, 2, 2, 16, 16), 500.0, True),
+    ("channels", (70, 1, 1, 2, 16, 48), 0.1, True),
+    ("channels", (130, 2, 1, 1, 32, 16), 3.0, True),
+    ("channels", (100, 1, 1, 1, 16, 16), 500.0, False),
     ("channels", (1, 1, 1, 1, 16, 16), 1.0, False),
     ("states", (130, 1, 1, 2, 16, 32), 0.1, True),
     ("states", (100, 2, 1, 1, 16, 16), 500.0, False),
@@ -112,7 +111,7 @@ def test_all_widths_of_tiles_equal_the_recurrence(choose):
     """Of the kernels with decays per channel."""
     tilings = {name: choose(candidates) for name, candidates in CANDIDATES.items()}
     assert all(len({width for width, *_ in candidates}) <= 2 for candidates in CANDIDATES.values())
-    check((70, 1, 1, 2, 64, 64), "channels", 0.2, True, tilings)
+    check((66, 1, 1, 1, 64, 64), "channels", 0.2, True, tilings)
 
 
 def constant_decay(length, decay):
@@ -125,7 +124,7 @@ def constant_decay(length, decay):
 @pytest.mark.parametrize("decay", [-50.0, -1e4])
 def test_channels_that_forget_everything_leave_the_others_alone(decay):
     """exp(3200), which would undo the decay of 64 tokens, is beyond fp32."""
-    case = constant_decay(130, decay)
+    case = constant_decay(66, decay)
     expected = results(delta_rule_by_token, *case, torch.float64)
     for name, error in errors(results(by_kernels("channels"), *case), expected, "channels").items():
         assert error < tolerance(name, 0.0), f"{name}: {error:.1e}"
