@@ -366,8 +366,9 @@ def test_calls_of_an_actor(gloo_pool, tmp_path, monkeypatch, case):
     "case", [pytest.param(case, marks=pytest.mark.gpus(GPU_CASES[case][0]), id=case) for case in GPU_CASES]
 )
 def test_calls_of_an_actor_on_gpus(nccl_pool, tmp_path, monkeypatch, case):
-    # one step of a bf16 logit from 1 to 2: GEMMs of rows of other lengths sum in another order
-    tolerance = 2**-7 if GPU_CASES[case][2] else 1e-5
+    # GEMMs of rows of other lengths sum in another order: one step of a bf16 logit from 1 to 2 (2^-7) for the token's
+    # logit, and as much for the logarithm of the sum
+    tolerance = 2**-6 if GPU_CASES[case][2] else 1e-5
     check(nccl_pool, tmp_path, monkeypatch, GPU_CASES[case], GPU_SIZES, tolerance)
 
 

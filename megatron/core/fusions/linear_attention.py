@@ -527,15 +527,17 @@ class _Chunks:
         return self.value.new_empty((*self.state.shape[:2], *shape), dtype=dtype)
 
 
-def _options(name: str, tilings: Mapping[str, Tiling], chunks: _Chunks) -> dict[str, Any]:
+def _options(kernel: Any, name: str, tilings: Mapping[str, Tiling], chunks: _Chunks) -> dict[str, Any]:
+    """Return the constants that ``kernel`` takes, and its tiling."""
     width, num_warps, num_stages = tilings[name]
-    options = {"K": chunks.key.shape[-1], "C": CHUNK, "num_warps": num_warps}
-    if name in ("pairs", "channel_pairs", "channel_gradients"):
-        options |= {"BK": math.gcd(width, chunks.key.shape[-1])}
-    if name != "channel_gradients":
-        options |= {"DELTA": chunks.delta, "CHANNELS": chunks.log_decay is not None}
-    # the largest power of two that divides both
-    return options | {"num_stages": num_stages} | ({"BV": math.gcd(width, chunks.value.shape[-1])} if width else {})
+    # BK, BV: the largest power of two that divides both
+    constants = {
+        "K": chunks.key.shape[-1], "BK": math.gcd(width, chunks.key.shape[-1]),
+        "BV": math.gcd(width, chunks.value.shape[-1]), "C": CHUNK,
+        "DELTA": chunks.delta, "CHANNELS": chunks.log_decay is not None,
+    }  # fmt: skip
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return options | {constant: value for constant, value in constants.items() if constant in kernel.arg_names}
 
 
 def _prepare(inputs: Sequence[Tensor], beta: Tensor | None, follows: Tensor | None, state: Tensor) -> _Chunks:
@@ -590,7 +592,7 @@ def _pairs(chunks: _Chunks, sums: Tensor, tilings: Mapping[str, Tiling]) -> tupl
     _, batch, heads, _ = chunks.sizes
     _pairs_kernel[(chunks.count, batch * heads)](
         query, key, chunks.vectors, chunks.begun, sums, scores, inverse, *chunks.sizes, *chunks.strides(query, key),
-        **_options("pairs" if chunks.log_decay is None else "channel_pairs", tilings, chunks),
+        **_options(_pairs_kernel, "pairs" if chunks.log_decay is None else "channel_pairs", tilings, chunks),
     )  # fmt: skip
     return scores, inverse
 
@@ -601,7 +603,7 @@ def _scan(
     """Return (outputs [s, b, h, v], u, last state), or with ``states`` (states before the chunks [b, h, n, k, v], u
     [b, h, p, v], last state); u only with both ``states`` and corrections."""
     _, batch, heads, _ = chunks.sizes
-    options, (width, channels) = _options("forward", tilings, chunks), chunks.state.shape[-2:]
+    options, (width, channels) = _options(_forward_kernel, "forward", tilings, chunks), chunks.state.shape[-2:]
     last = torch.empty_like(chunks.state)
     out = corrections = chunks.value
     if states:
@@ -627,7 +629,7 @@ def _gradients(chunks: _Chunks, grad: Tensor, grad_last: Tensor, tilings: Mappin
     grad_states, grad_state = torch.empty_like(states), torch.empty_like(chunks.state)
     channels = states.shape[-1]
     solved = chunks.new(chunks.count * CHUNK, channels, dtype=key.dtype)
-    options, strides = _options("backward", tilings, chunks), chunks.strides(query, key)
+    options, strides = _options(_backward_kernel, "backward", tilings, chunks), chunks.strides(query, key)
     _backward_kernel[(channels // options["BV"], batch * heads)](
         *operands[:4], grad, *pairs, chunks.vectors, grad_last, grad_states, solved, grad_state, *chunks.sizes[:3],
         heads // operands.key.shape[2], chunks.count, *chunks.strides(*operands[:2]), channels, **options,
@@ -638,10 +640,11 @@ def _gradients(chunks: _Chunks, grad: Tensor, grad_last: Tensor, tilings: Mappin
     partial = torch.empty_like(chunks.vectors[:2])
     _pair_gradients_kernel[(chunks.count, batch * heads)](
         query, key, value, grad, corrections, solved, chunks.vectors, chunks.begun, *pairs, partial, grad_value,
-        *chunks.sizes, *strides, *chunks.strides(value), channels, **_options("pair_gradients", tilings, chunks),
+        *chunks.sizes, *strides, *chunks.strides(value), channels,
+        **_options(_pair_gradients_kernel, "pair_gradients", tilings, chunks),
     )  # fmt: skip
     if chunks.log_decay is not None:
-        options, width = _options("channel_gradients", tilings, chunks), key.shape[-1]
+        options, width = _options(_channel_gradients_kernel, "channel_gradients", tilings, chunks), key.shape[-1]
         parts = width // options["BK"]
         of_decay, of_beta = torch.empty_like(chunks.log_decay), partial.new_empty(parts, length, batch, heads)
         _channel_gradients_kernel[(chunks.count, batch * key.shape[2], parts)](
@@ -652,7 +655,8 @@ def _gradients(chunks: _Chunks, grad: Tensor, grad_last: Tensor, tilings: Mappin
     small = [torch.empty((length, batch, heads), dtype=torch.float32, device=key.device) for _ in range(2)]
     _gradients_kernel[(chunks.count, batch * key.shape[2])](
         query, key, value, grad, corrections, states, grad_states, solved, chunks.vectors, *pairs, partial, *grads,
-        *small, *chunks.sizes, *strides, *chunks.strides(value), channels, **_options("gradients", tilings, chunks),
+        *small, *chunks.sizes, *strides, *chunks.strides(value), channels,
+        **_options(_gradients_kernel, "gradients", tilings, chunks),
     )  # fmt: skip
     if not chunks.delta:
         grad_value = solved[:, :, :length].permute(2, 0, 1, 3)
