@@ -1,10 +1,9 @@
 """The packages and size limits of docs/developers/architecture.md, checked in the syntax tree of every file."""
 
 import ast
+import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 from tests.sizes import CEILING, Size, sizes, total
 
@@ -149,7 +148,6 @@ def python_files():
 
 
 FILES = python_files()
-IDS = [str(path.relative_to(ROOT)) for path in FILES]
 
 
 def module_name(path):
@@ -174,9 +172,9 @@ def tree_of(path):
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def imported_modules(path, tree):
-    """Yield every project module that ``path`` imports, anywhere in the file."""
-    for node in ast.walk(tree):
+def imported_modules(path, nodes):
+    """Yield every project module that the statements among ``nodes`` of ``path`` import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -203,27 +201,54 @@ SHIMS = {module_name(path): path for path in FILES if is_shim(path)}
 NAMESPACES = ("megatron", "megatron.core", "megatron.training", "megatron.legacy")
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_packages_import_only_allowed_packages(path):
+RULES = []
+
+
+@functools.lru_cache
+def problems():
+    """The violations of each rule, from one pass over all files."""
+    violations = {rule: [] for rule in RULES}
+    for path in FILES:
+        nodes = list(ast.walk(tree_of(path)))
+        for rule in RULES:
+            violations[rule] += [f"{path.relative_to(ROOT)}:{place}: {text}" for place, text in rule(path, nodes)]
+    return violations
+
+
+def in_every_file(rule):
+    """Return the test that no file violates ``rule``, which yields (line or name, problem) for a path and its nodes."""
+    RULES.append(rule)
+
+    def test():
+        assert not problems()[rule], "\n".join(problems()[rule])
+
+    test.__doc__ = rule.__doc__
+    return test
+
+
+@in_every_file
+def test_packages_import_only_allowed_packages(path, nodes):
     module = module_name(path)
     if module in SHIMS or module in NAMESPACES or not path.is_relative_to(ROOT / "megatron"):
         return
     home = package_containing(module)
-    assert home is not None, f"{module} is in no listed package: move it, or add its package to the table above"
-    for imported, line in imported_modules(path, tree_of(path)):
-        assert imported not in SHIMS, f"{path}:{line}: {imported} is a name for existing programs"
-        if imported in (*NAMESPACES, "megatron.version"):
-            continue
+    if home is None:
+        yield 1, "is in no listed package: move it, or add its package to the table above"
+        return
+    for imported, line in imported_modules(path, nodes):
         target = package_containing(imported)
-        assert target is not None, f"{path}:{line}: {imported} is in no listed package"
-        if target == home:
-            package = module.rpartition(".")[0]
-            assert path.name == "__init__.py" or imported != package or imported == home.rpartition(".")[0], (
-                f"{path}:{line} imports its own package's __init__"
-            )
+        if imported in SHIMS:
+            yield line, f"{imported} is a name for existing programs"
+        elif imported in (*NAMESPACES, "megatron.version"):
             continue
-        allowed = PACKAGES[home]
-        assert allowed == {"*"} or target in allowed, f"{path}:{line}: {home} must not import {target}"
+        elif target is None:
+            yield line, f"{imported} is in no listed package"
+        elif target == home:
+            package = module.rpartition(".")[0]
+            if path.name != "__init__.py" and imported == package != home.rpartition(".")[0]:
+                yield line, "imports its own package's __init__"
+        elif target not in PACKAGES[home] and PACKAGES[home] != {"*"}:
+            yield line, f"{home} must not import {target}"
 
 
 def test_packages_have_no_import_cycle():
@@ -251,8 +276,7 @@ def test_there_are_no_import_cycles():
     graph = {}
     for path in FILES:
         statements = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        top = ast.Module(body=statements, type_ignores=[])
-        graph[module_name(path)] = {name for name, _ in imported_modules(path, top)}
+        graph[module_name(path)] = {name for name, _ in imported_modules(path, statements)}
     state: dict[str, int] = {}
 
     def visit(name, trail):
@@ -273,49 +297,49 @@ def is_triton(function):
     return any("triton" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_file_function_and_class_sizes(path):
+@in_every_file
+def test_file_function_and_class_sizes(path, nodes):
     relative = str(path.relative_to(ROOT))
     lines = len(path.read_text(encoding="utf-8").splitlines())
     limit = MAX_ENTRY_LINES if relative.startswith("pretrain_") else MAX_FILE_LINES
-    assert lines <= limit or relative in EXCEPTIONS, f"{relative}: {lines} lines, at most {limit}"
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            check_function(relative, node)
-        elif isinstance(node, ast.ClassDef) and f"{relative}::{node.name}" not in EXCEPTIONS:
-            assert node.end_lineno - node.lineno + 1 <= MAX_CLASS_LINES, f"{relative}::{node.name} is too long"
+    if lines > limit and relative not in EXCEPTIONS:
+        yield lines, f"at most {limit} lines"
+    for node in nodes:
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        if not isinstance(node, kinds) or f"{relative}::{node.name}" in EXCEPTIONS:
+            continue
+        length, is_class = node.end_lineno - node.lineno + 1, isinstance(node, ast.ClassDef)
+        triton = not is_class and is_triton(node)
+        limit = MAX_CLASS_LINES if is_class else MAX_TRITON_LINES if triton else MAX_FUNCTION_LINES
+        if length > limit:
+            yield node.name, f"{length} lines, at most {limit}"
+        if not (is_class or triton) and (count := count_parameters(node)) > MAX_PARAMETERS:
+            yield node.name, f"{count} parameters, at most {MAX_PARAMETERS}"
 
 
-def check_function(relative, node):
-    where = f"{relative}::{node.name}"
-    if where in EXCEPTIONS:
-        return
-    limit = MAX_TRITON_LINES if is_triton(node) else MAX_FUNCTION_LINES
-    length = node.end_lineno - node.lineno + 1
-    assert length <= limit, f"{where}: {length} lines, at most {limit}"
-    if is_triton(node) or node.name in ("forward", "backward") and "ctx" in [a.arg for a in node.args.args]:
-        return
-    arguments = [a.arg for a in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
-    count = len([name for name in arguments if name not in ("self", "cls")])
-    assert count <= MAX_PARAMETERS, f"{where}: {count} parameters, at most {MAX_PARAMETERS}"
+def count_parameters(node):
+    """Parameters of a function; 0 for those of an autograd function, which torch calls by position."""
+    names = [argument.arg for argument in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
+    is_autograd = node.name in ("forward", "backward") and "ctx" in names
+    return 0 if is_autograd else len([name for name in names if name not in ("self", "cls")])
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_house_rules(path):
+@in_every_file
+def test_house_rules(path, nodes):
     """``global`` only in parallel_state, optional imports only in their homes, nothing printed by the library. A
     backward pass reads saved tensors once; recomputation requires this."""
     relative = str(path.relative_to(ROOT))
-    library = relative.startswith("megatron/")
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Global):
-            assert relative == "megatron/core/parallel_state.py", f"{relative}:{node.lineno}: global"
-        if isinstance(node, ast.FunctionDef):
-            reads = [x for x in ast.walk(node) if isinstance(x, ast.Attribute) and x.attr == "saved_tensors"]
-            assert len(reads) <= 1, f"{relative}::{node.name} reads saved_tensors twice"
-        if isinstance(node, ast.Try) and library and f"{relative}::import" not in EXCEPTIONS:
-            imports = [child for statement in node.body for child in ast.walk(statement)
-                       if isinstance(child, ast.Import | ast.ImportFrom)]
-            assert not imports or relative.startswith(OPTIONAL_IMPORT_HOMES), f"{relative}:{node.lineno}: try: import"
+    reads = [node.lineno for node in nodes if isinstance(node, ast.Attribute) and node.attr == "saved_tensors"]
+    may_try = relative.startswith(OPTIONAL_IMPORT_HOMES) or f"{relative}::import" in EXCEPTIONS
+    for node in nodes:
+        if isinstance(node, ast.Global) and relative != "megatron/core/parallel_state.py":
+            yield node.lineno, "global"
+        if isinstance(node, ast.FunctionDef) and sum(node.lineno <= line <= node.end_lineno for line in reads) > 1:
+            yield node.name, "reads saved_tensors twice"
+        if isinstance(node, ast.Try) and relative.startswith("megatron/") and not may_try:
+            children = (child for statement in node.body for child in ast.walk(statement))
+            if any(isinstance(child, ast.Import | ast.ImportFrom) for child in children):
+                yield node.lineno, "try: import"
 
 
 def test_the_library_stays_below_its_ceiling():
@@ -341,18 +365,18 @@ NAME_FAMILIES = (
 """Files that may name a model family. ``export`` reads formats that are different for each of them."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_only_a_family_names_itself(path):
+@in_every_file
+def test_only_a_family_names_itself(path, nodes):
     """A new family is a new folder: other files ask its ``ModelFamily`` and compare no names."""
-    relative = str(path.relative_to(ROOT))
-    if relative.startswith(NAME_FAMILIES):
+    if str(path.relative_to(ROOT)).startswith(NAME_FAMILIES):
         return
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Constant):
-            assert node.value not in FAMILIES, f"{relative}:{node.lineno}: names the family {node.value!r}"
+    for node in nodes:
+        if isinstance(node, ast.Constant) and node.value in FAMILIES:
+            yield node.lineno, f"names the family {node.value!r}"
         if isinstance(node, ast.Compare):
             names = {item.attr for item in ast.walk(node) if isinstance(item, ast.Attribute)}
-            assert "model_family" not in names, f"{relative}:{node.lineno}: compares model families"
+            if "model_family" in names:
+                yield node.lineno, "compares model families"
 
 
 def test_families_are_found_by_their_folders():
