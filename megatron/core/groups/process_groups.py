@@ -321,9 +321,10 @@ def build_process_groups(
     its groups of at least two ranks. Axes with equal partitions share handles, except ``pp_up`` and ``pp_down``."""
     handles: dict[tuple[str, tuple[tuple[int, ...], ...]], Handles] = {}
     built: dict[str, Group] = {}
+    rank_lists = grid.all_rank_lists()
     for axis_field in fields(ProcessGroups):
         name = axis_field.name
-        lists = grid.all_rank_lists()[name]
+        lists = rank_lists[name]
         ranks = next(group for group in lists if rank in group)
         partition = (name if name in _LANES else "", tuple(map(tuple, lists)))
         if any(len(group) > 1 for group in lists) and partition not in handles:
