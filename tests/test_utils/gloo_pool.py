@@ -54,9 +54,13 @@ def _tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
     return torch.frombuffer(bytearray(data), dtype=kind).view(shape) if data else torch.empty(shape, dtype=kind)
 
 
-def _send(connection: Any, value: Any) -> None:
-    stream = io.BytesIO()
+def dump(value: Any, stream: Any) -> None:
+    """Write ``value`` with its tensors to ``stream``; ``pickle.load`` reads it."""
     _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
+
+
+def _send(connection: Any, value: Any) -> None:
+    dump(value, stream := io.BytesIO())
     connection.send_bytes(stream.getbuffer())
 
 

@@ -9,10 +9,13 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import pickle
 import pkgutil
 import tempfile
 from pathlib import Path
 from unittest import mock
+
+from tests.test_utils.gloo_pool import dump
 
 VOCAB_SIZE = 61  # not divisible by anything
 STEPS, MORE_STEPS, FEW_STEPS = 10, 3, 2
@@ -93,23 +96,17 @@ def running(row, world_size):
 
 def write_reference(rank, world_size, row, path):
     """A task of the pool: trains on one rank and keeps everything."""
-    import torch
-
     from megatron.training.verify.layout_trace import build_reference
 
-    with running(row, world_size) as traces:
-        reference = build_reference(traces)
-    torch.save([dataclasses.asdict(step) for step in reference], path)
+    with running(row, world_size) as traces, open(path, "wb") as file:
+        dump(build_reference(traces), file)
 
 
 @functools.lru_cache(maxsize=64)
 def read_reference(path):
     """The reference of a file; workers keep it."""
-    import torch
-
-    from megatron.training.verify.layout_trace import ReferenceStep
-
-    return [ReferenceStep(**step) for step in torch.load(path, weights_only=True, map_location="cpu")]
+    with open(path, "rb") as file:
+        return pickle.load(file)
 
 
 def compare_with_reference(rank, world_size, row, path, fault=None):
