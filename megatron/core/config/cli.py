@@ -133,6 +133,11 @@ class FlagSpec:
     def is_bool(self) -> bool:
         return self.type_name == "bool"
 
+    @functools.cached_property
+    def spellings(self) -> tuple[str, ...]:
+        """Normalized names, ``on`` included."""
+        return tuple(map(normalize, (*self.names, *([self.on] if self.on else []))))
+
     @property
     def help(self) -> str:
         """Docstring of the field on one line, after ``Disable:`` for a switch that is on by default."""
@@ -373,7 +378,7 @@ def read_segments(specs: Iterable[FlagSpec], command_line: Iterable[Segment]) ->
 
 def flag_table(specs: Iterable[FlagSpec]) -> dict[str, FlagSpec]:
     """From normalized spelling to flag."""
-    return {normalize(name): spec for spec in specs for name in (*spec.names, *([spec.on] if spec.on else []))}
+    return {name: spec for spec in specs for name in spec.spellings}
 
 
 def flatten(mapping: Mapping[str, object]) -> dict[str, object]:

@@ -79,7 +79,16 @@ class PretrainConfig(RunFacts):
 
     def describe(self, vocab_size: int) -> ModelDescription:
         """Return the description of the model; torch-free unless --spec is set. ``vocab_size`` is unpadded, 0 if
-        unknown."""
+        unknown. Computed once: a start and a plan read it several times."""
+        if vocab_size not in self._descriptions:
+            self._descriptions[vocab_size] = self._describe(vocab_size)
+        return self._descriptions[vocab_size]
+
+    @functools.cached_property
+    def _descriptions(self) -> dict[int, ModelDescription]:
+        return {}
+
+    def _describe(self, vocab_size: int) -> ModelDescription:
         model = self.family.describe(self, vocab_size)
         for transform in self.transforms:
             model = transform.describe(model)
