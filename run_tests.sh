@@ -14,7 +14,7 @@ trap 'rm -f "$types"' EXIT
 "$PYTHON" -m mypy >"$types" 2>&1 &  # beside the tests
 failed=0
 # two processes per core of a small machine: while one waits for a rank, a deadline or the disk, another runs
-"$PYTHON" -m pytest -n 4 --dist loadfile --no-loadscope-reorder || failed=$?
+"$PYTHON" -m pytest -p tests.test_utils.forked_workers --workers 4 || failed=$?
 wait $! || failed=$?
 cat "$types"
 exit $failed

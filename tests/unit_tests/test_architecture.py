@@ -82,8 +82,9 @@ TRAINING = {
     "step": "core checks components config exits initialize observe start",
     "trainer": "checkpoint components config evaluate exits generation hooks observe step",
     "watchdog": "components core config exits hooks initialize observe start train_state",
-    "run": "core arguments checkpoint checks components config data evaluate exits hooks initialize observe report rules "
-    "start stored_settings tasks train_state trainer watchdog",
+    "run":
+        "core arguments checkpoint checks components config data evaluate exits hooks initialize observe report rules "
+        "start stored_settings tasks train_state trainer watchdog",
     "entry": "core arguments config report run tasks",
     "verify": "core components config data exits run step tasks",
 }
@@ -126,15 +127,9 @@ MAX_TRITON_LINES = 150
 MAX_CLASS_LINES = 400
 MAX_PARAMETERS = 8
 MAX_ENTRY_LINES = 60
-OPTIONAL_IMPORT_HOMES = (
-    "megatron/core/attention/kernels/",
-    "megatron/core/datasets/image_files.py",
-    "megatron/core/extensions/",
-    "megatron/core/fusions/",
-    "megatron/core/tokenizers/",
-    "megatron/tools/",
-    "megatron/training/hooks/",
-)
+OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/datasets/image_files.py",
+                         "megatron/core/extensions/", "megatron/core/fusions/",
+                         "megatron/core/tokenizers/", "megatron/tools/", "megatron/training/hooks/")
 
 # path or path::name -> reason; each entry lifts the budget rules for that place
 EXCEPTIONS = {
@@ -270,12 +265,8 @@ def test_every_listed_package_exists():
 
 
 def test_few_modules_are_outside_packages():
-    loose = [
-        path
-        for top in ("core", "training")
-        for path in (ROOT / "megatron" / top).glob("*.py")
-        if path.name != "__init__.py"
-    ]
+    loose = [path for top in ("core", "training") for path in (ROOT / "megatron" / top).glob("*.py")
+             if path.name != "__init__.py"]
     local = [path for path in loose if module_name(path) not in SHIMS]
     assert len(local) <= 20, sorted(map(str, local))
 
@@ -398,11 +389,9 @@ def test_parallel_state_pulls_in_few_modules():
     import subprocess
     import sys
 
-    program = (
-        "import sys, megatron.core.parallel_state;"
-        "print(sum(name.startswith('megatron') and not hasattr(module, '__path__') "
-        "for name, module in sys.modules.items()))"
-    )
+    program = ("import sys, megatron.core.parallel_state;"
+               "print(sum(name.startswith('megatron') and not hasattr(module, '__path__') "
+               "for name, module in sys.modules.items()))")
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert int(result.stdout) <= 12, "at most 12 modules beside packages"
 
