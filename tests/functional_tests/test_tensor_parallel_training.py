@@ -8,20 +8,11 @@ import pytest
 from tests.test_utils.gpt_runs import losses, read_records, train
 
 LAYOUTS = {
-    "tp2": (2, ["--tensor-model-parallel-size", "2"]),
-    "tp2-sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
-    "tp2-sp-dp2": (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "dp2-outermost": (4, ["--tensor-model-parallel-size", "2", "--use-tp-pp-dp-mapping"]),
     "tp4-shared-kv-heads": (4, ["--tensor-model-parallel-size", "4", "--sequence-parallel"]),
-    "tp2-sp-pieces-recompute": (
-        2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--tp-comm-overlap", "--recompute-activations"],
-    ),
-    "tp2-distributed-recompute": (
-        2, ["--tensor-model-parallel-size", "2", "--recompute-granularity", "full", "--recompute-method", "uniform",
-            "--recompute-num-layers", "1", "--distribute-saved-activations"],
-    ),
     "sp-dropped": (1, ["--sequence-parallel"]),
-}  # fmt: skip
+}
+"""Layouts that the layout table lacks, or with evaluation."""
 MODEL = [
     "--group-query-attention", "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm", "--qk-layernorm",
 ]  # fmt: skip
