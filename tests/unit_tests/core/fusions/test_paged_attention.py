@@ -1,5 +1,7 @@
 """Paged attention equals the softmax over the gathered keys, and its bits do not depend on the batch."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -50,11 +52,22 @@ def reference(query, keys, values, rows, scale, left=None, soft_cap=None, sink=N
     return torch.stack(results)
 
 
-@pytest.mark.parametrize(("heads", "groups", "width", "out_width"), [(4, 2, 24, 24), (3, 3, 16, 10), (8, 1, 64, 64)])
-@pytest.mark.parametrize("options", [{}, {"left": 5}, {"left": 300, "sink": True}, {"soft_cap": 1.5}])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_paged_attention_equals_softmax_over_gathered_keys(heads, groups, width, out_width, options, dtype):
-    inputs = case(heads, groups, width, out_width, dtype)
+OPTIONS = {}, {"left": 300, "sink": True}, {"left": 5}, {"soft_cap": 1.5}
+
+
+def cases(sizes, options):
+    """All pairs in fp32; in half precisions each of the options and each of the sizes."""
+    longer = max(sizes, options, key=len)
+    half = [
+        (sizes[n % len(sizes)], options[n % len(options)], dtype) for dtype in DTYPES[1:] for n in range(len(longer))
+    ]
+    return [*itertools.product(sizes, options, DTYPES[:1]), *half]
+
+
+@pytest.mark.parametrize("sizes, options, dtype", cases([(4, 2, 24, 24), (3, 3, 16, 10), (8, 1, 64, 64)], OPTIONS))
+def test_paged_attention_equals_softmax_over_gathered_keys(sizes, options, dtype):
+    heads = sizes[0]
+    inputs = case(*sizes, dtype)
     options = {**options, "scale": 0.3}
     if "sink" in options:
         options["sink"] = torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -63,10 +76,9 @@ def test_paged_attention_equals_softmax_over_gathered_keys(heads, groups, width,
     torch.testing.assert_close(result.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("heads", "width", "out_width"), [(5, 6, 20), (20, 16, 32), (20, 16, 272)])
-@pytest.mark.parametrize("options", [{}, {"left": 300, "sink": True}])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_values_may_be_channels_of_the_keys(heads, width, out_width, options, dtype):
+@pytest.mark.parametrize("sizes, options, dtype", cases([(5, 6, 20), (20, 16, 32), (20, 16, 272)], OPTIONS[:2]))
+def test_values_may_be_channels_of_the_keys(sizes, options, dtype):
+    heads, width, out_width = sizes
     inputs = case(heads, 1, width, out_width, dtype, values_in_keys=True)
     options = {**options, "scale": 0.1}
     if "sink" in options:
