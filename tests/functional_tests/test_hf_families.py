@@ -105,9 +105,13 @@ def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformer
     compare_gradients(native, {key.removeprefix("model."): gradient.read() for key, gradient in gradients.items()})
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+ROUND_TRIPS = [(name, torch.float32) for name in CONVERTED]
+ROUND_TRIPS += [(name, torch.bfloat16) for name in CONVERTED if name not in VARIANTS]
+
+
+@pytest.mark.parametrize("name, dtype", ROUND_TRIPS, ids=lambda value: str(value).removeprefix("torch."))
 def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tmp_path):
+    """Variants of a family in fp32 only: no table of names or layouts reads the dtype."""
     foreign, folder = saved(name, tmp_path, dtype)
     shards = 20_000 if dtype == torch.float32 else 10**9
     save_hf(load_hf(folder), tmp_path / "again", max_shard_bytes=shards)
