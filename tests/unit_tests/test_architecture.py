@@ -137,6 +137,7 @@ EXCEPTIONS = {
     "megatron/core/parallel_state.py::initialize_model_parallel": "the call by which programs name their layout",
     "megatron/compat/dataset_helpers.py::build_mapping": "a signature of Megatron-LM's",
     "megatron/compat/dataset_helpers.py::build_blocks_mapping": "a signature of Megatron-LM's",
+    "megatron/core/fusions/linear_attention.py": "kernels of three recurrences with the same blocks",
     "megatron/data/helpers.py::import": "the one place that picks the C++ index builders or their numpy twin",
 }
 
@@ -318,7 +319,7 @@ def test_file_function_and_class_sizes(path, nodes):
 
 
 def count_parameters(node):
-    """Parameters of a function; 0 for those of an autograd function, which torch calls by position."""
+    """Return the number of parameters; 0 for an autograd function, which torch calls by position."""
     names = [argument.arg for argument in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
     is_autograd = node.name in ("forward", "backward") and "ctx" in names
     return 0 if is_autograd else len([name for name in names if name not in ("self", "cls")])

@@ -1,4 +1,4 @@
-"""The results of tests that run in forked workers are those of the tests."""
+"""Forked workers report results, failures and deaths of tests."""
 
 import os
 import subprocess

@@ -167,8 +167,8 @@ def test_plain_attention_in_float64_has_the_same_bits_for_every_chunking_on_a_gp
 
 
 def check_chunkings(attend, scores, seed, inputs):
-    """Compare outputs and log-sum-exps of random chunks at random offsets, of single tokens, and of all chunks as one
-    batch in random order, with those of the full sequence."""
+    """Compare outputs and log-sum-exps of the full sequence with random chunks at random offsets, single tokens, and
+    all chunks as one batch in random order."""
     query, keys, values = inputs
     length = len(query)
     expected = attend(query, keys, values, None, [Span(0, length, 0, 0)], scores)
