@@ -8,17 +8,8 @@ from megatron.training.observe.run_folder import read_run
 from tests.test_utils.gpt_runs import read_records, train, train_with_errors
 
 SHORT = [
-    "--train-iters",
-    "6",
-    "--eval-iters",
-    "1",
-    "--eval-interval",
-    "3",
-    "--save-interval",
-    "3",
-    "--lr-decay-iters",
-    "6",
-]
+    "--train-iters", "6", "--eval-iters", "1", "--eval-interval", "3", "--save-interval", "3", "--lr-decay-iters", "6",
+]  # fmt: skip
 
 
 @pytest.fixture

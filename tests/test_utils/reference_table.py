@@ -311,20 +311,10 @@ def _complete(row, more=""):
 ROWS = {
     name: _complete(row, FEW if group in (NETWORK, POSITIONS, FAMILIES, FP8) else SOME if group is OPTIMIZER else "")
     for group in (
-        NETWORK,
-        POSITIONS,
-        FAMILIES,
-        OPTIMIZER,
-        SCHEDULE,
-        SAMPLES,
-        EVALUATION,
-        MIXTURES,
-        LATENTS,
-        AHEADS,
-        PRECISION,
+        NETWORK, POSITIONS, FAMILIES, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, LATENTS, AHEADS, PRECISION,
         FP8,
     )
     for name, row in group.items()
-}
+}  # fmt: skip
 """Name -> (flags after ``BASE``, precision). A few iterations show what a network computes; schedules, data and the
 optimizer's memory take ``BASE``'s."""

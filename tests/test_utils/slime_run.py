@@ -15,17 +15,8 @@ from unittest.mock import MagicMock
 
 CHECKOUT, MODEL = sys.argv[1:3]
 ABSENT = (
-    "ray",
-    "sglang",
-    "sglang_router",
-    "torch_memory_saver",
-    "wandb",
-    "httpx",
-    "pybase64",
-    "tqdm",
-    "triton",
-    "xxhash",
-)
+    "ray", "sglang", "sglang_router", "torch_memory_saver", "wandb", "httpx", "pybase64", "tqdm", "triton", "xxhash",
+)  # fmt: skip
 
 
 class Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -16,21 +16,8 @@ from tests.test_utils.tiny_tokenizers import byte_fallback_bpe, byte_level_bpe, 
 MESSAGES = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hello"}]
 POSTS = (None, "<s> $A", "$A </s>", "<s> $A </s>")
 WORDS = [
-    "hello",
-    " there",
-    "\n",
-    "<|im_end|>",
-    "<s>",
-    "</s>",
-    "é",
-    "😀",
-    "中文",
-    "'\"",
-    "  ",
-    "{{x}}",
-    "</think>",
-    "<&>",
-]
+    "hello", " there", "\n", "<|im_end|>", "<s>", "</s>", "é", "😀", "中文", "'\"", "  ", "{{x}}", "</think>", "<&>",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -44,17 +44,10 @@ def every_kind(folder):
 
 
 KINDS = (
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "SentencePieceTokenizer",
-    "TikTokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "NullTokenizer",
+    "HuggingFaceTokenizer", "GPT2BPETokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
+    "SentencePieceTokenizer", "TikTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "NullTokenizer",
     "ByteLevelTokenizer",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

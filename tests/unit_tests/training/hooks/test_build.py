@@ -48,13 +48,8 @@ def test_by_default_the_last_rank_prints(simulated_run):
 def test_the_metrics_file_comes_first(tmp_path, simulated_run):
     cfg = config(save=str(tmp_path), timing_log_level=1, tensorboard_dir=str(tmp_path / "tb"), log_progress=True)
     assert names_of(cfg, simulated_run().info()) == [
-        "FileSink",
-        "ConsoleHook",
-        "TimingHook",
-        "TensorBoardSink",
-        "ProgressHook",
-        "PageHook",
-    ]
+        "FileSink", "ConsoleHook", "TimingHook", "TensorBoardSink", "ProgressHook", "PageHook",
+    ]  # fmt: skip
 
 
 def test_timers_are_gathered_on_every_rank(simulated_run):

@@ -189,12 +189,8 @@ def test_parts_of_an_iteration_have_their_names(tmp_path):
     )
     _, legend, _ = read_curves(build_text(tmp_path), "chart-seconds")
     names = (
-        "iteration",
-        "forward and backward",
-        "update and reduction",
-        "host waits for data",
-        "host waits for device",
-    )
+        "iteration", "forward and backward", "update and reduction", "host waits for data", "host waits for device",
+    )  # fmt: skip
     assert legend == dict(zip(names, (1.0, *parts.values())))
 
 

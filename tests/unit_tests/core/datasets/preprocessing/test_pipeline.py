@@ -123,15 +123,9 @@ def test_rules_split_sentences():
     text = 'Dr. Smith met J. Doe, e.g. at 5 p.m. today! "Was it 3.14?" Yes... No.\n\nA title\n\n  这是。那是！End'
     results = [text[start:stop] for start, stop in rule_spans(text)]
     assert results == [
-        "Dr. Smith met J. Doe, e.g. at 5 p.m. today!",
-        '"Was it 3.14?"',
-        "Yes...",
-        "No.",
-        "A title",
-        "这是。",
-        "那是！",
+        "Dr. Smith met J. Doe, e.g. at 5 p.m. today!", '"Was it 3.14?"', "Yes...", "No.", "A title", "这是。", "那是！",
         "End",
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("keep_newlines", [False, True])
