@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from megatron.core.fusions import channel_decays
 from megatron.core.fusions import linear_attention as module
 from megatron.core.fusions.linear_attention import CANDIDATES, TILINGS, linear_attention
 from megatron.core.transformer.ssm.delta_rule import delta_rule
@@ -108,7 +109,7 @@ def test_the_kernels_equal_the_recurrence(kind, shape, strength, documents):
 
 @pytest.mark.parametrize("choose", [min, max])
 def test_all_widths_of_tiles_equal_the_recurrence(choose):
-    """Of the kernels with decays per channel."""
+    """Kernels with decays per channel, with the smallest and the largest tiles."""
     tilings = {name: choose(candidates) for name, candidates in CANDIDATES.items()}
     assert all(len({width for width, *_ in candidates}) <= 2 for candidates in CANDIDATES.values())
     check((66, 1, 1, 1, 64, 64), "channels", 0.2, True, tilings)
@@ -122,7 +123,7 @@ def constant_decay(length, decay):
 
 
 @pytest.mark.parametrize("decay", [-50.0, -1e4])
-def test_channels_that_forget_everything_leave_the_others_alone(decay):
+def test_channels_that_forget_everything_do_not_change_the_others(decay):
     """exp(3200), which would undo the decay of 64 tokens, is beyond fp32."""
     case = constant_decay(66, decay)
     expected = results(delta_rule_by_token, *case, torch.float64)
@@ -169,16 +170,19 @@ CHANNEL_MUTANTS = {
     *(pytest.param("channels", *change, id=name) for name, change in CHANNEL_MUTANTS.items()),
 ])  # fmt: skip
 def test_planted_errors_are_detected(kind, right, wrong, tmp_path, monkeypatch):
-    source = inspect.getsource(module)
+    source = next(text for text in map(inspect.getsource, (module, channel_decays)) if right in text)
     assert source.count(right) == 1
     (tmp_path / "mutant.py").write_text(source.replace(right, wrong))
     spec = importlib.util.spec_from_file_location("mutant", tmp_path / "mutant.py")
     mutant = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "mutant", mutant)
     spec.loader.exec_module(mutant)
+    for name in ("_channel_decay_kernel", "_channel_products", "_channel_gradients_kernel"):
+        monkeypatch.setattr(module, name, getattr(mutant, name))
+    function = getattr(mutant, "linear_attention", linear_attention)
     case = random_inputs((66, 1, 1, 1, 16, 16), kind, 0.1, True)
     expected = results(delta_rule, *case, torch.float64)
-    differences = errors(results(by_kernels(kind, function=mutant.linear_attention), *case), expected, kind)
+    differences = errors(results(by_kernels(kind, function=function), *case), expected, kind)
     assert max(differences.values()) > 1e-3
 
 
