@@ -1,8 +1,7 @@
 """The console command ``megatron``: pretraining programs and tools as subcommands.
 
 ``python -m megatron`` and the scripts of a checkout (``pretrain_gpt.py``, ``tools/*.py``) run the same code. A
-subcommand's module is imported only when it is called, so that ``megatron --help`` answers at once.
-"""
+subcommand's module is imported only when it is called, so that ``megatron --help`` answers at once."""
 
 from __future__ import annotations
 
@@ -182,8 +181,7 @@ def parse_nproc(flags: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split ``flags`` into the value of --nproc (None: not given) and the other flags.
 
     Raises:
-        UserError: the value is not a number of processes, or a launcher has started this process already.
-    """
+        UserError: the value is not a number of processes, or a launcher has started this process already."""
     count, remaining, words = None, [], iter(flags)
     for word in words:
         flag, equals, value = word.partition("=")

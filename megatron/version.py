@@ -15,8 +15,7 @@ def git_commit(root: Path = ROOT) -> str | None:
     """Return the commit that is checked out in ``root``, or that pip installed from; None if unknown.
 
     Reads the files of ``.git``: the program git may be missing, and it rejects checkouts of other users. Changes that
-    are not committed are not detected.
-    """
+    are not committed are not detected."""
     try:
         return _checked_out(root) if (root / ".git").exists() else _installed(root)
     except (OSError, ValueError, KeyError):

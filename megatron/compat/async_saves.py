@@ -68,8 +68,7 @@ class AsyncCallsQueue:
     """Requests in progress, in the order of their start. Every rank must make the same calls.
 
     Megatron-LM starts a process per request (``persistent``: one process for all); here one thread per queue does the
-    work, and ``persistent`` has no effect.
-    """
+    work, and ``persistent`` has no effect."""
 
     def __init__(self, persistent: bool = False) -> None:
         self.persistent, self.call_idx = persistent, -1
@@ -97,8 +96,7 @@ class AsyncCallsQueue:
             no_dist: do not ask the other ranks whether they have ended.
 
         Raises:
-            CheckpointError: on all ranks, if the work of any rank raised a ValueError or OSError.
-        """
+            CheckpointError: on all ranks, if the work of any rank raised a ValueError or OSError."""
         ended = []
         while self.async_calls:
             index, work, request = self.async_calls[0]

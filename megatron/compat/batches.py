@@ -2,8 +2,7 @@
 tensor-parallel rank reads.
 
 The names are ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` [b, s], ``attention_mask`` (bool [b, 1, s, s],
-True where hidden, or None) and for documents packed into rows ``cu_seqlens`` [b, n] and ``max_seqlen`` [b].
-"""
+True where hidden, or None) and for documents packed into rows ``cu_seqlens`` [b, n] and ``max_seqlen`` [b]."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def get_batch_on_this_cp_rank(
     Args:
         is_hybrid_cp: True is rejected. Older releases have ``cp_group`` in this position; a group is accepted here too.
         cp_group: context-parallel group; None: the running program's.
-        sequence_keys, whole_keys: see ``megatron.training.data.batch``.
-    """
+        sequence_keys, whole_keys: see ``megatron.training.data.batch``."""
     if is_hybrid_cp is True:
         _reject_hybrid()
     group = cp_group if isinstance(is_hybrid_cp, bool | None) else is_hybrid_cp

@@ -1,8 +1,7 @@
 """The call of third-party entry scripts: ``pretrain(datasets_provider, model_provider, model_type, forward_step)``.
 
 The functions become a :class:`Task`; the loop is the same. Scripts read their settings through ``get_args()``
-(``program.py``).
-"""
+(``program.py``)."""
 
 from __future__ import annotations
 
@@ -249,8 +248,7 @@ def pretrain(*arguments: Any, **named: Any) -> None:
       ``sys.argv``: see :func:`pretrain_from_flags`.
     - ``pretrain(cfg_container, train_valid_test_dataset_provider, [model_provider,] model_type, forward_step_func,
       ...)`` takes the settings of ``pretrain_cfg_container_from_args``; without a model provider it trains the GPT
-      model of these settings.
-    """
+      model of these settings."""
     if "cfg_container" not in named and not (arguments and isinstance(arguments[0], PretrainConfigContainer)):
         return pretrain_from_flags(*arguments, **named)
     order = ["cfg_container", "train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"]
@@ -292,8 +290,7 @@ def pretrain_from_flags(
         hooks: observers of the loop (``megatron.training.hooks.Hook``), on every rank.
         optional: ``get_embedding_ranks``, ``get_position_embedding_ranks``, ``store`` and ``inprocess_call_wrapper``
             are accepted, as embeddings and restarts need no help; other arguments of Megatron-LM must be None or False
-            (ValueError), unknown ones are a TypeError.
-    """
+            (ValueError), unknown ones are a TypeError."""
     if not callable(train_valid_test_dataset_provider) or not callable(model_provider):
         raise ValueError("pretrain(): the first two arguments are the data set provider and the model provider")
     with exit_on_config_error():

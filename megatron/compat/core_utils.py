@@ -34,8 +34,7 @@ def get_attr_wrapped_model(model: nn.Module, attr: str, allow_none: bool = True,
     ``return_model_obj`` the module that has it). Raises AttributeError if no module has it.
 
     Args:
-        allow_none: an attribute that is None counts as found; else the search continues below.
-    """
+        allow_none: an attribute that is None counts as found; else the search continues below."""
     module: object = model
     while module is not None:
         if hasattr(module, attr) and (allow_none or getattr(module, attr) is not None):

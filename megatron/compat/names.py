@@ -9,8 +9,7 @@ not exist, ``family: MODELS`` for one whose model family does not: importing it,
 before a name is used.
 
 Modules that exist here serve the names of the table through ``megatron.serve_other_names(__name__)``. The other modules
-of the table come from :class:`Finder`, which Python asks after all others. Standard library only.
-"""
+of the table come from :class:`Finder`, which Python asks after all others. Standard library only."""
 
 from __future__ import annotations
 

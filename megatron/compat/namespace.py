@@ -19,8 +19,7 @@ def open_namespace(path: list[str]) -> list[str]:
     rank 0, if one of them has NVIDIA's ``megatron.core``; modules of Megatron-LM then still come from ``path`` only.
 
     Raises:
-        ImportError: megatron-core is installed in the same folder: files of one package overwrite the other.
-    """
+        ImportError: megatron-core is installed in the same folder: files of one package overwrite the other."""
     home = Path(path[0])
     if installed := sorted(home.parent.glob("megatron_core-*.dist-info")):
         raise ImportError(

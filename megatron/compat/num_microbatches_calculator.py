@@ -1,8 +1,7 @@
 """Micro-batches of the current global batch, for programs that ask without saying where they are.
 
 A thin front with state over the pure functions of ``core.schedules.batch_size``: a schedule and the consumed samples.
-The training program itself asks the pure functions; for entry scripts a hook moves this state on after every step.
-"""
+The training program itself asks the pure functions; for entry scripts a hook moves this state on after every step."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def init_num_microbatches_calculator(
     Raises:
         ValueError: a size is missing, or micro-batches and data-parallel ranks cannot share a batch; the nearest sizes
             are named.
-        RuntimeError: it is set up already (``reconfigure_…`` replaces it).
-    """
+        RuntimeError: it is set up already (``reconfigure_…`` replaces it)."""
     if _Current.position is not None:
         raise RuntimeError(
             "the number of micro-batches is already set up: call reconfigure_num_microbatches_calculator instead"

@@ -1,7 +1,6 @@
 """The running program of entry scripts: its settings as one namespace, its tokenizer and timers.
 
-``get_args()`` has every setting, the script's own flags, and the names that older scripts expect.
-"""
+``get_args()`` has every setting, the script's own flags, and the names that older scripts expect."""
 
 from __future__ import annotations
 
@@ -165,8 +164,7 @@ def current_settings(args: Namespace) -> PretrainConfig:
 
     Raises:
         UserError: a changed name that follows from other settings.
-        RuntimeError: :func:`parse_and_validate_args` was not called.
-    """
+        RuntimeError: :func:`parse_and_validate_args` was not called."""
     if Current.parsed is None:
         raise RuntimeError("call parse_and_validate_args() first")
     cfg, before = Current.parsed

@@ -1,8 +1,7 @@
 """Rotary position embeddings for programs that compute them in their layers.
 
 A table of angles is [s, 1, 1, d]: of position i and frequency j the angle i * base^(-2j/d), for both halves of a head
-(or for neighbors, with ``rotary_interleaved``). Layers of this library use ``attention/rotary.py``.
-"""
+(or for neighbors, with ``rotary_interleaved``). Layers of this library use ``attention/rotary.py``."""
 
 from __future__ import annotations
 

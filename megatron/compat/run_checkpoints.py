@@ -87,8 +87,7 @@ def save_checkpoint(
 
     Raises:
         UserError: no --save, or ``non_persistent_ckpt`` or ``release`` is set.
-        CheckpointError: the save failed, or another job writes to --save, such as the loop of ``pretrain()``.
-    """
+        CheckpointError: the save failed, or another job writes to --save, such as the loop of ``pretrain()``."""
     if non_persistent_ckpt or release:
         name = "release" if release else "non_persistent_ckpt"
         raise UserError(f"save_checkpoint({name}=True): not available here; pass False")
@@ -124,8 +123,7 @@ def load_checkpoint(
 
     Raises:
         UserError: ``load_arg`` names another setting than --load, or ``strict`` is False.
-        CheckpointError: see ``Checkpointer.load``.
-    """
+        CheckpointError: see ``Checkpointer.load``."""
     if load_arg != "load" or not strict:
         raise UserError(f"load_checkpoint(load_arg={load_arg!r}, strict={strict}): pass load_arg='load', strict=True")
     checkpointer = _checkpointer(ddp_model, optimizer, opt_param_scheduler)

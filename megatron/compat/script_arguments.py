@@ -1,8 +1,7 @@
 """Megatron-LM's ``parse_args``, ``validate_args`` and ``set_args``: settings as a namespace that programs change.
 
 The namespace has every setting, the program's flags, and names of Megatron-LM (``program.as_namespace``). Settings are
-read from it again whenever they are needed, so that assignments of the program count.
-"""
+read from it again whenever they are needed, so that assignments of the program count."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, object] | None = None)
     derived ones into ``args``, in place. Returns ``args``; ``rank`` and names that are no settings stay.
 
     Raises:
-        ConfigError: lists every contradiction.
-    """
+        ConfigError: lists every contradiction."""
     for name, value in (defaults or {}).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)

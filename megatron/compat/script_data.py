@@ -3,8 +3,7 @@
 Megatron-LM's scripts read data on the first tensor-parallel rank of the first and last pipeline stages only, and
 broadcast it. Our loop reads it on every rank: dropout masks, document boundaries and the tokens that count in the loss
 are then known on all ranks. Custom data sets of the script that exist on some ranks only are
-broadcast, a global batch at a time.
-"""
+broadcast, a global batch at a time."""
 
 from __future__ import annotations
 

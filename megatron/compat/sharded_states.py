@@ -37,8 +37,7 @@ def make_sharded_tensors_for_checkpoint(
         dp_cp_group: no effect: ranks that hold the same tensors are recognized.
 
     Raises:
-        ValueError: a value is no tensor, or a dim does not exist.
-    """
+        ValueError: a value is no tensor, or a dim does not exist."""
     split = tensor_parallel_layers_axis_map or {}
     if tp_group is None and dp_cp_group is None and split:
         tp_group = parallel_state.get_tensor_model_parallel_group()

@@ -5,8 +5,7 @@ because this one is registered for vendors. Settings come from ``McoreEngineConf
 ``override_*`` dicts hold other fields of this library by name. Written for verl 0.9 (``verl/workers/engine/base.py``).
 Not available, each a UserError: value models, LoRA, fused kernels, routing replay, distillation by top-k logits.
 
-Legend: b sequences of a micro-batch, s tokens of this rank's part of its row, v this rank's slice of the vocabulary.
-"""
+Legend: b sequences of a micro-batch, s tokens of this rank's part of its row, v this rank's slice of the vocabulary."""
 
 from __future__ import annotations
 

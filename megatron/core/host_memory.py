@@ -1,7 +1,6 @@
 """Host memory of offloaded tensors: pinned allocation, and side streams.
 
-On a CPU "host" tensors are separate ordinary tensors and streams do nothing, so that the same code runs in tests.
-"""
+On a CPU "host" tensors are separate ordinary tensors and streams do nothing, so that the same code runs in tests."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ class SideStream:
     CPU work runs at once and events are None.
 
     Args:
-        urgent: whether kernels of this stream get free SMs before kernels of other streams that are already queued.
-    """
+        urgent: whether kernels of this stream get free SMs before kernels of other streams that are already queued."""
 
     def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None

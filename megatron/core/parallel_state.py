@@ -82,8 +82,7 @@ def initialize_model_parallel(
     (:func:`get_step_groups`). ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``).
     ``copy_engines``: over NCCL, groups whose ranks share a host get copy engines for supported collectives
     (``copy_engines/``). ``group_of_one``: see :func:`start_single_process_group`. Keywords of Megatron-LM without
-    effect here are logged with the reason; unknown keywords raise TypeError.
-    """
+    effect here are logged with the reason; unknown keywords raise TypeError."""
     global _state
     _explain_keywords(without_effect)
     if _state is not None:
@@ -296,8 +295,7 @@ def resolve_group(given: process_groups.AnyGroup = None, axis: str = "tp") -> pr
         axis: a field of ``ProcessGroups``, such as "tp" or "cp".
 
     Raises:
-        ValueError: this process is not in ``given``.
-    """
+        ValueError: this process is not in ``given``."""
     groups = get_process_groups()
     if given is None or isinstance(given, process_groups.Group):
         return getattr(groups, axis) if given is None else given

@@ -2,8 +2,7 @@
 
 Readers open regular files only: opening a pipe that no process writes to never returns. They follow symbolic links, of
 which data folders and model hubs are full. Writers do not follow a link at the name that they write: the bytes would
-end up in any file of this user. Every failure is an ``OSError`` (a ``ValueError`` for JSON) that names the path.
-"""
+end up in any file of this user. Every failure is an ``OSError`` (a ``ValueError`` for JSON) that names the path."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def open_regular(path: Path, *, follow: bool = True, buffering: int = -1) -> Bin
         buffering: 0: unbuffered; as for ``open``.
 
     Raises:
-        OSError: missing (FileNotFoundError), unreadable, or a pipe, device, folder or (unless ``follow``) link.
-    """
+        OSError: missing (FileNotFoundError), unreadable, or a pipe, device, folder or (unless ``follow``) link."""
     _check_regular(os.stat(path, follow_symlinks=follow), path)  # first: opening a device may have effects
     return _open_checked(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW), "rb", buffering)
 
@@ -97,8 +95,7 @@ def parse_json(data: str | bytes, *, unique: bool = False) -> Any:
     stack. Without ``unique`` the last of equal keys wins, as in ``json.loads``.
 
     Args:
-        unique: reject a key that a table has twice, and NaN and infinities, which are not JSON.
-    """
+        unique: reject a key that a table has twice, and NaN and infinities, which are not JSON."""
     try:
         if unique:
             return json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
@@ -140,8 +137,7 @@ def open_private(path: Path) -> BinaryIO:
     """Open a work file of this user for reading and appending bytes; created if missing. The position is at the end.
 
     Raises:
-        OSError: a link, pipe or device, a file with a second name (hard link), or one of another user.
-    """
+        OSError: a link, pipe or device, a file with a second name (hard link), or one of another user."""
     file = _open_checked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, "a+b", -1)
     status = os.fstat(file.fileno())
     if status.st_uid != os.geteuid() or status.st_nlink > 1:
@@ -158,8 +154,7 @@ def make_folder(path: Path, *, private: bool = False) -> None:
             umask, and the folder of another user is rejected.
 
     Raises:
-        OSError: a link, even to a folder; a file; missing parents.
-    """
+        OSError: a link, even to a folder; a file; missing parents."""
     with suppress(FileExistsError):
         os.mkdir(path, 0o755 if private else 0o777)
     status = os.lstat(path)

@@ -4,8 +4,7 @@ A module adds to its :class:`StepStatistics`, an attribute called ``statistics``
 optimizer step :class:`StatisticsSum` all-reduces the statistics of all modules over all ranks, without a host sync, and
 passes each module its sums over the global batch (``end_step(totals)``).
 
-A rank must add only tokens that no other rank adds; otherwise tokens are counted more than once.
-"""
+A rank must add only tokens that no other rank adds; otherwise tokens are counted more than once."""
 
 from __future__ import annotations
 

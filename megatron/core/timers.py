@@ -2,8 +2,7 @@
 
 Timers above ``--timing-log-level`` measure nothing, so that level 0, the default, costs nothing. From level 1 on,
 starting and stopping wait for the device: the times are right, the step is slower. Under torch's profiler every timer,
-at any level, is a range with its name in the trace.
-"""
+at any level, is a range with its name in the trace."""
 
 import logging
 import time

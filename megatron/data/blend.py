@@ -1,7 +1,6 @@
 """The data sets of a run, their proportions, and how one is cut into train, valid and test.
 
-Parsing without side effects of ``--data-path``, similar flags and ``--split``; every error names the flag.
-"""
+Parsing without side effects of ``--data-path``, similar flags and ``--split``; every error names the flag."""
 
 import enum
 import math

@@ -43,8 +43,7 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length:
     %) must be shuffled separately.
 
     Args:
-        extra_token: 1 if samples of a run share a token with the next (the last label), else 0.
-    """
+        extra_token: 1 if samples of a run share a token with the next (the last label), else 0."""
     if tokens_per_epoch < 1:
         raise UserError("the documents hold no tokens")
     if num_samples is None:

@@ -3,8 +3,7 @@ shuffle that orders them.
 
 The arithmetic runs in C++ (``helpers.cpp``) where the extension was built, else in numpy; both return the same bytes,
 so a cache written by one is read by the other. The rules equal Megatron-LM's
-(docs/reference/data_format.md).
-"""
+(docs/reference/data_format.md)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -124,8 +123,7 @@ def build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, 
     Step k takes the source with the largest ``weight * max(k, 1) - taken``, the first one among equals.
 
     Returns:
-        source number int16[size] and the sample number within that source int64[size].
-    """
+        source number int16[size] and the sample number within that source int64[size]."""
     weights = np.ascontiguousarray(weights, dtype=np.float64)
     _check_source_count(len(weights))
     if _cpp is not None:

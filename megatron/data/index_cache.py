@@ -8,8 +8,7 @@ process builds its own.
 
 Nothing is synced to disk. A start with 2,000 sources and three splits writes 24,000 files, and an fsync of each would
 take minutes on a shared file system, for arrays that are rebuilt in seconds. A rename orders what other processes see;
-a power cut may leave a renamed file with other bytes, and these the checksum finds.
-"""
+a power cut may leave a renamed file with other bytes, and these the checksum finds."""
 
 import contextlib
 import fcntl
@@ -60,8 +59,7 @@ class IndexCache:
         kind: the middle of the file names, such as ``GPTDataset-train``.
         identity: every value that the arrays depend on; must be JSON-serializable.
         layout: the shapes and dtypes that the arrays must have.
-        bounds: the ranges that their values must lie in.
-    """
+        bounds: the ranges that their values must lie in."""
 
     def __init__(
         self,

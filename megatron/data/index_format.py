@@ -12,8 +12,7 @@ Little-endian, Megatron-LM's bytes::
         int64[D]   sequence number at which each document starts; the last equals S
         int8[S]    mode per sequence, multimodal data sets only
 
-The ``.bin`` is the bare concatenation of the tokens.
-"""
+The ``.bin`` is the bare concatenation of the tokens."""
 
 import enum
 import struct

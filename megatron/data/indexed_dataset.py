@@ -1,8 +1,7 @@
 """Tokenized documents on disk: a ``.bin`` of tokens and an ``.idx`` that says where each sequence and document starts.
 
 ``IndexedDataset`` reads a pair (Megatron-LM's or our own, see ``index_format``), ``IndexedDatasetBuilder`` writes one.
-What is left out: object storage.
-"""
+What is left out: object storage."""
 
 import difflib
 import glob
@@ -94,8 +93,7 @@ class IndexedDataset:
 
     Raises:
         FileNotFoundError: a file is missing.
-        IndexedDatasetError: a ValueError; the files are damaged or do not belong together.
-    """
+        IndexedDatasetError: a ValueError; the files are damaged or do not belong together."""
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True):
         """Raises MissingDatasetError (a FileNotFoundError), or IndexedDatasetError for damaged files. Reads no

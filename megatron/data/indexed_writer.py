@@ -2,8 +2,7 @@
 
 Tokens stream into the ``.bin``; lengths, document boundaries and modes are spooled to temporary files and become the
 ``.idx`` at the end. All of it goes to temporary names in the target folder. ``finalize`` syncs them and renames the
-``.bin``, then the ``.idx``: after an earlier failure (a full disk, a kill, a power loss) no file looks complete.
-"""
+``.bin``, then the ``.idx``: after an earlier failure (a full disk, a kill, a power loss) no file looks complete."""
 
 import array
 import contextlib
@@ -74,8 +73,7 @@ class IndexedDatasetBuilder:
 
     Raises:
         OSError: from any method, when the disk is full or a file cannot be written; the partial files are then removed.
-        ValueError: a token does not fit ``dtype``, or lengths do not sum to the number of tokens.
-    """
+        ValueError: a token does not fit ``dtype``, or lengths do not sum to the number of tokens."""
 
     def __init__(self, bin_path: str, dtype: DTypeLike = np.int32, multimodal: bool = False):
         """The temporary files are next to ``bin_path``; an older data set stays until ``finalize``. Raises KeyError for

@@ -2,8 +2,7 @@
 
 Python's own ``mmap`` (hence ``numpy.memmap``) keeps a file descriptor open per mapping before 3.13: eight per source of
 a blend, which ends at 128 sources where a process may open 1024 files. A mapping needs none. It is released when the
-last array that views it is deleted, in any module.
-"""
+last array that views it is deleted, in any module."""
 
 import ctypes
 import functools

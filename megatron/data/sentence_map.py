@@ -3,8 +3,7 @@
 Sentences of a document are joined until a sample has its target length, which is the whole length or, with a
 probability, a random shorter one; epochs are appended until there are samples enough, and all rows are shuffled. Same
 rows as Megatron-LM. The arithmetic runs in C++ (``helpers.cpp``) where the extension was built, else in Python; both
-return the same bytes.
-"""
+return the same bytes."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def build_mapping(
 
     Raises:
         NoSamplesError: a ``ValueError``; not one document gives a sample.
-        UserError: malformed ``docs``, or a number out of range.
-    """
+        UserError: malformed ``docs``, or a number out of range."""
     bounds, sizes = _checked(docs, sizes, num_epochs, max_seq_length, least=2)
     if not 0 <= short_seq_prob <= 1:
         raise UserError(f"--short-seq-prob {short_seq_prob}: a probability lies between 0 and 1")
@@ -92,8 +90,7 @@ def build_blocks_mapping(
         block within its epoch; dtype as there.
 
     Raises:
-        NoSamplesError: a ``ValueError``; not one document gives a block.
-    """
+        NoSamplesError: a ``ValueError``; not one document gives a block."""
     bounds, sizes = _checked(docs, sizes, num_epochs, max_seq_length, least=1)
     titles = helpers.aligned(titles_sizes, np.int32)
     if len(titles) != len(bounds) - 1:

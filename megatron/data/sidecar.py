@@ -1,8 +1,7 @@
 """The sidecar ``<prefix>.tokenizer.json`` of ``<prefix>.bin`` and ``.idx`` names the tokenizer of the ids.
 
 Megatron-LM's readers ignore it; data sets made elsewhere have none. Training compares it with its own tokenizer, so
-that ids of one vocabulary are never read as ids of another.
-"""
+that ids of one vocabulary are never read as ids of another."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Words are visited in shuffled order; each draws a length in words and is masked with as many of the following words as
 the budget of tokens still takes, unless one of them is masked already. Every draw comes from one ``RandomState`` in a
-fixed order, so that the masks equal Megatron-LM's bit for bit.
-"""
+fixed order, so that the masks equal Megatron-LM's bit for bit."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ def mask_words(
 
     Args:
         target: the length that the sample was to have, which bounds the number of masked tokens.
-        replace: returns the new id for an id, drawing from ``random_state``; None: no draw, and the id stays.
-    """
+        replace: returns the new id for an id, drawing from ``random_state``; None: no draw, and the id stays."""
     places = np.flatnonzero(~rule.never_masked[tokens])
     opens = rule.opens_word[tokens[places]]
     opens[:1] = True

@@ -2,8 +2,7 @@
 
 A conversion writes to a hidden folder ``.<name>.converting`` in the parent of its target. A journal next to it records
 the identity of the conversion and each complete file with checksums. Repeating the same conversion keeps the files
-whose bytes still match and continues. One rename publishes the folder.
-"""
+whose bytes still match and continues. One rename publishes the folder."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """``Interchange``: the common form that loaders return and savers accept.
 
 Follows this project's checkpoints: unsharded, unpadded tensors under global names, and settings under flag names. Each
-checkpoint format is one translation from and to this form.
-"""
+checkpoint format is one translation from and to this form."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ def save_native(
     """Write the checkpoint directory ``name`` with the JSON ``objects`` below ``target``; does not publish ``target``.
 
     Resumes an earlier attempt: complete files are kept. One tensor is in memory at a time. A file exceeds
-    ``max_file_bytes`` only if a single tensor does.
-    """
+    ``max_file_bytes`` only if a single tensor does."""
     folder = target.folder / name
     folder.mkdir(exist_ok=True)
     files: dict[str, object] = {}

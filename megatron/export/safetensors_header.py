@@ -1,8 +1,7 @@
 """Parser of safetensors headers with the checks of the safetensors library.
 
 A file consists of ``length`` (uint64), a JSON header of that length, and the tensors' bytes without gaps or overlaps.
-Names with control characters are also rejected, because messages and listings print them.
-"""
+Names with control characters are also rejected, because messages and listings print them."""
 
 from __future__ import annotations
 

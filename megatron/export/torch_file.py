@@ -1,8 +1,7 @@
 """Lazy reading of ``torch.save`` files, also inside a larger file: only the pickle is read at first.
 
 In the zip format (since torch 1.6), every storage is an uncompressed record with a CRC-32, which is checked on the
-record's first read. The legacy format is a sequence of pickles followed by the storages, without checksums.
-"""
+record's first read. The legacy format is a sequence of pickles followed by the storages, without checksums."""
 
 from __future__ import annotations
 

@@ -443,8 +443,7 @@ def unpickle(file: BinaryIO, num_bytes: int, where: str, storages: dict[str, Sto
         storages: updated in place with the storages of the pickle, by key.
 
     Raises:
-        CheckpointError: the pickle requests another class or function (named), exceeds a limit, or is incomplete.
-    """
+        CheckpointError: the pickle requests another class or function (named), exceeds a limit, or is incomplete."""
     try:
         machine = _Unpickler(file, num_bytes)
         value = machine.load()

@@ -8,8 +8,7 @@ A channel's importance is the L2 norm over samples of the mean over tokens of it
   experts            mean L2 norm of the rows that they return, router weights included; 0 without rows
   layers             1 - cosine(input, output), mean over tokens (block influence, arXiv 2403.03853)
 
-Legend: s sequence, c channels, h hidden, f feed-forward width, r rows of experts, e experts, a heads, l layers.
-"""
+Legend: s sequence, c channels, h hidden, f feed-forward width, r rows of experts, e experts, a heads, l layers."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The hidden channels are the same in the whole model; FFN channels, heads and experts are chosen per layer, channels of
 routed experts per expert. Selected parts keep their order, so that the result equals the parent's weights, sliced.
 
-Legend: h hidden, f feed-forward width, e experts, g query groups, p query heads per group, d head dim.
-"""
+Legend: h hidden, f feed-forward width, e experts, g query groups, p query heads per group, d head dim."""
 
 from __future__ import annotations
 

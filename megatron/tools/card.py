@@ -10,8 +10,7 @@ verdict, figures, command and output of every check, versions and device:
 - layouts: verify-layout with a small model of the same settings (tensor, pipeline, context, expert parallelism)
 - greedy text: the text of ``transformers``, in fp32
 
-Exit code 0: every check that applies passed; 1: one failed.
-"""
+Exit code 0: every check that applies passed; 1: one failed."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Prints bus bandwidth (GB/s: bytes / seconds x 2 (n - 1) / n for all-reduce, (n - 1) / n for other collectives, 1 for
 p2p) and latency per group of the layout and per link between ranks of a node and between nodes, the GEMM rate of each
 rank, and settings of the hosts. Names each group, link or rank below --tolerance x the median of its kind. Exit code 1
-if there is one, if versions differ between ranks, or if a measurement exceeds --deadline.
-"""
+if there is one, if versions differ between ranks, or if a measurement exceeds --deadline."""
 
 from __future__ import annotations
 

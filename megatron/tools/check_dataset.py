@@ -3,8 +3,7 @@
     python tools/check_dataset.py corpus_text_document --vocab-size 32000
 
 Reads every byte: the index for consistency, the tokens for the smallest and largest id. The exit code is 1 if a data
-set is damaged, empty or contains an id outside the vocabulary, 2 if it is missing or cannot be read. Needs no torch.
-"""
+set is damaged, empty or contains an id outside the vocabulary, 2 if it is missing or cannot be read. Needs no torch."""
 
 import sys
 import time
@@ -105,8 +104,7 @@ def check(path: str, vocab_size: int | None) -> None:
 
     Raises:
         UserError: the data set or its sidecar is damaged, it has no tokens, or it contains other ids.
-        OSError: it is missing or cannot be read.
-    """
+        OSError: it is missing or cannot be read."""
     prefix = resolve_prefix(path)
     data = IndexedDataset(prefix)
     sidecar = read_sidecar(prefix)

@@ -6,8 +6,7 @@
 Short form of pretrain_gpt.py --sft --export-kd-teacher-load: one pass over conversations or texts at a learning rate of
 1e-4. --teacher is a --save directory or a Hugging Face folder with the student's tokenizer. Accepts all flags of that
 program, which replace the defaults, and --nproc N for N processes on this machine. The same command continues a run
-from its --save folder. For data in .bin and .idx files use pretrain_gpt.py itself.
-"""
+from its --save folder. For data in .bin and .idx files use pretrain_gpt.py itself."""
 
 from __future__ import annotations
 

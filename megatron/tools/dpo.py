@@ -6,8 +6,7 @@
 
 Short form of pretrain_gpt.py --dpo: one pass over the pairs at a learning rate of 1e-6; the reference is the model of
 --load-hf. Accepts all flags of that program, which replace the defaults, and --nproc N for N processes on this machine.
-The same command continues a run from its --save folder.
-"""
+The same command continues a run from its --save folder."""
 
 from __future__ import annotations
 

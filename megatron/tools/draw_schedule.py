@@ -3,8 +3,7 @@
     python tools/draw_schedule.py --pipeline-model-parallel-size 4 --num-layers 32 ... --output schedule.svg
 
 Accepts all flags of pretrain_gpt.py; flags that only training needs are optional. ``--output`` writes a picture (.png,
-.svg, .pdf; needs matplotlib); without it a text table is printed. Needs no GPU and no torch.
-"""
+.svg, .pdf; needs matplotlib); without it a text table is printed. Needs no GPU and no torch."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 
 Prints the most likely tokens of each mask with their probabilities. For a pair, also prints the probability that the
 texts are in order; this requires a model with the binary head. Model and tokenizer come from the checkpoint. Write the
-mask as the tokenizer spells it.
-"""
+mask as the tokenizer spells it."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 GPT continues each prompt, all in one batch; T5 generates the spans of the prompt's sentinels. A line of dashes
 separates the outputs; each is independent of the other prompts. Model, tokenizer and lengths come from the checkpoint.
-Decoding is greedy with --temperature 0. For BERT use tools/fill_mask.py.
-"""
+Decoding is greedy with --temperature 0. For BERT use tools/fill_mask.py."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 Settings and counters come from the checkpoints; sampler and data sets are the trainer's, so that the samples are those
 that the run read. No model is built. The iteration after the checkpoint is the one that a continued run reads next.
 Ranges of tokens are [first:end]. In BERT's text {fox|[MASK]} is a masked token and the model's input in its place; T5's
-target follows its input. --json prints all arrays of each sample, too.
-"""
+target follows its input. --json prints all arrays of each sample, too."""
 
 from __future__ import annotations
 

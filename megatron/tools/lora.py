@@ -5,8 +5,7 @@
     megatron lora merge --load RUN --save HF_FOLDER           a full model, for any program
 
 RUN is the --save folder of a run with --lora-rank, or the result of an import. Its checkpoint names the base model,
-which --base replaces if it was moved. Merged weights are W + B A alpha / r, computed in fp32 and rounded once.
-"""
+which --base replaces if it was moved. Merged weights are W + B A alpha / r, computed in fp32 and rounded once."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 Writes one line per file, ``{"text": …, "path": …}``, in a seeded random order, so that every split contains all kinds
 of modules. ``--documents functions`` writes one line per function: short, complete documents for sentence pairs (BERT).
 ``--documents docs`` writes English prose: the topics of Python's ``help()`` and the longer docstrings. ``--documents
-stories`` writes short stories from a grammar, the same on every machine; a small model learns them in minutes.
-"""
+stories`` writes short stories from a grammar, the same on every machine; a small model learns them in minutes."""
 
 import ast
 import importlib

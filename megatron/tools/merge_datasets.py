@@ -3,8 +3,7 @@
     python tools/merge_datasets.py --input parts/ --output-prefix corpus_text_document
 
 The result is byte-identical to preprocessing the concatenated text. Existing files are not overwritten. Data sets with
-different tokenizers or token types are rejected before any data is written. Needs no torch.
-"""
+different tokenizers or token types are rejected before any data is written. Needs no torch."""
 
 import os
 import sys
@@ -75,8 +74,7 @@ def merge(folder: str, output: str, multimodal: bool) -> None:
 
     Raises:
         UserError: invalid input, or the output exists.
-        OSError: the output cannot be written; partial files are removed.
-    """
+        OSError: the output cannot be written; partial files are removed."""
     existing = [
         path for path in (get_bin_path(output), get_idx_path(output), sidecar_path(output)) if os.path.exists(path)
     ]

@@ -5,8 +5,7 @@
 Accepts all flags of pretrain_gpt.py (of another program with --program); sizes and options of the layout that are given
 stay fixed. Layouts that contradict the rules or do not fit are left out. Times come from a model of kernels and links
 (docs/guides/planning.md); layouts whose difference is below its error are called ties. Needs no GPU and no torch; with
-``--try`` the best layouts are run on this machine.
-"""
+``--try`` the best layouts are run on this machine."""
 
 from __future__ import annotations
 

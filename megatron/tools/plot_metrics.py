@@ -5,8 +5,7 @@
 
 RUN is a directory with ``metrics.jsonl`` (the --save directory) or such a file. Throughput is read from
 ``timing.jsonl`` in the same directory, if it exists. Runs may still be training. ``--text`` draws the loss on the
-terminal and needs no package.
-"""
+terminal and needs no package."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/ --append-eod --workers 8
 
-writes corpus_text_document.bin, .idx and .tokenizer.json. Repeat the command to resume a killed run. Needs no torch.
-"""
+writes corpus_text_document.bin, .idx and .tokenizer.json. Repeat the command to resume a killed run. Needs no torch."""
 
 import dataclasses
 import logging

@@ -5,8 +5,7 @@
 
 RUN is the --save folder of a run, or a Hugging Face folder. Importance is measured on samples of the training split, on
 one process. SMALL is a checkpoint of weights with its own settings: train or distill it next, because pruning raises
-the loss. Sizes that are not named stay; the number of channels per head always stays.
-"""
+the loss. Sizes that are not named stay; the number of channels per head always stays."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 fp8: one scale per weight and a static one per layer's inputs, their largest magnitude on the texts (or a percentile).
 fp8-dynamic: the scales of inputs are computed per token at run time. fp8-blocks: a scale per 128 x 128 block of
 weights and per 128 features of a token. Prints the perplexity of further texts before and after. On the ranks of
-torchrun, the folder must be visible to all ranks.
-"""
+torchrun, the folder must be visible to all ranks."""
 
 from __future__ import annotations
 

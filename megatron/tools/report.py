@@ -6,8 +6,7 @@
 RUN is the directory of --save (or --tensorboard-dir without --save), which holds ``metrics.jsonl`` and
 ``timing.jsonl``. The page is one HTML file without references to others. The run may still be training. Training
 writes the same page when it ends, unless --no-report is given. Several runs are compared on the terminal: figures,
-settings, the first iteration that differs; the page has the curves of all runs in each chart.
-"""
+settings, the first iteration that differs; the page has the curves of all runs in each chart."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 On several GPUs: torchrun --nproc-per-node 2 -m megatron serve --load RUN/checkpoints
 Only programs on this machine can connect; another --host requires a token: a file (--token-file FILE), or the
 environment variable MEGATRON_SERVE_TOKEN. A chat page is at http://127.0.0.1:8000/.
-Requires: pip install starlette uvicorn
-"""
+Requires: pip install starlette uvicorn"""
 
 from __future__ import annotations
 

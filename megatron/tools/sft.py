@@ -6,8 +6,7 @@
 Short form of pretrain_gpt.py --sft (pretrain_vlm.py if the model reads images and a conversation has some) with
 defaults for fine-tuning: one pass over the conversations at a small learning rate. Accepts all flags of that program,
 which replace the defaults, and --nproc N for N processes on this machine. The same command continues a run from its
---save folder.
-"""
+--save folder."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Megatron-LM's command line of the server, ``tools/run_text_generation_server.py``, for ``megatron serve``.
 
 Flags of ``serve`` apply. The checkpoint has the model's settings and the tokenizer, and requests have the sampling:
-other flags of Megatron-LM are listed and not used.
-"""
+other flags of Megatron-LM are listed and not used."""
 
 from __future__ import annotations
 

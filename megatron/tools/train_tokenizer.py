@@ -4,8 +4,7 @@
 
 writes tokenizer/tokenizer.json and tokenizer_config.json: id 0 is <|endoftext|>, then the 256 bytes, then the merges.
 With --kind wordpiece it writes tokenizer/vocab.txt for --tokenizer-type BertWordPieceLowerCase (BertWordPieceCase with
---cased).
-"""
+--cased)."""
 
 import os
 import time

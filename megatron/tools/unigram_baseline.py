@@ -4,8 +4,7 @@
 
 The unigram model uses the token frequencies of the training split, with each count plus one. ``--metrics`` also prints
 the last validation loss of that run. With ``--program pretrain_bert.py`` or ``pretrain_t5.py`` only the target tokens
-of training samples are counted. For BERT pairs, it also prints the loss of always predicting the order frequencies.
-"""
+of training samples are counted. For BERT pairs, it also prints the loss of always predicting the order frequencies."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -9,8 +9,7 @@ The model is shrunk as by tools/verify_layout.py, has random weights in the prec
 gloo processes on the CPU, or with --gpus one process per GPU. With --full-size it has its own size and, with --load,
 the weights of a checkpoint.
 
-Exit code 0: equal; 1: different, with the largest difference; 2: the flags contradict each other.
-"""
+Exit code 0: equal; 1: different, with the largest difference; 2: the flags contradict each other."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ for a few steps in float64 on random data, first in one process, then in N local
 Losses, gradient norms, all gathered gradients and all weights must agree to 1e-10. Flags of data, checkpoints, logging
 and precision are reset to their defaults, because they do not affect the layout.
 
-Exit code 0: equal; 1: different, prints the first difference; 2: the flags contradict each other.
-"""
+Exit code 0: equal; 1: different, prints the first difference; 2: the flags contradict each other."""
 
 from __future__ import annotations
 

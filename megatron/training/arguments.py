@@ -2,8 +2,7 @@
 
 Precedence: command line, then ``--yaml-cfg``, then ``--model``, then the entry script's ``args_defaults``, then field
 defaults.
-Torch-free, so that ``--help`` is fast.
-"""
+Torch-free, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def parse_args(
 
     Raises:
         ConfigError: lists every mistake of the command line, and problems of the settings that could be read.
-        SystemExit: 0 after ``--help [TOPIC]`` or ``--version``.
-    """
+        SystemExit: 0 after ``--help [TOPIC]`` or ``--version``."""
     argv = list(sys.argv[1:] if argv is None else argv)
     family = model_family or default_family()
     specs = flag_specs(family)
@@ -159,8 +157,7 @@ def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True
     ``announce``: log overridden and ineffective flags.
 
     Raises:
-        ConfigError: lists every contradiction and every setting that is not available.
-    """
+        ConfigError: lists every contradiction and every setting that is not available."""
     if cfg.program.dry_run:
         world_size = cfg.program.dry_run_world_size or max(world_size, smallest_world_size(cfg))
     if problems := impossible_values(cfg):

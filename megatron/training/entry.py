@@ -46,8 +46,7 @@ def pretrain(name: str, called: str, argv: Sequence[str] | None = None) -> int:
     Args:
         name: a program of the registry, such as ``gpt``, or the module of a model family outside of ``megatron``.
         called: name of the command as the user typed it, for error messages.
-        argv: its flags; None: this process's command line.
-    """
+        argv: its flags; None: this process's command line."""
     cfg = read_settings(name, called, argv)
     if cfg is None:
         return 0

@@ -1,8 +1,7 @@
 """Weights of a live, sharded model as Hugging Face tensors, for inference engines that RL programs keep up to date.
 
 Names, shapes and values are those of a folder that ``save_hf`` writes. Tensors are gathered in buckets on the device,
-so that a rank holds at most one bucket besides its shards.
-"""
+so that a rank holds at most one bucket besides its shards."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def hf_weights(
         family: Hugging Face ``model_type``; None: the first that fits.
 
     Raises:
-        UserError: no family fits the settings, or weights and settings do not match.
-    """
+        UserError: no family fits the settings, or weights and settings do not match."""
     settings = complete({**config_to_dict(cfg.flat), "vocab_size": vocab_size})
     chosen = family_for(settings, only=family)
     plan = placements(chosen, settings)

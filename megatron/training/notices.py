@@ -1,7 +1,6 @@
 """Log notices about flags that are overridden or have no effect. Torch-free.
 
-Only overrides that do not change results are allowed; rules reject all others.
-"""
+Only overrides that do not change results are allowed; rules reject all others."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
 
     Args:
         given: settings as parsed.
-        resolved: settings as completed by ``resolve``.
-    """
+        resolved: settings as completed by ``resolve``."""
     for name in ("distributed_backend", "split"):
         if name not in given.explicit and getattr(given.flat, name) != getattr(resolved.flat, name):
             yield f"{name}: {getattr(resolved.flat, name)} (default for this run)"

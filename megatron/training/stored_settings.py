@@ -62,8 +62,7 @@ ARCHITECTURE = tuple(
     )
 )
 """Settings that define the meaning of the built-in layers' weights. --use-checkpoint-args takes them from the
-checkpoint; loading fails if they differ. A custom model's description names further settings of its layers.
-"""
+checkpoint; loading fails if they differ. A custom model's description names further settings of its layers."""
 
 
 def config_to_dict(cfg: FlatConfig) -> dict[str, object]:
@@ -121,8 +120,7 @@ def check_architecture(
         current: settings of this run, in the same form.
         where: name of the checkpoint in messages.
         architecture: settings that define the meaning of weights.
-        weights_only: whether only weights are loaded: only other sizes are rejected then.
-    """
+        weights_only: whether only weights are loaded: only other sizes are rejected then."""
     refuse_other_family(stored, current.get("model_family", default_family()), where)
     differing = {name for name in stored.keys() & current.keys() if stored[name] != current[name]}
     refused = [name for name in architecture if name in differing and (name in SIZES or not weights_only)]
@@ -176,8 +174,7 @@ def misfits(cfg: PretrainConfig, tokenizer: Tokenizer | None, *, consistent: boo
     Args:
         cfg: resolved settings.
         tokenizer: of this run; None to compare settings only.
-        consistent: whether the settings have passed all rules; if not, only their main sizes are compared.
-    """
+        consistent: whether the settings have passed all rules; if not, only their main sizes are compared."""
     directory, weights_only = _named_checkpoint(cfg.checkpoint.load, cfg.checkpoint.ckpt_step), cfg.checkpoint.finetune
     if directory is None:
         directory, weights_only = _named_checkpoint(cfg.checkpoint.pretrained_checkpoint, None), True

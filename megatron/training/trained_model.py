@@ -44,8 +44,7 @@ ASKED = ("--skip-train", "--micro-batch-size", "1", "--eval-iters", "0")
 
 AS_TRAINED = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", *PIXELS)
 """Settings that a resumed run may change but an inference model must keep as trained: some balancing types select
-experts differently (both settings hold one value per type), and images must have the size and colors of training.
-"""
+experts differently (both settings hold one value per type), and images must have the size and colors of training."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ def load_trained_model(
         images: read the vision tower of a Hugging Face folder, too, if it has one.
 
     Raises:
-        UserError: the model family belongs to another tool, or checkpoint or tokenizer are missing or damaged.
-    """
+        UserError: the model family belongs to another tool, or checkpoint or tokenizer are missing or damaged."""
     if module is not None:
         get_family(module)
     if step is None and (Path(folder) / "config.json").is_file() and find_checkpoint(folder) is None:

@@ -4,8 +4,7 @@ A step has one chunk of consecutive tokens per sequence, concatenated to [n, 1, 
 values (or latents) of the new tokens to the sequence's pages and attends to the cached and the new ones. Layers see
 this as any other layout: ``positions`` and ``attend``; latent attention calls ``attend_latents``.
 
-Legend: n rows (new tokens of all sequences), t keys of all sequences, g key/value groups, d head dim.
-"""
+Legend: n rows (new tokens of all sequences), t keys of all sequences, g key/value groups, d head dim."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Select a layer's attention kernel from a :class:`Request` (backend flag, dtype, head dim, GPU, mask) once, at build.
 
 :func:`_candidates` lists the kernels for the requested backend, best first. Each kernel's file has a ``supports``
-function that returns None or the reason for rejection; the first supported kernel is chosen.
-"""
+function that returns None or the reason for rejection; the first supported kernel is chosen."""
 
 from __future__ import annotations
 
@@ -146,8 +145,7 @@ def _candidates(request: Request) -> Iterator[str]:
     - cudnn: 16 bits, not banded, ``fused``, or ``auto`` from sm_90 on
     - flash: 16 bits, banded or not ``fused``
     - efficient and math (with key blocks: unfused): ``auto`` or banded
-    - unfused: ``auto`` with a soft cap, no key blocks
-    """
+    - unfused: ``auto`` with a soft cap, no key blocks"""
     if request.flash_version is not None:
         yield f"flash-attn {request.flash_version}"
         return

@@ -4,8 +4,7 @@ The mask is a function of sample, layer, global head, query position and key pos
 blocks and context-parallel strategy do not change it. Only the unfused kernel supports it: fused kernels generate masks
 that depend on the kernel's tiling.
 
-Legend: b batch, a heads (local), q queries, k keys of a tile.
-"""
+Legend: b batch, a heads (local), q queries, k keys of a tile."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A query sees the keys of its document within a band around its position. A padde
 its padding (:meth:`PackedSeqParams.of_lengths`). In cross-attention, documents have separate bounds for queries and
 keys (:meth:`PackedSeqParams.of_keys`).
 
-Legend: b batch, s sequence, q query positions, k key positions.
-"""
+Legend: b batch, s sequence, q query positions, k key positions."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The scores are computed a second time, in blocks of queries, so that any attenti
 of the visible pairs, about a quarter of the forward pass, plus a block of scores in memory. Context-parallel ranks
 all-gather the keys in every form of attention, and have the maxima of their queries. Without context parallelism, pairs
 that are hidden by packed documents whose bounds only the GPU knows count too, as do those hidden by a dense mask: the
-result is then an upper bound. Padding at the end of a row does not count.
-"""
+result is then an upper bound. Padding at the end of a row does not count."""
 
 from __future__ import annotations
 

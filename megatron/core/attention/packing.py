@@ -1,8 +1,7 @@
 """Group the tiles of many documents into few calls of a variable-length kernel.
 
 One kernel launch per document would cost more than the attention itself. Tiles with the same band form a group if no
-query and no key occurs twice in it, so that results can be written back by index, without atomic additions.
-"""
+query and no key occurs twice in it, so that results can be written back by index, without atomic additions."""
 
 from __future__ import annotations
 

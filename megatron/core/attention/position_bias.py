@@ -3,8 +3,7 @@
 The middle entry is distance 0, so that sequences of s tokens have n = 2 s - 1 on every rank, and no tensor of all pairs
 is needed.
 
-Legend: a heads (local), n distances, q queries and k keys of a tile.
-"""
+Legend: a heads (local), n distances, q queries and k keys of a tile."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ Context extension lowers the frequencies: linear interpolation divides all posit
 only low-frequency pairs, YaRN (Peng et al. 2023) blends both by frequency and lowers the attention temperature. Two
 scalings depend on the length of a row: dynamic NTK raises the base beyond the original context, LongRoPE (Ding et al.
 2024) divides each pair by its short or long factor. The scalings are dataclasses; ``RotaryEmbedding`` computes the
-tables.
-"""
+tables."""
 
 from __future__ import annotations
 

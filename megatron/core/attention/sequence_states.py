@@ -2,8 +2,7 @@
 
 A state has a *slot* per running sequence. A *snapshot* is a slot with the state after a full page of tokens, so that
 another sequence with the same beginning continues from it. Slot 0 is zero, the state before the first token; slot 1 is
-written by padding rows and is never read.
-"""
+written by padding rows and is never read."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ Kernels do not implement sinks. The sink is added to their output with the log-s
 A kernel's backward with out' and lse' gives the gradients of the softmax with the sink, because sum_k p_k dp_k still
 equals the dot product of out' and its gradient. The sink's gradient is that product times -exp(sink - lse').
 
-Legend: s sequence (local), b batch, a query heads (local), d head dim.
-"""
+Legend: s sequence (local), b batch, a query heads (local), d head dim."""
 
 from __future__ import annotations
 

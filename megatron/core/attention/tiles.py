@@ -7,8 +7,7 @@ tile is built.
 
 Tiles have shapes that fused kernels support. A rectangle cut by the causal diagonal is split into a full tile and a
 square on the diagonal. Tiles with a left limit never have more queries than keys: flash kernels replace a missing right
-limit by the number of keys, which is then too small (the first queries would miss the last keys).
-"""
+limit by the number of keys, which is then too small (the first queries would miss the last keys)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A layout is an argument of a forward pass (``ForwardContext.layout``), not of a 
 coordinates, documents, expert balance and attention read it at every call. Another context-parallel size for a
 micro-batch is another object.
 
-Legend: s sequence (local), b batch, a heads, d head dim, n ranks of the group.
-"""
+Legend: s sequence (local), b batch, a heads, d head dim, n ranks of the group."""
 
 from __future__ import annotations
 
@@ -169,8 +168,7 @@ class TokenLayout:
             name: name of the state in the mixer's :class:`CacheSpec`.
             zeros: state before the first token of each sequence, [b, ...].
             run: maps ``inputs`` of consecutive tokens and the state before them to (outputs, state after them).
-            inputs: [s, b, ...] each.
-        """
+            inputs: [s, b, ...] each."""
         return run(*inputs, zeros)[0]
 
     # ---- exchanges over the group

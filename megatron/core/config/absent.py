@@ -11,8 +11,7 @@ answer. The status is one of
 - ``other``: a flag of another program; the answer names the program, then the replacement.
 - ``foreign``: Megatron-LM has this flag and this library has not. ``removed``: Megatron-LM had it.
 
-When a capability is built its row is deleted and a field is added; nothing else changes. Standard library only.
-"""
+When a capability is built its row is deleted and a field is added; nothing else changes. Standard library only."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A field is a flag: its annotation gives the type and the choices, its default th
 the help text. ``name: bool = False`` becomes ``--name``, ``name: bool = True`` becomes ``--no-name``, everything else
 takes values; :func:`flag` states what is irregular. Names accept both ``-`` and ``_``, are never abbreviated, and
 ``--name=value`` works. Scanning collects every mistake of a command line instead of stopping at the first one, which is
-why argparse is used only for ``--help`` and for the flags that third-party scripts add.
-"""
+why argparse is used only for ``--help`` and for the flags that third-party scripts add."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def flag(
         metavar: placeholder of the value in ``--help``.
         on: a further spelling that sets a default-true boolean to True.
         check: raises ``ValueError`` with the reason for a text that no other setting could make sensible.
-        suggestions: choice to suggest for names that other programs use, in lower case.
-    """
+        suggestions: choice to suggest for names that other programs use, in lower case."""
     metadata = {
         "names": names,
         "nargs": nargs,

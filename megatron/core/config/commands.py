@@ -1,8 +1,7 @@
 """Commands in messages and help texts, as the user can type them. Torch-free.
 
 Texts name the scripts of a checkout, ``tools/preprocess_data.py``. An installed package has no scripts: the console
-command ``megatron`` shows its subcommands in their place.
-"""
+command ``megatron`` shows its subcommands in their place."""
 
 import argparse
 import re

@@ -1,8 +1,7 @@
 """Parallelism and number formats of a model: the base of every library configuration.
 
 The mixins hold fields only and are shared with the command line (``megatron.training.config``), so that a field has one
-name, one default and one help text. Torch is imported only when a dtype is asked for.
-"""
+name, one default and one help text. Torch is imported only when a dtype is asked for."""
 
 from __future__ import annotations
 

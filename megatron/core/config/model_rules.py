@@ -1,8 +1,7 @@
 """Rules of a model's settings alone: the library applies them in ``TransformerConfig``, the command line with its own.
 
 A rule is a row of ``requirements.tsv`` or a public generator. Messages are in terms of flags;
-:func:`library_problems` names fields instead.
-"""
+:func:`library_problems` names fields instead."""
 
 from __future__ import annotations
 

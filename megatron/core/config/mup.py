@@ -9,8 +9,7 @@ With the width multiplier m = hidden size / base hidden size:
   biases, norms                    0, 1               lr                  eps              lr m
 
 Logits are divided by m, and attention scores by the head dim in place of its square root. The std of matrices that
-write into the residual stream is divided by sqrt(2 layers) as well. Muon's matrices keep their own scale.
-"""
+write into the residual stream is divided by sqrt(2 layers) as well. Muon's matrices keep their own scale."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Groups of flags that only some model families have. Only fields, no torch.
 
 A family lists its groups (``core/models/family.py``). Other families reject flags of a group, unless the group declares
-them harmless.
-"""
+them harmless."""
 
 from __future__ import annotations
 

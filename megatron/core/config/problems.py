@@ -1,7 +1,6 @@
 """Problems of settings by field name, for rules. Torch-free.
 
-A rule is a small named generator over a resolved configuration. Helpers look up flags and values in its flat form.
-"""
+A rule is a small named generator over a resolved configuration. Helpers look up flags and values in its flat form."""
 
 from __future__ import annotations
 

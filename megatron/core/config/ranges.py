@@ -2,8 +2,7 @@
 
 A range limits one number independently of other settings. Upper bounds are far beyond any use; they
 keep sums and products of settings inside 64 bits, and keep a mistyped number from becoming a list of that length.
-Contradictions between settings are rules (``megatron.training.rules.run_all``). Standard library only.
-"""
+Contradictions between settings are rules (``megatron.training.rules.run_all``). Standard library only."""
 
 from __future__ import annotations
 

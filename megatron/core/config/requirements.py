@@ -10,8 +10,7 @@ Five columns, separated by tabs; ``#`` starts a comment:
 
 A condition consists of alternatives, separated by ``|``, of terms, separated by ``&``. ``field`` holds if its value is
 set: not None, False or empty. Others: ``not field``, ``@field`` (the user set it), ``field=a,b`` (one of these),
-``field!=a,b``, ``field>1``, ``field:a,b`` (a list with one of these).
-"""
+``field!=a,b``, ``field>1``, ``field:a,b`` (a list with one of these)."""
 
 from __future__ import annotations
 

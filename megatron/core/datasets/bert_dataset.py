@@ -48,8 +48,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     ``dataset[i]`` is a dict of int64[s] arrays: ``text`` (cls A sep B sep, masked, then 0), ``types`` (0 up to the
     first sep, 1 up to the second, then 0), ``labels`` (the original id where masked, else -1), ``loss_mask`` (1 where
     masked), ``padding_mask`` (1 on real tokens, by length), and ints: ``is_random`` (1: B came first in the
-    document), ``truncated`` (1: tokens were dropped).
-    """
+    document), ``truncated`` (1: tokens were dropped)."""
 
     config: BERTMaskedWordPieceDatasetConfig
     takes_empty_samples = True  # cls and sep remain, and no label

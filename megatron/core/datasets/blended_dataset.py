@@ -1,8 +1,7 @@
 """Several data sets as one, in proportion to weights.
 
 At every prefix of the stream each of n sources is within 1 + ln(n) samples of its share
-(``helpers.build_blending_indices``).
-"""
+(``helpers.build_blending_indices``)."""
 
 import logging
 from collections.abc import Sequence
@@ -29,8 +28,7 @@ class BlendedDataset:
         config: the configuration.
 
     Raises:
-        UserError: weights are not positive, or a source is asked for more samples than it has.
-    """
+        UserError: weights are not positive, or a source is asked for more samples than it has."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """From a configuration and three sizes to the train, valid and test data sets.
 
-Each process builds what it needs for itself; what is expensive is shared through the index cache. No collective.
-"""
+Each process builds what it needs for itself; what is expensive is shared through the index cache. No collective."""
 
 import logging
 import math
@@ -48,8 +47,7 @@ class BlendedMegatronDatasetBuilder:
         config: the configuration.
 
     Raises:
-        UserError: not three sizes, or a full pass (None) of a split whose sources have weights.
-    """
+        UserError: not three sizes, or a full pass (None) of a split whose sources have weights."""
 
     def __init__(
         self,

@@ -7,8 +7,7 @@ split at two random characters into prefix, middle and suffix, and written as
   SPM  <prefix> <suffix> suffix <middle> prefix middle             (with probability ``fim_spm_rate``)
 
 The result is cut to the sample's length, or padded without loss. Random numbers follow from (seed, sample), so that a
-sample does not depend on layouts, workers or earlier samples; Megatron-LM draws them from one generator per process.
-"""
+sample does not depend on layouts, workers or earlier samples; Megatron-LM draws them from one generator per process."""
 
 from __future__ import annotations
 

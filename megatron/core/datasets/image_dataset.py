@@ -1,8 +1,7 @@
 """Rows of packed conversations with images (--sft of models that read images), read from JSON lines files.
 
 Tokens are prepared once; images are read when a row is, in the loader's workers. The line of a sequence is read again
-for the paths of its images.
-"""
+for the paths of its images."""
 
 from __future__ import annotations
 

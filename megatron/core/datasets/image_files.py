@@ -1,8 +1,7 @@
 """Image files, read with Pillow. Torch-free. Only this file imports it, when an image is read.
 
 Pixels equal the pixels of ``transformers``: the first frame, turned as its EXIF orientation says, in RGB (alpha
-channels are dropped, a transparent color is white), resized with bicubic interpolation.
-"""
+channels are dropped, a transparent color is white), resized with bicubic interpolation."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def read_image(
 
     Args:
         fit: ``stretch``; ``crop``: cover the size with the same ratio of sides, and cut the center out; ``pad``: make a
-            square with borders of ``color``, then ``crop``.
-    """
+            square with borders of ``color``, then ``crop``."""
     try:
         with _file(source) as file:
             image = _opened(file)

@@ -13,8 +13,7 @@ def axes(is_image: np.ndarray, squares: Iterable[tuple[int, int]]) -> np.ndarray
 
     Args:
         is_image: whether each token belongs to an image, bool [s].
-        squares: rows and columns of the tokens of each image, in the order of the document.
-    """
+        squares: rows and columns of the tokens of each image, in the order of the document."""
     result = np.zeros((len(is_image), 3), dtype=np.int64)
     place = position = 0
     for rows, columns in squares:

@@ -1,8 +1,7 @@
 """Images as patches for vision towers. Torch-free.
 
 - Qwen2-VL and its successors: resized to full squares of patches, with a number of pixels in a range
-- CLIP, SigLIP: all of one size
-"""
+- CLIP, SigLIP: all of one size"""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A sample is a function of (files, seed, number). Documents are lists of sentences, which
 ``tools/preprocess_data.py --split-sentences`` writes; ``--split`` divides documents. The order of samples is
-``megatron.data.sentence_map``, the masks are ``megatron.data.word_masking``.
-"""
+``megatron.data.sentence_map``, the masks are ``megatron.data.word_masking``."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ class MegatronDataset(ABC):
         indices: the documents of this split.
         num_samples: samples to provide at least; None for one pass over the documents.
         index_split: which split this is.
-        config: the configuration.
-    """
+        config: the configuration."""
 
     sequence_name = "document"
     """The unit that the low-level data set stores in sequence."""
@@ -98,8 +97,7 @@ class MegatronDataset(ABC):
         """Return the cache of this data set's arrays: in the configured folder, next to the data, or in memory (mock).
 
         ``identity``: what the arrays depend on besides the files, documents, split, seed and length. Not the number of
-        samples, where only the epochs that it leads to matter.
-        """
+        samples, where only the epochs that it leads to matter."""
         name = type(self).__name__
         if self.config.mock:
             return IndexCache(None, name, identity, layout, bounds)

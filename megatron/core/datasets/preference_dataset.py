@@ -1,7 +1,6 @@
 """Rows of packed preference pairs: both sequences of a pair are in one row, so that no rank needs another one's part.
 
-A row is a function of (file, tokenizer, template, length, seed, number), as in :class:`SFTDataset`.
-"""
+A row is a function of (file, tokenizer, template, length, seed, number), as in :class:`SFTDataset`."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
     ``labels`` [decoder] (the same without bos, then eos, then -1), ``loss_mask`` [decoder], ``enc_mask`` [encoder]
     and ``dec_mask`` [decoder] (1 on real tokens, by length), and the int ``truncated`` (1: tokens were dropped).
 
-    A sample masks no further word once all sentinels are used or the decoder is full.
-    """
+    A sample masks no further word once all sentinels are used or the decoder is full."""
 
     config: T5MaskedWordPieceDatasetConfig
 

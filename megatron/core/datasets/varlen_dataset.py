@@ -3,8 +3,7 @@
 A document of n tokens has n - 1 positions with a label. Its sample ``i`` holds the positions from i x sequence length
 on; documents of fewer than two tokens give none. Every epoch is shuffled separately, by (seed, epoch), so that sample k
 is a function of (files, seed, k). Samples are not padded and never hold tokens of two documents; packing them into rows
-is the planner's work (``core/schedules/variable_lengths.py``), which needs their lengths in advance.
-"""
+is the planner's work (``core/schedules/variable_lengths.py``), which needs their lengths in advance."""
 
 import logging
 import math

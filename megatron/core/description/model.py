@@ -5,8 +5,7 @@ mixer's class has it as an attribute, so that a layer spec determines its descri
 and residual sum. Parameter counts, FLOPs, memory, stage balance, roofline, dry run and self-checks are computed from
 descriptions without knowledge of layer types. A test checks that descriptions equal the built models.
 
-Quantities are per tensor-parallel rank and per token of its sequences, unless a field states otherwise.
-"""
+Quantities are per tensor-parallel rank and per token of its sequences, unless a field states otherwise."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class Param:
     """Logical shape with padding; None without padding."""
     shared: int = 0
     """For ``(blocks, rows, …)`` split along blocks: with fewer blocks than ranks, the ranks of a block split its rows,
-    except the last ``shared`` rows, which are replicated.
-    """
+    except the last ``shared`` rows, which are replicated."""
     tied_to: str | None = None
     """Global name of the parameter that it copies."""
     ndim: int = 2
@@ -274,8 +272,7 @@ class ModelDescription:
         * A GEMM (m, k) x (k, n) counts 2 m k n; backward counts twice the forward, once for a frozen weight.
         * Causal attention counts half of the full s x s scores, a sliding window only its band: the GEMMs that are
           needed, not those that a kernel may do on top.
-        * The output layer counts the true vocabulary; look-ups, norms, activations and softmax count nothing.
-        """
+        * The output layer counts the true vocabulary; look-ups, norms, activations and softmax count nothing."""
         backward = sum(op.flops * op.backward for piece in self.pieces for op in piece.ops)
         frozen = sum(model.forward_flops for model in self.companions)
         return self.forward_flops + backward - 2.0 * self.needless_flops + frozen

@@ -80,8 +80,7 @@ NormDescription = Callable[[str, int, Config], list[Param]]
 
 def _residual_norm(name: str, branch: str, config: Config) -> Op:
     """Describe the norm before the mixer of ``branch``. It saves its input, and the branch's first GEMM saves its
-    output, with --tp-comm-overlap at the positions of all ranks.
-    """
+    output, with --tp-comm-overlap at the positions of all ranks."""
     elements, item = stream_elements(config), activation_bytes(config)
     gathered = config.hidden_size if config.tp_comm_overlap else elements
     reader = ("qkv_linear",) if branch == "self_attention" else ()

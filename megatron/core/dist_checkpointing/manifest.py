@@ -9,8 +9,7 @@ One line of JSON that ends in the sha256 of the preceding bytes::
      "sha256": "…"}
 
 Files are safetensors; their names are plain names, never paths. A reader needs no pickle and trusts no name: this is
-why the format differs from torch.distributed.checkpoint, whose metadata is a pickle and whose data has no checksums.
-"""
+why the format differs from torch.distributed.checkpoint, whose metadata is a pickle and whose data has no checksums."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Reader of tensor shards (rectangles) from a checkpoint directory, independent of the layout that wrote it.
 
 A rank reads only the blocks that it needs and checks each block's CRC-32 before use. Files are opened by plain name
-inside the directory, never through a symbolic link.
-"""
+inside the directory, never through a symbolic link."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Host staging memory of background saves: training copies tensors into it, a thread writes them to the checkpoint.
 
 Memory is allocated in slabs, pinned for GPU tensors. Copies are queued on a separate stream and synchronized once at
-the end. When the memory limit is reached, training waits until the writer has freed slabs.
-"""
+the end. When the memory limit is reached, training waits until the writer has freed slabs."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ one; files and directories are fsynced, rank 0 adds the manifest, and one rename
 any rank raises on all ranks and leaves no files.
 
 ``save`` is ``plan``, which uses the tensors, then ``write``, which gets their bytes from ``blocks``: a background save
-runs ``write`` in another thread, over a separate group, on blocks that ``staging.py`` has copied to the host.
-"""
+runs ``write`` in another thread, over a separate group, on blocks that ``staging.py`` has copied to the host."""
 
 from __future__ import annotations
 

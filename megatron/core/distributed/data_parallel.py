@@ -2,8 +2,7 @@
 
 Implementations: ``DistributedDataParallel`` (full weights, optionally ZeRO-1) and ``TorchFullyShardedDataParallel``
 (sharded weights, FSDP2). Both sum each gradient over the ranks that hold the same parameter (``data_parallel_groups``).
-Neither divides by the number of ranks.
-"""
+Neither divides by the number of ranks."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Gradients are accumulated over micro-batches and *summed*, never averaged, over 
 ``finalize_model_grads`` then divides by the valid tokens of the global batch, so that all layouts use the same rule.
 
 With ``use_distributed_optimizer`` (ZeRO-1) gradients are reduce-scattered, each rank updates its shard of every bucket,
-and the updated weights are all-gathered, now or overlapped with the next forward.
-"""
+and the updated weights are all-gathered, now or overlapped with the next forward."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ is made for state dicts, checkpoints and generation, and freed after the next al
 owns matrices have separate buffers, whose shards consist of full parameters.
 
 The bucket layout depends only on the parameters, the bucket size and the number of shards. The order of summation, and
-so the result, is therefore the same with and without overlap.
-"""
+so the result, is therefore the same with and without overlap."""
 
 from __future__ import annotations
 

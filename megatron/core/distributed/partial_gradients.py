@@ -7,8 +7,7 @@ The all-reduce runs after the data-parallel reduction. Sums over different axes 
 by rounding only. This order works with every data-parallel reduction: a bucket can start as soon as its last gradient
 is ready, which a preceding sum would prevent. With reduce-scattered buckets the valid shard of ``main_grad`` covers the
 same elements on all ranks of the axis, because their buffers have equal layouts; the elements outside the shard are
-summed too, but never read. The volume is a few vectors per layer.
-"""
+summed too, but never read. The volume is a few vectors per layer."""
 
 from __future__ import annotations
 

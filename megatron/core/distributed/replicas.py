@@ -2,8 +2,7 @@
 
 Replicas can diverge without a visible error (a missing gradient reduction, a faulty device), so a run compares them
 periodically. Placements determine the replicas: ranks that hold the same rectangle of a global tensor must hold
-bit-identical values.
-"""
+bit-identical values."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ summed, as in ``DistributedDataParallel``; nothing divides by the number of rank
 
 With several optimizer instances weights are sharded within an instance and replicated over instances (HSDP). Expert
 parameters are sharded over the expert-data-parallel ranks. This requires modules that hold expert parameters only;
-each such module is a separate unit.
-"""
+each such module is a separate unit."""
 
 from __future__ import annotations
 

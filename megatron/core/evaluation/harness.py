@@ -1,7 +1,6 @@
 """lm-evaluation-harness on the generation engine: its model interface, and scores of tasks.
 
-The package is imported when it is used; it downloads the data of its tasks, except of local ones.
-"""
+The package is imported when it is used; it downloads the data of its tasks, except of local ones."""
 
 from __future__ import annotations
 
@@ -138,8 +137,7 @@ def build_request(
 
     - ``do_sample: false`` is greedy at every temperature; without ``do_sample`` a temperature above 0 samples.
     - The first of ``max_gen_toks``, ``max_new_tokens``, ``max_tokens`` and ``max_completion_tokens`` counts;
-      ``max_length`` includes the context.
-    """
+      ``max_length`` includes the context."""
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
     values: dict[str, Any] = {**normalize_gen_kwargs(dict(settings), adapter.max_gen_toks)}

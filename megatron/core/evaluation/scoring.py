@@ -2,8 +2,7 @@
 
 Inputs are sorted by length and packed into steps of at most ``max_tokens`` tokens; longer ones take several steps.
 Pairs with equal inputs, such as answers of one token to the same question, share one forward pass. Only the logits of
-scored tokens are computed.
-"""
+scored tokens are computed."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ with a stand-in of the same call signatures, which tests the reading of the sour
 
 Formulas and state equal the built-in implementations; only the order of roundings differs. apex.contrib is not used.
 
-Legend: t tokens, o output features, i input features.
-"""
+Legend: t tokens, o output features, i input features."""
 
 from __future__ import annotations
 

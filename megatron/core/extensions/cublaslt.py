@@ -3,8 +3,7 @@ for e4m3 only.
 
 The library that torch has loaded is used; numbers of attributes and types are taken from its public header,
 ``cublasLt.h``. Matrices are column-major there: a row-major [rows, columns] tensor is its transpose. Block scales need
-cuBLASLt 12.9 or newer on Hopper.
-"""
+cuBLASLt 12.9 or newer on Hopper."""
 
 from __future__ import annotations
 
@@ -167,8 +166,7 @@ def fp8_product(
     Args:
         scales: what ``scale_left`` and ``scale_right`` are.
         adds: whether the product is added to the values of ``total``.
-        fast: whether sums stay in the tensor cores' registers, which keep about 14 bits.
-    """
+        fast: whether sums stay in the tensor cores' registers, which keep about 14 bits."""
     tensors = (total, left, right)
     if not (total.is_cuda and total.dtype in _TYPES and all(each.is_contiguous() for each in tensors)):
         return False

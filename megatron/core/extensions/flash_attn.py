@@ -1,7 +1,6 @@
 """Installed flash-attn versions and install commands. Torch-free; imports none of the packages.
 
-Tri Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024. Called by ``core/attention/kernels/``.
-"""
+Tri Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024. Called by ``core/attention/kernels/``."""
 
 from __future__ import annotations
 

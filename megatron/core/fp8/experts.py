@@ -8,8 +8,7 @@ only to the ranks of one expert-parallel group.
 cuBLASLt computes one GEMM per expert. The host reads the number of rows per expert once per layer and forward pass:
 wide experts compute for milliseconds, and narrow ones stay in bf16 (``config/fp8.py``).
 
-Legend: g experts of this rank, r rows, o output features, i input features.
-"""
+Legend: g experts of this rank, r rows, o output features, i input features."""
 
 from __future__ import annotations
 

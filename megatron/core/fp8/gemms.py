@@ -5,8 +5,7 @@
     dW = dY^T X      reads the transposed copies of dY and X, and adds to the fp32 gradient
 
 Forward saves only the transposed copy of X (one byte per element). Weights are cast once per step, from the values
-after the last update. X and W are cast to e4m3, dY to e4m3 or e5m2.
-"""
+after the last update. X and W are cast to e4m3, dY to e4m3 or e5m2."""
 
 from __future__ import annotations
 

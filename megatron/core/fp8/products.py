@@ -1,8 +1,7 @@
 """Products of two fp8 matrices whose summed dim is contiguous in both, ``left [m, k] @ right [n, k]^T``.
 
 On GPUs torch's ``_scaled_mm`` computes those with one scale per matrix, and cuBLASLt (``extensions/cublaslt.py``) those
-with block scales and those that are added to gradients. Elsewhere the matrices are widened.
-"""
+with block scales and those that are added to gradients. Elsewhere the matrices are widened."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ that scales, and the fp8 bytes, do not depend on the layout. A maximum is exact 
 *Delayed*: the scale of step n follows from the largest magnitudes of earlier steps, so that a cast needs one pass. An
 entry of the history is the maximum over all micro-batches of a step and all data-parallel ranks. Until a matrix has had
 a nonzero magnitude, it is cast with the scale of its values; this calibrates the first step, and a run that continues
-from bf16. The update follows the rule of Transformer Engine, which updates after every micro-batch instead.
-"""
+from bf16. The update follows the rule of Transformer Engine, which updates after every micro-batch instead."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Each rank casts its shard of the updated weights with the scales of the full weights, for which the ranks exchange
 largest magnitudes. GEMMs read the gathered bytes. A cast after gathering would give the same bytes, so that results are
 bit-identical. A rank keeps the weights of its shards, with their exact values for the optimizer, as without fp8; other
-weights exist only on demand.
-"""
+weights exist only on demand."""
 
 from __future__ import annotations
 

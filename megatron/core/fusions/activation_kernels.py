@@ -9,8 +9,7 @@ the same pass (MoE): y = p y0, dp = sum_f dy y0. Only the input is saved for bac
 rounded once. GELU is not included: torch's kernels already need one pass per direction, and its bias is part of the
 preceding GEMM.
 
-Legend: t tokens (all leading dims), f feed-forward width of this rank.
-"""
+Legend: t tokens (all leading dims), f feed-forward width of this rank."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@
     geglu         gelu(gate) * (up + offset), gelu by its tanh approximation unless ``exact_gelu``
 
 Gated activations take gate and up concatenated in the last dim. A clamp bounds gate from above and up on both sides.
-This file has the torch implementations; on GPUs ``activation_kernels`` computes all except those with GELU.
-"""
+This file has the torch implementations; on GPUs ``activation_kernels`` computes all except those with GELU."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ The kernel reads gradient, master and moments once and writes master, moments an
 parameter with fp32 gradients and moments and a split master, 20 with bf16 moments. All tensors of one parameter group
 and format need one launch (``address_table.py``). c, the skip flag and the step count stay on the device: no host sync.
 
-Elements are updated independently, without sums, so that the bits do not depend on the parallel layout.
-"""
+Elements are updated independently, without sums, so that the bits do not depend on the parallel layout."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A row of the table belongs to one weight. It holds the addresses of the weight, of its extra master storage (0 if none)
 and of further operands, then the number of elements. ``chunks`` names the row and the block of BLOCK elements of each
-program. Kernels read and write masters of all built-in storages by :func:`load_master` and :func:`store_master`.
-"""
+program. Kernels read and write masters of all built-in storages by :func:`load_master` and :func:`store_master`."""
 
 from __future__ import annotations
 

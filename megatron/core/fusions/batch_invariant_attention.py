@@ -11,8 +11,7 @@ sequence may be any consecutive positions. Products and sums that a compiler cou
 blocks with and without a mask have the same roundings.
 
 Legend: n query rows, m key rows, a query heads, g key/value heads, p query heads per group, d and e head dims of keys
-and values.
-"""
+and values."""
 
 from __future__ import annotations
 
@@ -263,8 +262,7 @@ def batch_invariant_attention(
     Args:
         keys, values: [m, g, d] and [m, g, e].
         key_rows: row of ``keys`` of each position of each sequence, int64, one sequence after another. None: the keys
-            themselves are in this order.
-    """
+            themselves are in this order."""
     if not spans:
         return query.new_zeros((*query.shape[:2], values.shape[2])), query.new_zeros(query.shape[:2]).float()
     kernel = query.is_cuda and query.dtype != torch.float64

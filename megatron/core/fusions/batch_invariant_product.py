@@ -11,8 +11,7 @@ in the same order, so that the choice by the number of rows changes no bit (meas
     many rows, parts > 1       tiles of 128 x 128 read by the bulk copy engine, partial sums of 2 and 4 parts in memory
     many rows, parts = 1       cuBLASLt without split-K, for shapes where its bits equal the kernels above
 
-Legend: t rows, o output features, k summed features.
-"""
+Legend: t rows, o output features, k summed features."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 Torch's reduction over the first dim reaches a third of the memory bandwidth for many columns. Here each program sums a
 block of rows, and the same kernel then sums the partial results, in a fixed order: same bits every run.
 
-Legend: t rows, n columns.
-"""
+Legend: t rows, n columns."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ pass (online sums in fp32; Milakov and Gimelshein 2018) and write the gradient o
 allows it: no fp32 copy of the logits exists. One program sums a row in a fixed order, so that equal logits give equal
 bits. Entries from ``num_true`` on are padding: excluded from sums, with zero gradient.
 
-Legend: t tokens, v stored vocabulary entries of this slice.
-"""
+Legend: t tokens, v stored vocabulary entries of this slice."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ low and high word of the sample) with a 64-bit key; each of the eight 16-bit lan
 feature. The bits equal ``DropoutStream.keep_mask``. Backward regenerates them, so that only the coordinates
 are saved.
 
-Legend: s sequence, b batch, h hidden.
-"""
+Legend: s sequence, b batch, h hidden."""
 
 from __future__ import annotations
 

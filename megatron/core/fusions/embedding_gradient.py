@@ -6,8 +6,7 @@ A dense gradient would be written, zeros included, and read again, although a mi
 vocabulary. The kernel gets the tokens sorted by id: the program of the first token of a run of equal ids sums the run
 in token order, in fp32, and adds the sum once. No atomics: same bits every run.
 
-Legend: t tokens, v rows of the table, h width.
-"""
+Legend: t tokens, v rows of the table, h width."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ values beyond the range are clipped; infinities and NaN become NaN, so that chec
 A maximum does not depend on the order of its arguments: scales, and therefore the bytes, are equal on every layout if
 the maximum is taken over all ranks that hold parts of the matrix.
 
-Legend: t rows (tokens, or output features of a weight), i columns (input features).
-"""
+Legend: t rows (tokens, or output features of a weight), i columns (input features)."""
 
 from __future__ import annotations
 
@@ -439,8 +438,7 @@ def cast_tensor(
         scale: a :class:`Scale`, or amaxes fp32 [n], whose maximum gives the scale.
         rows, columns: whether to return the copy and the transposed copy; at least one.
         noted: int32 [NOTED] (:func:`new_amax`), only with a :class:`Scale`: the same pass over memory raises it to the
-            largest magnitude of ``x``.
-    """
+            largest magnitude of ``x``."""
     cast = cast_tensor_triton if _casts_on_gpu(x) else cast_tensor_plain
     return cast(x.detach().reshape(-1, x.shape[-1]), dtype, scale, rows, columns, noted)
 

@@ -7,8 +7,7 @@ linear layers around the activation read only these copies. Separate casts would
 (an 8B layer of 8,192 tokens: 1.4 of 3.5 GB). Values are rounded to the dtype of the input first, so that bytes equal
 separate casts. The returned tensors carry copies and no values (``fp8_cast.carry``).
 
-Legend: t tokens (all leading dims), f feed-forward width of this rank.
-"""
+Legend: t tokens (all leading dims), f feed-forward width of this rank."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ to fp32 and passes over memory about ten times.
 act is SiLU or sigmoid. The kernels compute in fp32; the inputs are saved. Weight gradients are summed per program and
 then by torch, in a fixed order.
 
-Legend: t tokens, h heads (or groups), c channels of a head.
-"""
+Legend: t tokens, h heads (or groups), c channels of a head."""
 
 from __future__ import annotations
 
@@ -177,6 +176,5 @@ def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor | None, traits: Ga
         x: [s, b, h, c].
         gate: z of the size of ``x``, [s, b, h, c] or [s, b, a, h / a * c]; views of a projection are not copied.
         weight: w, [c] for all heads or [h c]; None: ones.
-        traits: the formula.
-    """
+        traits: the formula."""
     return _GatedNorm.apply(in_rows(x), None if gate is None else in_rows(gate), weight, traits)

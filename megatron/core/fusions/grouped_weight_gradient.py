@@ -7,8 +7,7 @@ Experts with few rows are bound by the traffic of ``total``: this kernel reads a
 without rows. On Hopper and newer GPUs the tensor memory accelerator (TMA) loads the tiles and adds a fp32 product to
 ``total`` in the L2 cache, so that no program waits for it. Each element is added once per launch: same bits every run.
 
-Legend: g groups, r rows, o output features, i input features.
-"""
+Legend: g groups, r rows, o output features, i input features."""
 
 from __future__ import annotations
 

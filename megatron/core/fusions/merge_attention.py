@@ -6,8 +6,7 @@
 Torch first widens the 16-bit block and then interpolates: twelve bytes of traffic per element more than this kernel's
 single pass, and five launches instead of one.
 
-Legend: b batch, a heads, q queries, d head dim.
-"""
+Legend: b batch, a heads, q queries, d head dim."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 The kernels read and write every tensor once: 16 bytes per parameter for ``advance`` with fp32 gradients, 10 for
 ``apply`` with split masters and bf16 factors. Elements are updated independently, so that the bits do not depend on the
-parallel layout. The skip flag and c stay on the device: no host sync.
-"""
+parallel layout. The skip flag and c stay on the device: no host sync."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ channels (H200, bf16) forward takes 59 us, 259 with separate kernels; backward 9
 computes r again. Arithmetic is fp32; results are rounded once, where separate kernels also round
 normalized heads. Weight gradients are summed in two stages in a fixed order: same bits every run.
 
-Legend: s sequence, b batch, g key/value groups, p query heads per group, d head dim, r half of the rotated width.
-"""
+Legend: s sequence, b batch, g key/value groups, p query heads per group, d head dim, r half of the rotated width."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ read on the device, so that a CUDA graph serves all lengths.
 Keys of latent attention are ``[value, key]``: the values, which are latents, then channels that are keys only. A
 program reads both once, for a block of query heads.
 
-Legend: n tokens, a query heads, g key/value heads, d and e head dims of keys and values.
-"""
+Legend: n tokens, a query heads, g key/value heads, d and e head dims of keys and values."""
 
 from __future__ import annotations
 
@@ -185,8 +184,7 @@ def paged_attention(
         keys, values: pages [pages, page size, g, d] and [pages, page size, g, e] with contiguous last dims; they hold
             the tokens themselves, too.
         left: number of earlier positions that a token sees; None: all.
-        sink: logits [a] in the softmax denominator.
-    """
+        sink: logits [a] in the softmax denominator."""
     (num, heads, query_width), (groups, width), out_width = query.shape, keys.shape[2:], values.shape[3]
     per_group, num_splits = heads // groups, len(rows.splits)
     outs = torch.empty((num_splits, heads, out_width), dtype=torch.float32, device=query.device)

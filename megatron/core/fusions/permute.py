@@ -6,8 +6,7 @@
 Each is the backward of the other, because a :class:`Permutation` holds both index maps. An index of -1 means no row:
 zeros, and no gradient. Sums are fp32 in the order of j, without atomics: same bits every run.
 
-Legend: t tokens, j choices of a token (its top-k experts), r rows, h width.
-"""
+Legend: t tokens, j choices of a token (its top-k experts), r rows, h width."""
 
 from __future__ import annotations
 

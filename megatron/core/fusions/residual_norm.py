@@ -15,8 +15,7 @@ separate cast; the compiler may add a row's squares in another order than in the
 ten in a million bytes and gradients differ by one rounding (on an H200). A program has full rows: the layer makes the
 transposed copy from the fp8 one, which is still in the cache.
 
-Legend: t rows (all leading dims), h normalized dim.
-"""
+Legend: t rows (all leading dims), h normalized dim."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 
 Torch has a fused kernel on GPUs; on CPUs its composite needs about twice the number of passes, with casts for 16 bits.
 
-Legend: t tokens (all leading dims), h normalized dim.
-"""
+Legend: t tokens (all leading dims), h normalized dim."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 Pairs are (i, i + d/2), or adjacent channels (2i, 2i + 1) if interleaved. The gradient is the rotation by the negative
 angle, so that only the tables are saved for backward. Channels beyond the rotated width are copied.
 
-Legend: s sequence, b batch, a heads, d head dim, r half of the rotated width.
-"""
+Legend: s sequence, b batch, a heads, d head dim, r half of the rotated width."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Definitions and references: ``core/transformer/moe/routing.py`` and ``balance.py
 Backward takes the gradients of weights, summed scores and summed squared logsumexp, and writes the gradient of the
 logits once. Sums over tokens have two stages in a fixed order: same bits every run.
 
-Legend: s sequence, b batch, t tokens (s * b), e experts, k choices of a token, w padded experts.
-"""
+Legend: s sequence, b batch, t tokens (s * b), e experts, k choices of a token, w padded experts."""
 
 from __future__ import annotations
 

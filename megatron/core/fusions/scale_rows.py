@@ -1,8 +1,7 @@
 """Multiply rows of a weight and its master in place, as far as their factors differ from 1.
 
 Rows with factor 1 keep their bits and are not read: on a GPU a kernel skips them, on a CPU the host looks at the
-factors first. The host does not wait for a GPU.
-"""
+factors first. The host does not wait for a GPU."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ Inputs are rows of a projection, interleaved per head: no copy. The output has t
 (queries, keys, values): views of it are inputs of kernels.
 
 Legend: s tokens, b batch, a heads, p channels of a head, c = a p, w taps (2 to 4); distance d is tap w - 1 - d of the
-weight.
-"""
+weight."""
 
 from __future__ import annotations
 

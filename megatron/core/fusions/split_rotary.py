@@ -7,8 +7,7 @@ attention kernels need, and do not keep the projection alive. Backward rotates b
 packed gradient, from gradients of any strides. Tables and rotation are fp32. Without rotary embedding the outputs are
 views, and only their gradients need a kernel.
 
-Legend: s sequence, b batch, g key/value groups, p query heads per group, d head dim, r half of the rotated width.
-"""
+Legend: s sequence, b batch, g key/value groups, p query heads per group, d head dim, r half of the rotated width."""
 
 from __future__ import annotations
 

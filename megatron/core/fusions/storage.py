@@ -11,8 +11,7 @@ down could not be reconstructed. Masters of bf16 models are therefore never such
 time in 2^17), the master becomes the next fp32 number toward zero, which differs by one ulp and has the same weight.
 This applies to masters of every kind, so that all kinds give bit-identical training.
 
-Moments may be stored in bf16: they are widened, updated in fp32, and rounded to nearest.
-"""
+Moments may be stored in bf16: they are widened, updated in fp32, and rounded to nearest."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ class Storage:
 
     Args:
         weight: the model's weight, or the shard of it that this rank updates; contiguous. The storage keeps a
-            reference, and GEMMs read this memory.
-    """
+            reference, and GEMMs read this memory."""
 
     kept_dtype: torch.dtype | None = None
     """Dtype of ``kept``; None without extra storage."""

@@ -4,8 +4,7 @@
     sum_all(parts),         computed in fp32, in the dtype of the parts
 
 Torch adds tensors of different dtypes element by element, with narrow loads and stores. The kernel reads and writes
-vectors of adjacent elements.
-"""
+vectors of adjacent elements."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Batched matrix products with a symmetric result: C = alpha A B^T + beta D, half the FLOP of a GEMM.
 
 Examples are Gram matrices (B = A), and products of polynomials of one symmetric matrix, which commute. The kernel
-computes tiles on and below the diagonal and mirrors them. D must be symmetric; C is symmetric to the bit.
-"""
+computes tiles on and below the diagonal and mirrors them. D must be symmetric; C is symmetric to the bit."""
 
 from __future__ import annotations
 

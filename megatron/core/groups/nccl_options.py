@@ -4,8 +4,7 @@
     dp: {max_ctas: 4}
 
 Keys are axes (fields of ``ProcessGroups``), values are fields of NCCL's communicator configuration. Axes that are not
-in the file keep ``DEFAULTS``.
-"""
+in the file keep ``DEFAULTS``."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ default ``tp-cp-ep-dp-pp``, with world = tp * cp * dp * pp; expert parallelism r
 second grid over the same ranks: ``etp`` instead of tp, no cp, ``ep``, and the remaining data parallelism ``edp``.
 
 A group of one rank has the handle None. Collectives over it are the identity: the tensor-parallel operations skip them
-automatically. Guard direct ``torch.distributed`` calls with ``group.size > 1``, because ``group=None`` is the world.
-"""
+automatically. Guard direct ``torch.distributed`` calls with ``group.size > 1``, because ``group=None`` is the world."""
 
 from __future__ import annotations
 

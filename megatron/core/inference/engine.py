@@ -9,8 +9,7 @@
 
 Results of a request do not depend on the other requests, except for rounding: draws are functions of the request's
 seed and the token's position. With several ranks each builds the engine; rank 0 schedules and broadcasts the plan of
-each step, the other ranks call ``follow`` (``generate`` does).
-"""
+each step, the other ranks call ``follow`` (``generate`` does)."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class Engine:
         on_step: called on every rank before and after each step that it computes, and at each sign of life.
 
     With ``batch_invariant_mode`` in the model's configuration, a token's log-probabilities have the bits of the
-    trainer's forward pass in every batch, and for every split of its prompt into steps.
-    """
+    trainer's forward pass in every batch, and for every split of its prompt into steps."""
 
     def __init__(
         self,

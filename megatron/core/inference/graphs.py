@@ -2,8 +2,7 @@
 
 A step's inputs are one row of integers. The first step of a shape runs without a graph, which loads kernels and
 allocates the cache, and is then recorded on a static copy of its inputs; later steps of that shape copy their inputs
-and replay. Graphs share the memory of their temporary tensors. At most MAX_GRAPHS are kept.
-"""
+and replay. Graphs share the memory of their temporary tensors. At most MAX_GRAPHS are kept."""
 
 from __future__ import annotations
 

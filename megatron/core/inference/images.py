@@ -3,8 +3,7 @@
 Every step embeds the images that have tokens in it, all their patches: a step may compute a part of an image's tokens,
 at any time again. No embedding is stored.
 
-Legend: s tokens of a prompt, n rows of a step, m patches, p values of a patch.
-"""
+Legend: s tokens of a prompt, n rows of a step, m patches, p values of a patch."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ class PlacedImages:
     Args:
         token: id of an image token.
 
-    Raises UserError if the prompt has too few or too many image tokens, or text within an image.
-    """
+    Raises UserError if the prompt has too few or too many image tokens, or text within an image."""
 
     def __init__(self, prompt: Sequence[int], images: PromptImages, token: int) -> None:
         self.images = images

@@ -3,8 +3,7 @@
 A sequence owns a list of pages of ``page_size`` tokens. Full pages are published under a hash chain of their tokens
 (BLAKE2b of the previous page's key and the token ids), so that another sequence with the same beginning takes a
 reference instead of computing. Token ids are compared as well. Pages without references keep their content until they
-are allocated again, least recently released first.
-"""
+are allocated again, least recently released first."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Every rank of the program runs the same step. A pipeline stage receives hidden s
 its output to the next one; the last stage samples and broadcasts the results over the pipeline. Tensor- and
 expert-parallel ranks communicate inside the layers, as in training.
 
-Legend: n rows (new tokens), r rows with logits, v vocabulary without padding, h hidden.
-"""
+Legend: n rows (new tokens), r rows with logits, v vocabulary without padding, h hidden."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 ``generate`` serves models with layers that cannot cache, and contexts longer than the model's; ``generate_seq2seq``
 serves encoder-decoder models. ``engine.py`` generates with a cache.
 
-Legend: s sequence, e sequence of the encoder, h hidden, v vocabulary, r rows.
-"""
+Legend: s sequence, e sequence of the encoder, h hidden, v vocabulary, r rows."""
 
 from __future__ import annotations
 
@@ -191,8 +190,7 @@ def generate(
         max_sequence_length: the context; older tokens fall out of it.
 
     Raises:
-        UserError: an empty prompt.
-    """
+        UserError: an empty prompt."""
     if not prompt:
         raise UserError("the prompt is empty: give at least one token (for example the end-of-document token)")
     device = _prepared(model)
@@ -220,8 +218,7 @@ def generate_seq2seq(
     ``next``; leaves the model in evaluation mode.
 
     Raises:
-        UserError: an empty text, or one of more than ``max_sequence_length`` tokens.
-    """
+        UserError: an empty text, or one of more than ``max_sequence_length`` tokens."""
     check_length(text, max_sequence_length)
     device = _prepared(model)
     ids = torch.tensor([list(text)], device=device)

@@ -3,8 +3,7 @@
 A step has at most ``max_tokens`` tokens: one per decoding sequence, and chunks of prompts. Sequences run in the order
 of their arrival. If no page is free, the newest running sequence is preempted: it loses its pages, returns to the front
 of the queue and is recomputed. The oldest always advances, because a request that needs more pages than there are
-is rejected.
-"""
+is rejected."""
 
 from __future__ import annotations
 

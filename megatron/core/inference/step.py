@@ -1,7 +1,6 @@
 """Inputs of one step of generation: the plan of rank 0, and its tensors.
 
-All integers and numbers of a step are one int64 array, copied to the device at once.
-"""
+All integers and numbers of a step are one int64 array, copied to the device at once."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 ``local`` needs only torch. ``transformer_engine`` needs the package of that name; without it, local modules with its
 parameter names are used and a notice says what to install. ``local`` selects its attention kernel in
-``attention/choose.py``; Transformer Engine selects its own.
-"""
+``attention/choose.py``; Transformer Engine selects its own."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def transformer_engine_attention(
     softcapped logits or attention dropout, because Transformer Engine's dropout masks depend on the parallel layout.
 
     Raises:
-        UserError: an NVTE_* variable in the environment contradicts ``attention_backend`` or deterministic mode.
-    """
+        UserError: an NVTE_* variable in the environment contradicts ``attention_backend`` or deterministic mode."""
     is_local = config.context_parallel_size > 1 or config.attention_backend == "local" or has_sink(config)
     if is_local or config.attention_dropout or config.attn_logit_softcapping:
         return CoreAttention(config, layer_number, attn_mask_type, groups=groups)
@@ -92,8 +90,7 @@ _INNER_NORMS: Mapping[type, Mapping[str, str]] = {
 class EngineNamedLayer(TransformerLayer):
     """Transformer layer with Transformer Engine's parameter names: a norm that Transformer Engine fuses into a linear
     layer appears as that layer's ``layer_norm_weight`` and ``layer_norm_bias``; expert weights have one name per
-    expert (``named_slices``). Checkpoints keep the local names.
-    """
+    expert (``named_slices``). Checkpoints keep the local names."""
 
     def __init__(
         self,
@@ -124,8 +121,7 @@ class EngineNamedLayer(TransformerLayer):
 
 class TransformerEngineLayer(EngineNamedLayer):
     """Layer that fuses each norm into the next column-parallel GEMM. The norm stays separate with norm recomputation,
-    with tensor parallelism, or if the normalized stream is also the residual.
-    """
+    with tensor parallelism, or if the normalized stream is also the residual."""
 
     def __init__(
         self,
@@ -179,8 +175,7 @@ def get_backend(name: str) -> Backend:
     with its parameter names, which programs address, and logs a notice the first time.
 
     Raises:
-        UserError: ``name`` is unknown; the message lists the alternatives.
-    """
+        UserError: ``name`` is unknown; the message lists the alternatives."""
     if name not in BACKENDS:
         raise UserError(
             f"transformer_impl {name!r} is not available here; available: {', '.join(sorted(BACKENDS))}. "

@@ -1,8 +1,7 @@
 """Model family: the special features of one kind of model, as data. Torch-free.
 
 ``core/models/<name>/family.py`` defines ``FAMILY``; the registry finds the folders. A module outside of ``megatron``
-that defines ``FAMILY`` is a family too, named by its dotted path. No other file compares a family's name.
-"""
+that defines ``FAMILY`` is a family too, named by its dotted path. No other file compares a family's name."""
 
 from __future__ import annotations
 

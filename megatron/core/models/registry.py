@@ -31,8 +31,7 @@ def get_family(name: str) -> ModelFamily:
     """Return the family ``name``: of this package, or with dots a module with ``FAMILY``, which is imported.
 
     Raises:
-        UserError: there is no such family.
-    """
+        UserError: there is no such family."""
     if "." not in name:
         if name not in families():
             raise UserError(f"{name}: there is no model family of this name; choose from {', '.join(families())}")
@@ -61,8 +60,7 @@ def find_program(name: str) -> tuple[ModelFamily, Program]:
     the module of a family, which is imported and whose first program it is.
 
     Raises:
-        UserError: there is no such program.
-    """
+        UserError: there is no such program."""
     by_name = programs()
     short = name.removeprefix("pretrain_").removesuffix(".py")
     if short in by_name:

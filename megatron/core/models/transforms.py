@@ -2,8 +2,7 @@
 
 A group of flags names the function that makes its transform (``OptionalGroup.TRANSFORM``). A transform says how it
 changes the built module, the description of the model, and the contents of checkpoints. Families, layers and the
-training loop know no transform.
-"""
+training loop know no transform."""
 
 from __future__ import annotations
 

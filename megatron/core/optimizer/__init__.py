@@ -53,8 +53,7 @@ def get_megatron_optimizer(
         update_rule: (name, parameter) -> "adam", "sgd" or a class; default: as declared in the parameter's spec, else
             ``config.optimizer``.
         arguments: ``config_overrides`` (settings per parameter, see ``param_keys.py``; they replace the default rules
-            and ``no_weight_decay_cond``) and ``default_skip_embedding_weight_decay``. A few more are ignored.
-    """
+            and ``no_weight_decay_cond``) and ``default_skip_embedding_weight_decay``. A few more are ignored."""
     overrides = arguments.pop("config_overrides", None)
     skips_embeddings = arguments.pop("default_skip_embedding_weight_decay", False)
     if unknown := sorted(arguments.keys() - _WITHOUT_EFFECT):

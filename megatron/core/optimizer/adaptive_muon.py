@@ -6,8 +6,7 @@
 
 The mean is over the columns of a matrix with at least as many rows as columns, else over its rows; |.| is the Frobenius
 norm. Moments start at zero without bias correction, as in Megatron-LM. Matrices, scales and dealing are as in Muon;
-the owner of a matrix updates its second moment, so that means and norms cover the full matrix on every layout.
-"""
+the owner of a matrix updates its second moment, so that means and norms cover the full matrix on every layout."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ The host does not wait.
 Slices are in the order of the forward pass. With overlap, updates run on a third stream (``WeightUpdates``): each
 module of the next forward pass waits for its weights only. Larger buffers would hide no more than the same memory with
 a smaller fraction: what the bus cannot move between the gradient norm and the end of the first forward pass is on the
-device at its end, when activations are at their peak.
-"""
+device at its end, when activations are at their peak."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class HostState:
         sizes: elements by name, in the order of the forward pass, equal on all ranks that share a parameter
             (``ParameterShard.max_elements``): rules that own matrices run collectives per slice, so that these ranks
             need the same slices.
-        overlap: whether the first slices of the next update are loaded during forward and backward passes.
-    """
+        overlap: whether the first slices of the next update are loaded during forward and backward passes."""
 
     def __init__(
         self, rules: Sequence[tuple[UpdateRule, Sequence[str]]], storages: Mapping[str, Storage],

@@ -8,8 +8,7 @@ The element-wise parts are in ``fusions/muon_update.py``.
 A weight may hold several matrices: experts always are separate; queries, keys and values of a fused projection are by
 default; gate and up and single heads by choice. Matrices are those of the full model: their sizes and values do not
 depend on the parallel layout. Each is computed once: the ranks that hold copies or shards of it deal the matrices
-(``sharding/deal.py``). ZeRO-1 ranks hold full matrices, and expert-parallel ranks full experts.
-"""
+(``sharding/deal.py``). ZeRO-1 ranks hold full matrices, and expert-parallel ranks full experts."""
 
 from __future__ import annotations
 

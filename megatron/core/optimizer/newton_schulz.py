@@ -4,8 +4,7 @@
     A = X X^T;  X <- a X + (b A + c A A) X        repeated; (a, b, c) per step
 
 The iteration runs in the orientation with fewer rows, so that A is the smaller Gram matrix. Its cost for [m, n] with
-m <= n is 4 m^2 n + 2 m^3 FLOP per step. Singular values of the result are near 1, not exactly 1.
-"""
+m <= n is 4 m^2 n + 2 m^3 FLOP per step. Singular values of the result are near 1, not exactly 1."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ FSDP), masters exist only for this rank's shards (``ParameterShard``); the updat
 A step needs no host sync: the device decides from the finiteness of the gradient norm whether to apply the update, and
 :meth:`MegatronOptimizer.update` returns device tensors.
 
-State is stored by global parameter name, so that saving, comparing and loading do not depend on any order.
-"""
+State is stored by global parameter name, so that saving, comparing and loading do not depend on any order."""
 
 from __future__ import annotations
 

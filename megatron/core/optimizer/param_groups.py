@@ -70,8 +70,7 @@ def parameter_groups(
         scale_lr: predicate for parameters whose learning rate is multiplied by ``lr_mult``.
         update_rule: update rule per parameter; default: as declared in its spec, else by ``config.optimizer``.
         overrides: group settings per parameter. They replace the default rules of weight decay and decoupled learning
-            rates, which ``get_standard_config_overrides`` returns as overrides; ``no_weight_decay`` is then ignored.
-    """
+            rates, which ``get_standard_config_overrides`` returns as overrides; ``no_weight_decay`` is then ignored."""
     rule = no_weight_decay or (
         has_no_weight_decay_but_qk_norms if config.apply_wd_to_qk_layernorm else has_no_weight_decay
     )

@@ -1,7 +1,6 @@
 """Per-parameter optimizer settings, Megatron-LM's ``config_overrides``.
 
-The overrides map a :class:`ParamKey`, which matches parameters, to settings of their parameter groups.
-"""
+The overrides map a :class:`ParamKey`, which matches parameters, to settings of their parameter groups."""
 
 from __future__ import annotations
 

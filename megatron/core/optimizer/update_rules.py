@@ -7,8 +7,7 @@ and weight decay are Python floats. All other inputs, including the skip flag, a
 
 A rule that owns matrices is declared in the parameters' specs (``placement.declare(parameter, update_rule=Rule)``),
 because shards are cut before the optimizer is built. :meth:`Entry.full` gathers a matrix that tensor parallelism or
-FSDP splits; ZeRO-1 shards consist of full parameters.
-"""
+FSDP splits; ZeRO-1 shards consist of full parameters."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The lists contain no sends and receives; these are derived from the dependencies
 chunks per rank, stage ``s`` (of P x V) is chunk ``s // P`` of rank ``s % P``.
 
 Kinds of actions: F is the forward of a micro-batch through one chunk, B its backward, and W its weight gradients if B
-computes only the input gradient (zero-bubble).
-"""
+computes only the input gradient (zero-bubble)."""
 
 from __future__ import annotations
 

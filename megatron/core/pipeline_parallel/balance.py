@@ -2,8 +2,7 @@
 
 Costs are forward plus backward times in units of one layer, estimated from the FLOPs of the model description
 (``core/description/model.py``). GEMMs run at one rate and core attention at a lower one; norms, activations and the
-embedding cost nothing.
-"""
+embedding cost nothing."""
 
 from __future__ import annotations
 

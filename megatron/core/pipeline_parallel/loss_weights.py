@@ -3,8 +3,7 @@
 A task has named losses, each a sum over its own tokens or samples. The valid ones of the global batch are counted
 before the forward pass, so that every loss gets its final weight as data: loss scale / count.
 
-Legend: b batch.
-"""
+Legend: b batch."""
 
 from __future__ import annotations
 

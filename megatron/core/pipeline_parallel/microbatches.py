@@ -6,8 +6,7 @@ losses of the micro-batch by name, each as (sum, count). Backward starts from th
 (``loss_weights.py``), which are known before the forward pass; names without a weight are only logged.
 
 Backward of all micro-batches except the last runs inside ``model.no_sync()``, so that a data-parallel wrapper starts
-to reduce gradients in the last one.
-"""
+to reduce gradients in the last one."""
 
 from __future__ import annotations
 

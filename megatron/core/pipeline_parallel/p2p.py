@@ -11,8 +11,7 @@ its receives in the same order, as early as it wants. On GPUs only streams wait,
 
 A message is one tensor, or several for encoder-decoder models and frozen models next to the trained one, with the same
 shapes at every stage boundary. Backward messages omit the tensors of frozen models. The
-length may differ between micro-batches if every rank knows all lengths in advance (``MessageShape.lengths``).
-"""
+length may differ between micro-batches if every rank knows all lengths in advance (``MessageShape.lengths``)."""
 
 from __future__ import annotations
 

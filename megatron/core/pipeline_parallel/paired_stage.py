@@ -2,8 +2,7 @@
 
 The frozen stages run in the schedule of the trained model, directly before its stage, so that their outputs reach the
 loss on the last stage in every layout. A message holds the trained model's tensors, then those of the frozen models,
-which receive no gradients.
-"""
+which receive no gradients."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class PairedStage(nn.Module):
         trained: chunk with its data-parallel wrapper.
         frozen: chunks of the frozen models by name.
         groups: this rank's process groups.
-        is_last: whether the chunk is the last pipeline stage.
-    """
+        is_last: whether the chunk is the last pipeline stage."""
 
     def __init__(
         self, trained: nn.Module, frozen: Mapping[str, nn.Module], groups: ProcessGroups, *, is_last: bool
@@ -88,8 +86,7 @@ class PairedStage(nn.Module):
 
         Args:
             frozen_arguments: keyword arguments by the name of a frozen model, which replace all others for it, if its
-                ``forward`` differs.
-        """
+                ``forward`` differs."""
         outputs, special = {}, frozen_arguments or {}
         with torch.no_grad():
             # each input directly before its pass: a frozen model may compute with the modules of the trained one

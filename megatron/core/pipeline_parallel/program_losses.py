@@ -6,8 +6,7 @@
   ``num_tokens`` the number of tokens that it sums over; each logged value is a pair ``[sum, count]`` or a mean; or
 * ``(loss, {name: tensor})``: ``loss`` is a mean, and all micro-batches have equal weight (the older convention).
 
-The number of tokens is known only after the forward pass, so these losses are normalized after the backward pass.
-"""
+The number of tokens is known only after the forward pass, so these losses are normalized after the backward pass."""
 
 from __future__ import annotations
 

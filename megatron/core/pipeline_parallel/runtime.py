@@ -1,8 +1,7 @@
 """Execution of a pipeline schedule: run this rank's F/B/W actions in order, overlapped with p2p sends and receives.
 
 A stage's output is freed as soon as it has been sent: backward needs only its gradient edge in the autograd graph, not
-its values.
-"""
+its values."""
 
 from __future__ import annotations
 

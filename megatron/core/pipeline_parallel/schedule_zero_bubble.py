@@ -8,8 +8,7 @@ W by r micro-batches. The bubble shrinks from (P - 1)(F + B + W) to (P - 1)(F + 
 depends on no other rank, so that adding it cannot cause a deadlock.
 
 ZB-H2 doubles the warm-up forwards and the delay of W; 2P - 1 micro-batches are alive on every rank. The remaining
-bubble is (P - 1)F, because the optimizer step synchronizes the ranks.
-"""
+bubble is (P - 1)F, because the optimizer step synchronizes the ranks."""
 
 from __future__ import annotations
 

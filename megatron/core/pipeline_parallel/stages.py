@@ -5,8 +5,7 @@ Models, rules, self-checks and ``--dry-run`` all use it. A pipeline of P ranks w
 consecutive residual branches, the first stage also the embedding, and the last stage also the output layer and the
 loss. Layers can be split between branches, because the residual stream is the only tensor between branches.
 
-Without a user-defined layout the split minimizes the cost of the slowest stage (``balance.py``).
-"""
+Without a user-defined layout the split minimizes the cost of the slowest stage (``balance.py``)."""
 
 from __future__ import annotations
 
@@ -233,8 +232,7 @@ def parse_layout(text: str, names: BranchNames | None = None) -> list[StageConte
 
     Args:
         text: the layout.
-        names: branch names of the model's layers; default: attention and feed-forward for every layer.
-    """
+        names: branch names of the model's layers; default: attention and feed-forward for every layer."""
     parser = _LayoutParser(text)
     order = _Order(parser, names)
     ends, symbols = [0], [""]

@@ -1,7 +1,6 @@
 """Layout-independent dropout: the mask depends on an element's position in the global batch, not on rank or time.
 
-Legend: s sequence (local), b batch, h hidden.
-"""
+Legend: s sequence (local), b batch, h hidden."""
 
 from __future__ import annotations
 

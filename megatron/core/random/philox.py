@@ -10,8 +10,7 @@ are computed by Box-Muller on pairs (0,1) and (2,3) in float64. Logarithm, sine 
 IEEE operations that are exactly rounded everywhere: library functions differ between vector body, scalar tail and
 device, which would make the bits depend on the sharding.
 
-Legend: ``words`` are int64 tensors that hold 32-bit unsigned values.
-"""
+Legend: ``words`` are int64 tensors that hold 32-bit unsigned values."""
 
 from __future__ import annotations
 

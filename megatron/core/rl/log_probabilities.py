@@ -4,8 +4,7 @@ Sequences are packed into rows of documents, rows are the micro-batches of a for
 data-parallel ranks share the rows. With ``batch_invariant_mode`` the results are the generator's
 (``core/inference``) bit for bit.
 
-Legend: s tokens of this rank's part of a row, v vocabulary without padding.
-"""
+Legend: s tokens of this rank's part of a row, v vocabulary without padding."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ Of a pair with prompt x, chosen completion w and rejected completion l, the marg
 - ``hinge`` (SLiC, arXiv:2305.10425): max(0, 1 - βm)
 - ``ipo`` (arXiv:2310.12036, eq. 17): (m' - 1/(2β))², where m' has means over completion tokens in place of sums
 
-Legend: b rows, s sequence (local), n completions of a row, p pairs.
-"""
+Legend: b rows, s sequence (local), n completions of a row, p pairs."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def sum_completions(log_probs_bs: Tensor, completion_bs: Tensor, count: int) -> 
 
     Args:
         log_probs_bs: log-probability of each label [b, s], of any floating dtype; sums are at least fp32.
-        completion_bs: completion of each label, int64 [b, s]; -1: prompts and padding.
-    """
+        completion_bs: completion of each label, int64 [b, s]; -1: prompts and padding."""
     numbers_n = torch.arange(count, device=completion_bs.device)
     # no scatter-add: its atomics would make the sums of a GPU depend on the order of threads
     is_member_bns = completion_bs[:, None] == numbers_n[:, None]
@@ -72,8 +70,7 @@ def pair_losses(
         label_smoothing: probability that a preference is wrong, 0 to 0.5; ``sigmoid`` only.
 
     Raises:
-        ValueError: an unknown ``kind``, or a ``beta`` or ``label_smoothing`` outside its range.
-    """
+        ValueError: an unknown ``kind``, or a ``beta`` or ``label_smoothing`` outside its range."""
     if not beta > 0:
         raise ValueError(f"beta {beta}: must be positive")
     if not 0 <= label_smoothing < 0.5 or (label_smoothing and kind != "sigmoid"):

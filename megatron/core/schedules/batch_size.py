@@ -3,8 +3,7 @@
 Three kinds of schedules exist: a constant size; a linear ramp ``--rampup-batch-size start increment samples``, whose
 increments are spread evenly over the ramp's samples; and a step schedule by tokens, ``--step-batch-size-schedule
 "0:16 2.4B:320"``. All are converted to a list of :class:`Plateau`. The functions keep no state, so that any rank can
-evaluate the schedule at any sample.
-"""
+evaluate the schedule at any sample."""
 
 import re
 from bisect import bisect_right

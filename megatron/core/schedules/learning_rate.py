@@ -23,8 +23,7 @@ Closed forms, with ``n`` the position, ``w`` warm-up and ``d`` decay samples, ``
 
     weight decay            s + (e - s) g(min(n / t, 1))                     t = training samples
         linear              g(x) = x
-        cosine              g(x) = (cos(pi (1 - x)) + 1) / 2
-"""
+        cosine              g(x) = (cos(pi (1 - x)) + 1) / 2"""
 
 import logging
 import math
@@ -262,8 +261,7 @@ class OptimizerParamScheduler:
         plan: a :class:`SchedulePlan`, or its fields as positional and keyword arguments.
         position: maps consumed samples to the position in the plan (None: the same number).
         use_checkpoint_opt_param_scheduler: whether loading a checkpoint adopts its schedule.
-        override_opt_param_scheduler: whether loading a checkpoint keeps this program's schedule.
-    """
+        override_opt_param_scheduler: whether loading a checkpoint keeps this program's schedule."""
 
     def __init__(
         self,

@@ -10,8 +10,7 @@ ranks of a step have run the same steps before it. With ``aligned`` all ranks ha
 all ranks runs at the same time, and rows may be empty: required if ranks communicate in every step (pipelines, experts,
 FSDP).
 
-The plan depends on the lengths in sample order and on the number of ranks only, so that a resumed run repeats it.
-"""
+The plan depends on the lengths in sample order and on the number of ranks only, so that a resumed run repeats it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Used by the gradient buffers and by ``--dry-run``. Parameters are placed in the order in which backward produces their
 gradients, each aligned to 64 elements. One collective reduces one bucket. With sharded optimizer state each
 data-parallel rank owns an equal contiguous range of every bucket. The ranges may cut parameters at any aligned element,
-or, for update rules that own matrices, between parameters only.
-"""
+or, for update rules that own matrices, between parameters only."""
 
 from __future__ import annotations
 

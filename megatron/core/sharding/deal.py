@@ -5,8 +5,7 @@
     3. The owner returns to each rank its shard, in the opposite order; ranks with copies all-gather the results.
 
 A step is one all-to-all per axis. The owner receives the same bits as an all-gather, so that results do not depend on
-who computes. The assignment is a pure function of costs: the most expensive unit first, to the least loaded rank.
-"""
+who computes. The assignment is a pure function of costs: the most expensive unit first, to the least loaded rank."""
 
 from __future__ import annotations
 

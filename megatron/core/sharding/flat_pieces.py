@@ -1,8 +1,7 @@
 """Conversion of a flat range of a parameter's local memory to rectangles of the global tensor.
 
 Sharded optimizer state splits flat memory at any element, while checkpoints, norms and comparisons work on rectangles.
-The conversion works for every placement.
-"""
+The conversion works for every placement."""
 
 from __future__ import annotations
 

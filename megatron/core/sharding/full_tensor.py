@@ -2,8 +2,7 @@
 
 For update rules that own matrices: the shard may be split over the axes of the parameter's mesh (tensor and expert
 parallelism) and by rows over data-parallel ranks (FSDP). The order of elements is the global order, so that results do
-not depend on the layout.
-"""
+not depend on the layout."""
 
 from __future__ import annotations
 

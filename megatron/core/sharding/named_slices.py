@@ -2,8 +2,7 @@
 this library stores in one parameter.
 
 Modules that inherit from :class:`NamesSlices` name them: ``named_parameters()`` yields slices that share the memory of
-the parameter, ``parameters()`` the parameter. The library itself reads :func:`stored_parameters`.
-"""
+the parameter, ``parameters()`` the parameter. The library itself reads :func:`stored_parameters`."""
 
 from __future__ import annotations
 

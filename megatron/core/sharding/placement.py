@@ -14,8 +14,7 @@ zeros and is not checkpointed; layers must not let it affect their results.
 
 If a rank's elements of a global tensor do not form a rectangle, the tensor consists of several parameters, each
 declared as a ``SubTensor``. Example: K/V with fewer heads than tensor-parallel ranks, where several ranks hold one
-head (``Nested``).
-"""
+head (``Nested``)."""
 
 from __future__ import annotations
 
@@ -210,8 +209,7 @@ def parameter(
         mesh: placement by axis, e.g. ``{"tp": Shard(0)}`` or ``{"ep": Shard(0), "etp": Shard(2)}``.
         partial: axes over which the local gradient is a partial sum.
         ndim: dims of the result; default: as many as ``shape``.
-        stored: logical shape with padding.
-    """
+        stored: logical shape with padding."""
     part, full = (shape, shape.shape) if isinstance(shape, SubTensor) else (None, shape)
     if stored is None:
         stored = full if part is None else part.rectangle.lengths

@@ -6,8 +6,7 @@
 
 ``start_reduce_scatter`` is the reverse, and ``start_all_to_all`` is its own conjugate. Start and end are two nodes of
 the graph. Autograd runs backward nodes in the reverse order of their creation. Work that overlapped with the collective
-in forward therefore overlaps, in its backward, with the conjugate collective.
-"""
+in forward therefore overlaps, in its backward, with the conjugate collective."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ as in ordinary layers.
 
 Source of the idea: He et al. 2025, "Defeating nondeterminism in LLM inference"; the tree makes it independent of TP.
 
-Legend: s sequence, b batch, t tokens, o output features, k input features, v vocabulary, n ranks.
-"""
+Legend: s sequence, b batch, t tokens, o output features, k input features, v vocabulary, n ranks."""
 
 from __future__ import annotations
 

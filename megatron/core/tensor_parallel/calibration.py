@@ -1,7 +1,6 @@
 """Calibration: the magnitudes of the inputs of linear layers, from which static fp8 scales follow.
 
-Legend: r rows, i input features.
-"""
+Legend: r rows, i input features."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Asynchronous collectives along the first dim, through copy engines if the group has them and the message size fits,
-else through torch.distributed.
-"""
+else through torch.distributed."""
 
 from __future__ import annotations
 

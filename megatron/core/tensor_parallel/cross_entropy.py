@@ -6,8 +6,7 @@ Forward reads the logits once and reduces each rank's slice to three numbers per
 Backward reads the logits again and writes the gradient in their dtype, in place if the caller allows it. The two passes
 over a slice are in ``core/fusions/cross_entropy.py``.
 
-Legend: t tokens, v vocabulary entries of this rank.
-"""
+Legend: t tokens, v vocabulary entries of this rank."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def vocab_parallel_cross_entropy(
             tensor-parallel group.
         group: alias of ``tp_group``, which has precedence.
         vocab_size: unpadded vocabulary size, padded to a multiple of ``divisible_by``; None: no padding.
-        reuse_logits: whether backward overwrites the logits with their gradient; ignored with label smoothing.
-    """
+        reuse_logits: whether backward overwrites the logits with their gradient; ignored with label smoothing."""
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing {label_smoothing}: must be at least 0 and less than 1")
     ranks = resolve_group(group if tp_group is None else tp_group)

@@ -9,8 +9,7 @@ T^2 keeps the size of gradients independent of T (Hinton et al. 2015). Each rank
 five numbers per token, which one all-gather exchanges; backward has no collective. Sums are in fp32 (fp64 for fp64
 logits), relative to the maxima of both slices: equal logits give exactly 0.
 
-Legend: t tokens, v stored vocabulary entries of this rank, k entries of a stored distribution.
-"""
+Legend: t tokens, v stored vocabulary entries of this rank, k entries of a stored distribution."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 For a table with ``main_grad``, backward adds the gradient to it row by row (``fusions/embedding_gradient.py``), under
 the rules of ``linear.py``. Other tables get the dense gradient of torch's look-up.
 
-Legend: v rows of the table, h hidden.
-"""
+Legend: v rows of the table, h hidden."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ nothing is clipped: one per weight of a layer (query, key and value, or gate and
 one per token of X. A weight or a token that ranks share has its amax over all of them: results do not depend on the
 layout.
 
-Legend: g experts of this rank, o output features, i input features.
-"""
+Legend: g experts of this rank, o output features, i input features."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ its layer.
 A layer converts X and dY to *operands*, once for the two GEMMs that read each; operands are what it gathers and saves.
 By default an operand is the tensor itself.
 
-Legend: t tokens, o output features, i input features.
-"""
+Legend: t tokens, o output features, i input features."""
 
 from __future__ import annotations
 

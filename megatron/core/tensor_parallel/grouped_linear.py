@@ -9,8 +9,7 @@ Gradients are accumulated and announced as in ``linear.py``.
 The GEMMs have two implementations: a loop over slices, for any dtype and device, which copies ``ends`` to the host; and
 torch's grouped GEMM, for bf16 on GPUs, without a host sync (accumulating weight gradients: a custom kernel).
 
-Legend: g groups (experts of this rank), r rows, o output features, i input features.
-"""
+Legend: g groups (experts of this rank), r rows, o output features, i input features."""
 
 from __future__ import annotations
 

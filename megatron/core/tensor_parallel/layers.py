@@ -10,8 +10,7 @@ and the target of weight gradients are in ``linear.py``.
 Every layer with a GEMM is a ``gemms.GemmLayer``: a pipeline runtime sets its ``weight_gradient_store`` to defer weight
 gradients, and a recipe may replace its GEMMs.
 
-Legend: s sequence, b batch, h hidden.
-"""
+Legend: s sequence, b batch, h hidden."""
 
 from __future__ import annotations
 

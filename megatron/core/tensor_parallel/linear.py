@@ -16,8 +16,7 @@ same holds for biases.
 Autograd then must not see the weight: it would run the weight's hooks, which announce a complete gradient, even for an
 input without gradient.
 
-Legend: s sequence, b batch, t tokens (s * b), o output features, i input features.
-"""
+Legend: s sequence, b batch, t tokens (s * b), o output features, i input features."""
 
 from __future__ import annotations
 

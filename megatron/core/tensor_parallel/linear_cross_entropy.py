@@ -12,8 +12,7 @@ All-gathers of X, reductions of dX and the target of dW are as in ``linear.py``,
 gradient defers only its announcement, because a deferred GEMM would need D saved or recomputed again. dW is summed over
 chunks in the dtype of ``main_grad``, or in fp32.
 
-Legend: t tokens (s * b), c tokens of a chunk, v vocabulary entries of this rank, h hidden.
-"""
+Legend: t tokens (s * b), c tokens of a chunk, v vocabulary entries of this rank, h hidden."""
 
 from __future__ import annotations
 

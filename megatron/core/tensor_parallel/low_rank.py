@@ -1,8 +1,7 @@
 """The two GEMMs of an adapter next to the layer's GEMM, without another tensor of the layer's input or output size.
 
 low = X A^T            dX = dY W + dlow A
-Y = X W^T + low B^T    dlow = dY B
-"""
+Y = X W^T + low B^T    dlow = dY B"""
 
 from __future__ import annotations
 

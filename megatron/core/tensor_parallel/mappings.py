@@ -60,8 +60,7 @@ def gather_from_sequence_parallel_region(
             the gradients of all ranks are equal and are split.
         group: ranks that hold the shards; None: the tensor-parallel group. One rank returns its input.
         output_split_sizes: first dims of all ranks' shards, if they differ; requires ``tensor_parallel_output_grad``.
-        use_global_buffer: ignored; the result has separate memory.
-    """
+        use_global_buffer: ignored; the result has separate memory."""
     ranks = resolve_group(group)
     if output_split_sizes is not None:
         if not tensor_parallel_output_grad:

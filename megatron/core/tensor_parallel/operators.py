@@ -3,8 +3,7 @@
 Each operator of the table at the end is one half of a conjugate pair: its backward is the forward of its partner. On a
 group of one rank it returns its input. The functions before the table are the plain collectives, without autograd; they
 communicate on every group, and splits along the first dim may return views.
-``mappings.py`` has Megatron-LM's names, which default to the running program's group.
-"""
+``mappings.py`` has Megatron-LM's names, which default to the running program's group."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Seeds and states of torch's generators, for programs and modules that use them.
 
 The library itself does not use them: initial weights and dropout masks are functions of seed and position
-(``megatron.core.random.philox``) and are the same for any layout.
-"""
+(``megatron.core.random.philox``) and are the same for any layout."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Padding and split of the vocabulary.
 
 The padding does not affect results: padded rows are zero, excluded from every softmax, get no gradient and are not
-saved in checkpoints.
-"""
+saved in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Tokens that the files next to a tokenizer.json add to its vocabulary, as ``AutoTokenizer`` of ``transformers`` does.
 
 In this order: ``added_tokens_decoder`` of tokenizer_config.json by id (without that key added_tokens.json, and the
-roles of special_tokens_map.json), tokens with a role (``eos_token``), other special tokens.
-"""
+roles of special_tokens_map.json), tokens with a role (``eos_token``), other special tokens."""
 
 from __future__ import annotations
 

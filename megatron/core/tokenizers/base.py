@@ -1,7 +1,6 @@
 """Base class of tokenizers: text to ids and back, its true vocabulary size, its special ids and its fingerprint.
 
-The padded vocabulary is the model's business: ``vocab_size`` here is the largest id + 1.
-"""
+The padded vocabulary is the model's business: ``vocab_size`` here is the largest id + 1."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Tokenizer(ABC):
         tokenizer_type: the value of --tokenizer-type that builds it.
         vocab_size: largest id + 1.
         special_ids: ids by role: ``eod``, ``bos``, ``eos``, ``pad``, ``cls``, ``sep``, ``mask``, ``unk``; absent roles
-            are missing.
-    """
+            are missing."""
 
     chat: ChatTemplates | None = None
     """Chat templates, if there are any."""

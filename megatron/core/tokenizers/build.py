@@ -119,8 +119,7 @@ class MegatronTokenizer:
 
         Raises:
             UserError: the path does not exist, the folder lacks these files or has several, or the file is broken; the
-                metadata has a class, a chat template or a library that is not available.
-        """
+                metadata has a class, a chat template or a library that is not available."""
         metadata = metadata_path or {}
         if isinstance(metadata, str):
             try:

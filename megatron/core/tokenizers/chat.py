@@ -1,8 +1,7 @@
 """Chat templates: a conversation as the text that a model was trained on, by the Jinja template of its tokenizer.
 
 Templates see the variables, filters and tags that ``apply_chat_template`` of ``transformers`` gives them, and run in
-Jinja's sandbox.
-"""
+Jinja's sandbox."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class ChatTemplates:
             variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            UserError: no message or template, exclusive options, or the template fails or rejects the messages.
-        """
+            UserError: no message or template, exclusive options, or the template fails or rejects the messages."""
         if not messages:
             raise UserError("messages: must have at least one message")
         if "messages" in variables:

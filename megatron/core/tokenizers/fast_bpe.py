@@ -11,8 +11,7 @@ bytes without context end in three parts or more.
 
 What cannot be shown equal is left to `tokenizers`: other pre-tokenizers or normalizers as a whole, and single texts
 that contain an added token or are not in the form the normalizer makes. A self-test at load compares both on awkward
-strings.
-"""
+strings."""
 
 from __future__ import annotations
 
@@ -123,8 +122,7 @@ def build_fast_bpe(definition: Definition, hf_tokenizer: HFTokenizer) -> FastByt
 
     Args:
         definition: the parsed tokenizer.json.
-        hf_tokenizer: the `tokenizers.Tokenizer` made from it.
-    """
+        hf_tokenizer: the `tokenizers.Tokenizer` made from it."""
     if not libraries.is_installed("tiktoken"):
         logger.info("tiktoken is not installed: encoding with tokenizers (pip install tiktoken: about 6x faster)")
         return None

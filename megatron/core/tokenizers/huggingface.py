@@ -1,8 +1,7 @@
 """Tokenizers in the `tokenizers` format: tokenizer.json files, GPT-2's vocabulary and merges, BERT's WordPiece.
 
 Only files on disk are read, only by the `tokenizers` library: nothing is downloaded, and Python code that comes with a
-tokenizer is never run.
-"""
+tokenizer is never run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The optional libraries of tokenizing and preprocessing, each asked for here and nowhere else.
 
 Importing this package needs numpy only; a library is loaded when a tokenizer or a file format that needs it is built,
-and an absent one is answered with the flag that asked for it and the command that installs it.
-"""
+and an absent one is answered with the flag that asked for it and the command that installs it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """SentencePiece models: SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer.
 
 All three encode with the model as it is, adding no beginning-of-sequence id. ``legacy`` is the older layout of
-SentencePieceTokenizer, which T5 uses: <CLS>, <SEP>, <EOD>, <MASK> and the sentinels follow the model's own pieces.
-"""
+SentencePieceTokenizer, which T5 uses: <CLS>, <SEP>, <EOD>, <MASK> and the sentinels follow the model's own pieces."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ p query heads, its key head and its value head. Splitting by groups therefore ke
 fewer groups than tensor-parallel ranks, the ranks of a group split its query heads and replicate its key and value
 head. With ``attention_output_gate`` each query head is followed by its gate.
 
-Legend: s sequence, b batch, h hidden, g groups (local), p query heads per group, d head dim.
-"""
+Legend: s sequence, b batch, h hidden, g groups (local), p query heads per group, d head dim."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ and pipeline stages need not send it on. The main loss is the sum over valid tok
 the forward pass. An auxiliary loss that is a mean over a sequence (or a micro-batch) is multiplied by its valid tokens
 and the same weight (``AuxLossWeights``), which gives a token-weighted mean over the global batch. Multi-token
 prediction (``multi_token_prediction.py``) attaches its losses to the main losses, whose gradient gives the weight of a
-token.
-"""
+token."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ Norm, mixer and dropout are registered on the *layer*, under their checkpoint na
 branch module would add a prefix to every parameter name. A branch looks them up at each call, so that programs can
 replace them.
 
-Legend: s sequence, b batch, h hidden.
-"""
+Legend: s sequence, b batch, h hidden."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Stream(NamedTuple):
 
 class Branch(Sited):
     """One residual branch of ``layer``. Builds its modules and registers them on the layer. ``layer_number`` counts
-    from 1 over the full model. Its sites are its mixer, under the branch's name, its norm and the norm's output.
-    """
+    from 1 over the full model. Its sites are its mixer, under the branch's name, its norm and the norm's output."""
 
     spans, results = ("attn_norm", "mlp_norm"), ("layernorm",)
 

@@ -3,8 +3,7 @@
 To give branches a new input, add a field here and fill it where the model builds the context (``GPTModel.forward``); no
 signature in between changes.
 
-Legend: s sequence (local; e: of the encoder), b batch, h hidden, r rotated channels.
-"""
+Legend: s sequence (local; e: of the encoder), b batch, h hidden, r rotated channels."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class ForwardContext(AttentionContext):
     @property
     def can_be_halved(self) -> bool:
         """Whether the batch may be split in two. Packed documents prevent it: they are numbered over the full
-        micro-batch. Layers in two halves run without the hooks that ``layer_targets`` needs.
-        """
+        micro-batch. Layers in two halves run without the hooks that ``layer_targets`` needs."""
         return self.layout.documents is None and self.encoder_documents is None and self.layer_targets is None
 
     def halves(self, batch: int) -> tuple[ForwardContext, ForwardContext]:

@@ -5,8 +5,7 @@ A mixer, a core attention or an indivisible layer declares on its class
     mixes_tokens = False                           tokens are processed independently: supports every layout
     mixes_tokens, layouts = True, {"zigzag", …}    exchanges tokens by ``ctx.layout``; supports these orders
 
-Other classes are rejected under context parallelism: they would compute a different model without an error.
-"""
+Other classes are rejected under context parallelism: they would compute a different model without an error."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def layout_problem(kind: type, order: str = ONE_RANK.order) -> str | None:
     """Return why ``kind`` cannot run on a part of each sequence, with tokens in ``order``; None if it can.
 
     A declaration covers its class and subclasses that do not override ``forward`` or ``segments``; a subclass that
-    overrides one of them must declare again.
-    """
+    overrides one of them must declare again."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     for cls in kind.__mro__:
         declared = vars(cls)
@@ -54,8 +52,7 @@ def build_token_mixer(slot: Any, *args: object, groups: ProcessGroups, **kwargs:
     parallelism then check its class by :func:`layout_problem` for the zig-zag order.
 
     Raises:
-        UserError: context parallelism is on and the module does not take its layout.
-    """
+        UserError: context parallelism is on and the module does not take its layout."""
     module = build_module(slot, *args, groups=groups, **kwargs)
     ranks = groups.cp.size
     if ranks > 1 and (reason := layout_problem(type(module))):
@@ -76,8 +73,7 @@ def cache_problem(model: nn.Module) -> str | None:
 
 def layout_problems(specs: Sequence[ModuleSpec | Callable[..., object]]) -> Iterator[str]:
     """Yield the problem of each class in the slots of layers that cannot run under context parallelism. Factory
-    functions are skipped: their modules are checked when the model is built.
-    """
+    functions are skipped: their modules are checked when the model is built."""
     kinds = dict.fromkeys(kind for spec in specs for kind in _classes(spec))
     yield from filter(None, map(layout_problem, kinds))
 

@@ -43,8 +43,7 @@ class CrossAttention(Sited, nn.Module):
     valid keys in ``ctx.encoder_documents``.
 
     Raises:
-        UserError: the number of query groups is not a multiple of the tensor-parallel size.
-    """
+        UserError: the number of query groups is not a multiple of the tensor-parallel size."""
 
     mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
     calls = ("core_attn",)

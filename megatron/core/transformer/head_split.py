@@ -1,7 +1,6 @@
 """From a packed projection to heads: split into queries, keys and values, head norms and rotary embedding.
 
-Legend: s sequence, b batch, g groups (local), p query heads per group, d head dim.
-"""
+Legend: s sequence, b batch, g groups (local), p query heads per group, d head dim."""
 
 from __future__ import annotations
 

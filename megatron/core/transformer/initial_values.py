@@ -3,8 +3,7 @@
 Weights are normal with ``init_method_std``. For weights that write into the residual stream, whose variance grows with
 every branch, the std is divided by the square root of their number, 2 per layer or 1 per symbol of a hybrid pattern
 (GPT-2, section 2.3). With muP both are divided by the square root of the width multiplier, but not the std of
-embeddings and of an output layer with separate weights.
-"""
+embeddings and of an output layer with separate weights."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Forward hooks on the teacher's layers store their outputs in the :class:`LayerTa
 models receive in their context; a hook on the student's layer attaches the loss there, so that pipeline stages exchange
 nothing. Definitions of NVIDIA ModelOpt: mean of squared differences over the channels, or 1 - cosine.
 
-Legend: s sequence (local), b batch, h hidden.
-"""
+Legend: s sequence (local), b batch, h hidden."""
 
 from __future__ import annotations
 

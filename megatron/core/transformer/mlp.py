@@ -3,8 +3,7 @@
   plain:  fc2(f(fc1(x)))                      fc1 is (ffn, h)
   gated:  fc2(f(gate(x)) * up(x))             fc1 stacks gate and up: (2 ffn, h), logically (2, ffn, h)
 
-Legend: s sequence, b batch, h hidden, f feed-forward width of this rank.
-"""
+Legend: s sequence, b batch, h hidden, f feed-forward width of this rank."""
 
 from __future__ import annotations
 

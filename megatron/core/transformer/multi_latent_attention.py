@@ -8,8 +8,7 @@ Rotary positions apply only to the rope channels, in adjacent pairs; all heads s
 with ``qk_layernorm``. Tensor-parallel ranks replicate the down projections and split the up projections by heads. Under
 sequence parallelism each rank computes the latents of its positions and all-gathers them instead of the wider stream.
 
-Legend: s sequence, b batch, h hidden, a heads (local), d channels of a query or key head, e of a value head, r rank.
-"""
+Legend: s sequence, b batch, h hidden, a heads (local), d channels of a query or key head, e of a value head, r rank."""
 
 from __future__ import annotations
 

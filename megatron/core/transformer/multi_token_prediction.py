@@ -13,8 +13,7 @@ over sequences b with n_b valid tokens, n^d_b at depth d: the mean of each depth
 with sequences weighted as in the main loss, independent of layout and micro-batch size. The gradient of the main losses
 gives the weight of a token, so any loss function works, and the model returns only the main losses.
 
-Legend: s sequence (local), b batch, h hidden.
-"""
+Legend: s sequence (local), b batch, h hidden."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def mtp_on_this_rank(
     mtp_num_layers: int | None = None,
 ) -> bool:
     """Return whether this rank, or its model chunk ``vp_stage`` with ``ignore_virtual=False``, holds the multi-token
-    prediction layers: the last pipeline stage does. Pass ``config`` or ``mtp_num_layers``; ``layout`` is ignored.
-    """
+    prediction layers: the last pipeline stage does. Pass ``config`` or ``mtp_num_layers``; ``layout`` is ignored."""
     num_layers = mtp_num_layers if config is None else config.mtp_num_layers
     return num_layers is not None and parallel_state.is_pipeline_last_stage(ignore_virtual, vp_stage)
 
@@ -170,8 +168,7 @@ class PredictionLayers(nn.Module):
 
 class MultiTokenPredictionLayer(Sited, nn.Module):
     """One depth: embeddings and hidden states [s, b, h] -> [s, b, h]. ``eh_proj`` is replicated over tensor-parallel
-    ranks; under sequence parallelism each projects its own positions.
-    """
+    ranks; under sequence parallelism each projects its own positions."""
 
     def __init__(
         self,
@@ -211,8 +208,7 @@ class MultiTokenPredictionLayer(Sited, nn.Module):
 
 class MultiTokenPredictionBlock(nn.Module):
     """All depths in sequence. Layer numbers continue after the decoder's; a repeated layer keeps its number, and
-    therefore its dropout masks, at every depth.
-    """
+    therefore its dropout masks, at every depth."""
 
     def __init__(
         self, config: TransformerConfig, spec: MultiTokenPredictionBlockSubmodules, *, groups: ProcessGroups
@@ -252,8 +248,7 @@ class MultiTokenPredictionBlock(nn.Module):
         every depth. Adds the depths' losses to the statistics, on the first tensor-parallel rank only.
 
         ``mask`` [b, s]: valid main losses (None: all). ``scale`` (0-d): factor of the summed loss before backward, used
-        on ranks without valid main tokens.
-        """
+        on ranks without valid main tokens."""
         total = losses.new_zeros(())
         for name, loss, at in zip(self.names, later, tokens, strict=True):
             masked, weight = loss * at.loss_mask.to(loss.dtype), at.weight.to(loss.dtype)

@@ -4,8 +4,7 @@
   RMSNorm(x) = x / sqrt(mean(x^2) + eps) * w               (Zhang and Sennrich 2019)
 
 Statistics are fp32 for 16-bit inputs. Under sequence parallelism each rank normalizes its own positions, so that weight
-gradients are partial sums over the tensor-parallel group.
-"""
+gradients are partial sums over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class StreamNorm(MovableParameters):
     """Norm that can also add to the residual stream, which saves passes over memory.
 
     ``norm(x)`` returns the normalized x. ``norm(x, branch)`` returns (x + branch, normalized sum). ``norm(x, None)``
-    returns (x, normalized x); its backward adds the stream's gradient to the norm's gradient in one kernel.
-    """
+    returns (x, normalized x); its backward adds the stream's gradient to the norm's gradient in one kernel."""
 
     centred = False
     """Whether the mean is subtracted."""
@@ -120,8 +118,7 @@ class NormAcrossHeads(nn.Module):
     heads.
 
     Raises:
-        UserError: several ranks would share a head, whose squares would be counted more than once.
-    """
+        UserError: several ranks would share a head, whose squares would be counted more than once."""
 
     def __init__(self, config: TransformerConfig, num_heads: int, *, groups: ProcessGroups) -> None:
         """Create the weight of this rank's share of ``num_heads`` heads of ``config.kv_channels`` channels. Raises

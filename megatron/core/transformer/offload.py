@@ -7,8 +7,7 @@ pass are still on the device, and are not copied back.
 
 Full storages are copied, and views are rebuilt with their strides. A storage that is saved several times (as output of
 attention and as input of its projection, or as queries, keys and values of one tensor) is copied once. Results are
-equal to the bit. As for autograd, a saved tensor must not change in place before backward; here nothing checks that.
-"""
+equal to the bit. As for autograd, a saved tensor must not change in place before backward; here nothing checks that."""
 
 from __future__ import annotations
 

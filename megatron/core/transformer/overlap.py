@@ -16,8 +16,7 @@ GEMM that it feeds.)
 A mixer is written once, as a generator of segments. :func:`enter`, :func:`leave` and :func:`finish` leave its
 collectives in flight only if the context says that another half is interleaved.
 
-Legend: s sequence (local), b batch, h hidden.
-"""
+Legend: s sequence (local), b batch, h hidden."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def can_overlap(first: object, last: object) -> bool:
 
 def runs_its_segments(module: object) -> bool:
     """Return whether ``forward`` computes the same as ``segments``: no subclass overrides ``forward`` without
-    ``segments``.
-    """
+    ``segments``."""
     written = (vars(kind).keys() & {"forward", "segments"} for kind in type(module).__mro__)
     return "segments" in next(filter(None, written), ())
 
@@ -91,8 +89,7 @@ def input_reader(mixer: nn.Module) -> nn.Module | None:
 
 def mixer_segments(mixer: Any, x: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
     """Return the segments of ``mixer``. A mixer whose linear layers have no collectives runs as one segment, because
-    each yield would end the time in which the other half's collectives can overlap.
-    """
+    each yield would end the time in which the other half's collectives can overlap."""
     first = getattr(mixer, "first_linear", None)
     segments = mixer.segments(x, ctx)
     if isinstance(first, ColumnParallelLinear) and not first.traits.gather_input:
@@ -118,8 +115,7 @@ def finish(linear: RowParallelLinear, output: Any, ctx: ForwardContext) -> Tenso
 
 def run_two_batch_overlap(layers: Sequence[nn.Module], hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
     """Run ``layers`` with ``segments(x, ctx)`` on [s, b, h], b even, and return the same shape. Collectives of the two
-    halves run in an order that all ranks share.
-    """
+    halves run in an order that all ranks share."""
     inputs = [half.contiguous() for half in hidden_states.chunk(2, dim=1)]
     contexts = ctx.halves(hidden_states.shape[1])
     first, second = (_through(layers, half, context) for half, context in zip(inputs, contexts))

@@ -2,8 +2,7 @@
 
 Recompute   repeated calls and discarded outputs (``recompute.py``)
 Fp8Casts    norms and activations write fp8 copies for the layers that read them
-Offload     saved tensors move to host memory (``offload.py``); outermost, as recomputed calls save their arguments
-"""
+Offload     saved tensors move to host memory (``offload.py``); outermost, as recomputed calls save their arguments"""
 
 from __future__ import annotations
 

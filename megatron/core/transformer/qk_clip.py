@@ -4,8 +4,7 @@
     W_q <- eta^alpha W_q,  W_k <- eta^(1 - alpha) W_k        after the optimizer step; biases alike, moments not
 
 Heads that share a key (a group) use the group's maximum. Latent attention: rows without rotary embedding as above; the
-rotary key is shared by all heads and stays, so that rotary query rows are scaled by eta.
-"""
+rotary key is shared by all heads and stays, so that rotary query rows are scaled by eta."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class QKClip:
     Args:
         modules: this rank's chunks.
         config: model configuration.
-        groups: this rank's process groups.
-    """
+        groups: this rank's process groups."""
 
     def __init__(self, modules: Iterable[nn.Module], config: TransformerConfig, groups: ProcessGroups) -> None:
         self.config, self.groups = config, groups

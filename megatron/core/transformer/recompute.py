@@ -8,8 +8,7 @@
 Recomputation is bit-exact: dropout masks are functions of coordinates, and torch's generators, which custom modules may
 use, are restored; Python's and numpy's are not. Collectives inside run again, so all ranks must recompute the same
 functions. Gradient hooks and ``main_grad`` see one backward pass, because the graph is from the first forward
-(torch's non-reentrant checkpoint).
-"""
+(torch's non-reentrant checkpoint)."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def choose(make: Callable[[], Tensor]) -> Tensor:
     """Return ``make()``; during recomputation return the value of the first forward pass.
 
     For decisions that rounding could flip, such as top-k routing: a flipped decision would give gradients to weights
-    that were not used in the forward pass.
-    """
+    that were not used in the forward pass."""
     current = _choices.get()
     if current is None:
         return make()
@@ -120,8 +118,7 @@ def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) 
     split inputs.
 
     Raises:
-        UserError: full recomputation without a method or with fewer than 1 layer.
-    """
+        UserError: full recomputation without a method or with fewer than 1 layer."""
     if config.recompute_granularity != "full":
         return [(call, range(num_layers))]
     count = config.recompute_num_layers

@@ -10,8 +10,7 @@ through ``self.at``; policies (recomputation, offload, fp8 … in ``policies.py`
         ...
 
 Users name sites in --recompute-modules (calls, results) and --offload-modules (calls, spans): a new mixer has these
-policies as soon as it declares sites. Names that start with ``_`` are not for users.
-"""
+policies as soon as it declares sites. Names that start with ``_`` are not for users."""
 
 from __future__ import annotations
 

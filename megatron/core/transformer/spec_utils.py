@@ -19,8 +19,7 @@ class ModuleSpec:
 
     ``module`` may also be ``("package.module", "Name")``, which is imported when it is built, or a Python function:
     one with a required parameter ``groups`` returns the module, any other one fills the slot itself. Functions that
-    make specs return a new one at each call, because programs may modify them before building.
-    """
+    make specs return a new one at each call, because programs may modify them before building."""
 
     module: Callable[..., object] | tuple[str, str]
     params: dict[str, object] = field(default_factory=dict)
@@ -38,8 +37,7 @@ class BranchSpec:
     """Residual branch x + dropout(mixer(norm(x))) of a layer. ``name`` and ``norm_name`` are the prefixes of its
     parameters. If ``norm_placement`` adds a norm after the mixer, it is a second one of the same kind.
 
-    A pipeline stage may end after any branch. ``mixer`` may define ``describe(config, place)`` (``description.py``).
-    """
+    A pipeline stage may end after any branch. ``mixer`` may define ``describe(config, place)`` (``description.py``)."""
 
     name: str
     mixer: ModuleSpec | Callable[..., object]
@@ -67,8 +65,7 @@ class BranchSpec:
 def build_module(spec: ModuleSpec | Callable[..., object], *args: object, **kwargs: object) -> Any:
     """Instantiate a spec or a class; a spec's submodules are passed as ``submodules``. A class with a required
     parameter ``groups`` that is not passed gets the groups of ``parallel_state``. A Python function
-    without such a parameter is returned as it is, as in Megatron-LM.
-    """
+    without such a parameter is returned as it is, as in Megatron-LM."""
     if not isinstance(spec, ModuleSpec):
         spec = ModuleSpec(spec)
     module = get_module(spec)
@@ -99,8 +96,7 @@ def import_module(module_path: str | Sequence[str]) -> object:
     whose other exceptions pass.
 
     Raises:
-        UserError: the module or the name does not exist, or the import fails.
-    """
+        UserError: the module or the name does not exist, or the import fails."""
     parts = [module_path] if isinstance(module_path, str) else list(module_path)
     home, name = parts if len(parts) == 2 else ".".join(parts).rpartition(".")[::2]
     try:

@@ -1,6 +1,5 @@
 """Stack of the transformer layers of one pipeline stage, and the final norm on the last stage. The first and the last
-layer may have only some of their branches.
-"""
+layer may have only some of their branches."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ class TransformerBlock(Sited, nn.Module):
     range of branches, counted from 0 over all layers (None: all); indices outside this stack belong to another stack.
 
     ``spec`` is one spec for every layer, or ``TransformerBlockSubmodules``. The stack has ``num_layers`` layers (None:
-    ``config.num_layers``), numbered from ``first_number``: a second stack continues the numbers of the first.
-    """
+    ``config.num_layers``), numbered from ``first_number``: a second stack continues the numbers of the first."""
 
     def __init__(
         self,
@@ -146,8 +144,7 @@ def overlaps(config: TransformerConfig, groups: ProcessGroups) -> bool:
 
 def branch_names(specs: Sequence[ModuleSpec], parallel: bool = False) -> list[list[str]]:
     """Return the branch names of each layer; an indivisible layer has the one name ``layer``. ``parallel``: the
-    branches of a layer read the same stream.
-    """
+    branches of a layer read the same stream."""
     parts = [layer_branches(spec, parallel) for spec in specs]
     return [["layer"] if branches is None else [branch.name for branch in branches] for branches in parts]
 

@@ -12,8 +12,7 @@ where norm' is norm with ``share_parallel_norm``.
 Only x passes from one branch to the next, so that a pipeline stage may end between any two. Adding a branch's output
 and the next branch's norm are one kernel if both are on the same stage.
 
-Legend: s sequence, b batch, h hidden.
-"""
+Legend: s sequence, b batch, h hidden."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class TransformerLayer(Segmented):
     ``submodules`` lists the branches. ``branches`` restricts the layer to a range; other branches are not built.
 
     Raises:
-        UserError: two modules would have the same name.
-    """
+        UserError: two modules would have the same name."""
 
     mixes_tokens = False  # its branches are checked one by one
 
@@ -136,8 +134,7 @@ def layer_branches(spec: ModuleSpec | Callable[..., Any], parallel: bool = False
     """Return the branches of a layer if stages may split it between them, else None.
 
     A layer is indivisible if its class overrides ``forward`` or ``segments``, has no parameter ``branches``, or if its
-    branches read the same stream (``parallel``).
-    """
+    branches read the same stream (``parallel``)."""
     if parallel or not isinstance(spec, ModuleSpec) or not isinstance(spec.module, type):
         return None
     kind = spec.module

@@ -4,8 +4,7 @@ settings, attention_settings   rules between config.json and command-line settin
 layouts                        mapping between local and HF tensor layouts
 family, registry               the table type; lookup of families
 conversion                     lazy conversion of tensors
-reader, writer                 HF folders
-"""
+reader, writer                 HF folders"""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def save_hf(
 
     Raises:
         UserError: the folder exists or cannot be written, no family matches, a tensor is missing or unexpected, or
-            ``original`` contains another model.
-    """
+            ``original`` contains another model."""
     from megatron.export.hf.writer import save
 
     where = Path(folder) if isinstance(folder, str | os.PathLike) else folder

@@ -121,8 +121,7 @@ class Rope(Rule):
         kinds: scaling types that the family supports.
         latent: multi-latent attention, whose scaling is the separate setting ``rope_type``.
         original: default of the key ``original_max_position_embeddings`` next to ``rope_scaling`` (Phi-3); None: the
-            family has no such key.
-    """
+            family has no such key."""
 
     def __init__(
         self,
@@ -389,8 +388,7 @@ class Window(Rule):
         switch: whether ``use_sliding_window`` enables the window.
         first: key of the first layer with a window (Qwen2's ``max_window_layers``), used without ``layer_types``.
         every: without keys that list layers, each ``every``-th layer has full attention; 1: all have windows.
-        every_keys: keys that override ``every``.
-    """
+        every_keys: keys that override ``every``."""
 
     def __init__(
         self,

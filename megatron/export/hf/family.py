@@ -1,8 +1,7 @@
 """Model family: one table of settings and weights, used for both import and export. Torch-free.
 
 Names and shapes of local tensors come from the model descriptions (``megatron/core/models/*/description.py``), so an
-incomplete table fails at the first model.
-"""
+incomplete table fails at the first model."""
 
 from __future__ import annotations
 
@@ -206,8 +205,7 @@ class Family:
         Raises:
             UserError: the first problem: a value that cannot be represented or is out of range, contradicting keys, or
                 all unknown keys.
-            TypeError, LookupError, ArithmeticError: a value of a type that a rule cannot compute with.
-        """
+            TypeError, LookupError, ArithmeticError: a value of a type that a rule cannot compute with."""
         settings: dict[str, object] = {}
         sizes = [rule for rule in self.config if isinstance(rule, Same)]
         for rules in (sizes, [rule for rule in self.config if rule not in sizes]):

@@ -3,8 +3,7 @@
 A layout returns, for each HF tensor, views of the local tensor; the HF tensor is the concatenation of these views with
 their leading dims folded. Import copies into the views, export copies from them; shapes come from meta-device views.
 
-Legend: g groups of query heads, p query heads of a group, d channels of a head, h hidden, f feed-forward, e experts.
-"""
+Legend: g groups of query heads, p query heads of a group, d channels of a head, h hidden, f feed-forward, e experts."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class TensorLayout:
     Args:
         names: HF names, with ``*`` for the layer, then for the expert; ``.weight`` or ``.bias`` is appended if the
             table's key has neither.
-        transposed: whether HF matrices are [in, out].
-    """
+        transposed: whether HF matrices are [in, out]."""
 
     def __init__(self, *names: str, transposed: bool = False) -> None:
         self.names, self.transposed = names, transposed
@@ -114,8 +112,7 @@ class BlockParts(TensorLayout):
         names: HF tensors.
         parts: indices of the matrices in each HF tensor.
         sizes: function of the configuration -> rows of each matrix in a block.
-        interleaved: an HF tensor has its matrices block by block; else all rows of one matrix before the next.
-    """
+        interleaved: an HF tensor has its matrices block by block; else all rows of one matrix before the next."""
 
     def __init__(
         self,

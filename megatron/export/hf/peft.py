@@ -14,8 +14,7 @@ Routed experts are 3-D parameters in transformers 5, with PEFT's ``target_parame
 
   ….mlp.experts[.base_layer].lora_A.weight [E r, in]    ….lora_B.weight [out, r E]
 
-``base_layer`` is in the keys of the first parameter (``gate_up_proj``) if both have adapters.
-"""
+``base_layer`` is in the keys of the first parameter (``gate_up_proj``) if both have adapters."""
 
 from __future__ import annotations
 

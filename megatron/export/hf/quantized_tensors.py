@@ -6,8 +6,7 @@
     mxfp4  <name>_blocks uint8 [e, r, g, 16], <name>_scales uint8 [e, r, g]; HF weight [e, 32 g, r]
            two e2m1 values per byte (the lower bits first), 32 values per scale            value * 2^(scale - 127)
 
-Legend: e experts, r rows, c columns, g groups of 32 columns.
-"""
+Legend: e experts, r rows, c columns, g groups of 32 columns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Bidirectional rules between ``config.json`` and command-line settings. Torch-free.
 
-A rule declares the keys and settings that it reads, so that unread ones are rejected instead of ignored.
-"""
+A rule declares the keys and settings that it reads, so that unread ones are rejected instead of ignored."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class Same(Rule):
 
     Args:
         default: value of an absent key, or a function of config.json.
-        written: whether export writes the key; False if another rule writes it.
-    """
+        written: whether export writes the key; False if another rule writes it."""
 
     def __init__(self, setting: str, *keys: str, default: object = REQUIRED, written: bool = True) -> None:
         super().__init__(keys, (setting,))

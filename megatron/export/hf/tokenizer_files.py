@@ -45,8 +45,7 @@ def export_tokenizer(settings: Table, assets: Mapping[str, Path], rows: int) -> 
 
     Args:
         assets: tokenizer files (``tokenizer/<name>``); take precedence over the paths in ``settings``.
-        rows: rows of the word embedding; larger token ids are omitted.
-    """
+        rows: rows of the word embedding; larger token ids are omitted."""
     tokenizer = _build(settings, assets)
     if tokenizer is None:
         return ExportedTokenizer()

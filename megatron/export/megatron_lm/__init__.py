@@ -2,8 +2,7 @@
 
 ``torch`` (``mp_rank_…/model_optim_rng.pt``) and ``torch_dist`` (``__R_C.distcp``) hold pickles; these are only ever
 read by ``export/unpickler.py``, which builds tensors and plain data and calls nothing. ``names.py`` is the one table of
-names and splits.
-"""
+names and splits."""
 
 from megatron.export.megatron_lm.torch_dist import load_megatron_torch_dist
 from megatron.export.megatron_lm.torch_format import load_megatron_torch

@@ -1,8 +1,7 @@
 """Splitting of the flat buckets of Megatron-LM's distributed optimizer into parameters.
 
 A rank's buffer holds its parameters in the reverse of the order in which they were made, each beginning at a multiple
-of 64 elements of its bucket.
-"""
+of 64 elements of its bucket."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ def unflatten_distributed(
         args: arguments of the run that saved the checkpoint; determine its parallel layout.
 
     Raises:
-        CheckpointError: several buffers, experts, an encoder, or an unknown parameter order.
-    """
+        CheckpointError: several buffers, experts, an encoder, or an unknown parameter order."""
     tp, pp = args.get("tensor_model_parallel_size", 1), args.get("pipeline_model_parallel_size", 1)
     buckets: dict[int, dict[str, dict[int, LazyTensor]]] = {}
     for name, tensor in flat.items():

@@ -57,8 +57,7 @@ def build_interchange(
         padded_vocabulary: keep the padding rows of the vocabulary; ``vocab_size`` is then the padded one.
 
     Raises:
-        CheckpointError: arguments missing or without counterpart, or missing layers, tensors or optimizer state.
-    """
+        CheckpointError: arguments missing or without counterpart, or missing layers, tensors or optimizer state."""
     args = state.get("args")
     if not isinstance(args, Record) or not args.attributes:
         raise CheckpointError(f"{where}: lacks the arguments of its run (args), needed to interpret its weights")

@@ -335,8 +335,7 @@ def convert_arguments(args: Settings, tensors: Mapping[str, tuple[int, ...]]) ->
         Settings; ``vocab_size`` is the true one if the arguments hold it, else the padded one.
 
     Raises:
-        CheckpointDamagedError: a size that tensors are read with is no positive number.
-    """
+        CheckpointDamagedError: a size that tensors are read with is no positive number."""
     _check_sizes(args)
     family = detect_family(tensors)
     settings: dict[str, object] = {}

@@ -3,8 +3,7 @@
 Layers are stacked under one name (``decoder.layers.mlp.linear_fc2.weight``, [layers, …]) or stored under separate
 names. Optimizer state (``exp_avg`` …) is stored as global tensors (``fully_reshardable``,
 ``fully_sharded_model_space``; in older files as flattened shards of each rank), or as flat buckets per tensor- and
-pipeline-parallel rank (``dp_reshardable``).
-"""
+pipeline-parallel rank (``dp_reshardable``)."""
 
 from __future__ import annotations
 
@@ -147,8 +146,7 @@ def load_megatron_torch_dist(
             resumes with identical losses; without them it resumes with the true vocabulary.
 
     Raises:
-        CheckpointError: a file is missing, damaged or incomplete, a pickle is unsafe, or a layer has no counterpart.
-    """
+        CheckpointError: a file is missing, damaged or incomplete, a pickle is unsafe, or a layer has no counterpart."""
     checkpoint = _open(find_folder(Path(folder), step, ".metadata"))
     state = checkpoint.state()
     weights: dict[str, LazyTensor] = {}

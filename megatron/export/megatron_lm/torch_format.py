@@ -1,8 +1,7 @@
 """Reader of Megatron-LM's ``torch`` format: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, one file per model rank.
 
 Merges tensor-, pipeline- (with virtual stages) and expert-parallel shards. Optimizer state is stored in the same file
-by parameter index, or in ``distrib_optim.pt`` as flat buffers.
-"""
+by parameter index, or in ``distrib_optim.pt`` as flat buffers."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def load_megatron_torch(
 
     Raises:
         CheckpointError: a file is missing, damaged or incomplete, a pickle is unsafe, a layer has no counterpart, the
-            checkpoint_version is below 2, or experts have another tensor-parallel size.
-    """
+            checkpoint_version is below 2, or experts have another tensor-parallel size."""
     directory = find_folder(Path(folder), step, "mp_rank_*/*.pt")
     first = _rank_file(directory, sorted(path.name for path in directory.glob("mp_rank_*"))[0])
     args = first.get("args")

@@ -1,8 +1,7 @@
 """Writer of ``torch_dist`` checkpoints for Megatron-LM's loader: one rank's file, streamed one layer at a time.
 
 As in Megatron-LM, layers are stacked under one name unless they differ (dense and MoE layers). Its loader unpickles
-``common.pt`` and ``.metadata``, so both are written with torch's classes.
-"""
+``common.pt`` and ``.metadata``, so both are written with torch's classes."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 ``transformers`` 5 replaces parts of tokenizer.json for some tokenizer classes, so that ids differ from those that the
 model was trained with (huggingface/transformers, issues 45812 and 45920: Granite 4, OLMo 2, Yi). This project follows
-tokenizer.json, as ``transformers`` 4 did.
-"""
+tokenizer.json, as ``transformers`` 4 did."""
 
 from __future__ import annotations
 

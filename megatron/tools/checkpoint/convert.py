@@ -6,8 +6,7 @@
 Loaders: hf, megatron_torch, megatron_torch_dist, native, safetensors; savers: the same without megatron_torch. One
 tensor is in memory at a time. The target is renamed to its name only when it is complete; to resume an interrupted
 conversion, repeat the command. All names and shapes are checked before data is copied. Settings that the source format
-does not store (safetensors without settings.json: all of them) must be given as training flags.
-"""
+does not store (safetensors without settings.json: all of them) must be given as training flags."""
 
 from __future__ import annotations
 
@@ -251,8 +250,7 @@ def write(
     Raises:
         CheckpointError: not enough disk space, or NaN and infinite values without ``allow_non_finite``; completed files
             are kept for the next attempt.
-        OSError: any other failure to write.
-    """
+        OSError: any other failure to write."""
     reused = sum(entry["bytes"] for entry in target.finished.values())
     free = shutil.disk_usage(target.folder).free
     if size - reused > free:

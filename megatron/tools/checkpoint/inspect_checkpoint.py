@@ -6,8 +6,7 @@
 With one folder: a tree of tensor names with shapes and dtypes. --norms adds the 2-norm and the largest absolute value
 of each tensor, which reads all data; without it no tensor is read. With two folders (formats may differ): names that
 only one contains, shapes that differ, and the size of the differences. The exit code is 1 if tensors differ; settings
-that differ are only printed. Tensors are read one at a time.
-"""
+that differ are only printed. Tensors are read one at a time."""
 
 from __future__ import annotations
 

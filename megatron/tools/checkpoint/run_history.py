@@ -1,8 +1,7 @@
 """Settings and counters of a run at one of its iterations, from its checkpoints.
 
 A run may continue with other batch sizes, data or length. A checkpoint has the settings of the iterations that led to
-it; its predecessor has the counters at which they start. What these two leave open is an error, not a guess.
-"""
+it; its predecessor has the counters at which they start. What these two leave open is an error, not a guess."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ def at_iteration(folder: str, step: int | None, iteration: int) -> tuple[Saved, 
         step: checkpoint whose history is searched; None: the latest.
 
     Raises:
-        UserError: no checkpoint, or settings that changed at an unknown iteration, or the run ends before.
-    """
+        UserError: no checkpoint, or settings that changed at an unknown iteration, or the run ends before."""
     latest = find_checkpoint(folder, step)
     if latest is None or latest.release:
         raise CheckpointError(f"--load {folder}: holds no checkpoint of training")

@@ -1,8 +1,7 @@
 """Small random model with the settings of a large one, to compare two implementations of a model of any size.
 
 Reduced: widths, the numbers of heads and experts, the vocabulary, and repeated layers. Unchanged: activations, norms,
-epsilons, windows, rotary parameters, head dimension, top-k, the number of expert groups, the pattern of layers.
-"""
+epsilons, windows, rotary parameters, head dimension, top-k, the number of expert groups, the pattern of layers."""
 
 from __future__ import annotations
 

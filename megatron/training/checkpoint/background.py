@@ -1,8 +1,7 @@
 """Background saves: one at a time, in a thread, over a dedicated gloo process group.
 
 A thread suffices: checksums, writes and fsync release the GIL. It touches only files, host memory and its process
-group, never a device. Like a foreground save, it succeeds or fails on all ranks together.
-"""
+group, never a device. Like a foreground save, it succeeds or fails on all ranks together."""
 
 from __future__ import annotations
 

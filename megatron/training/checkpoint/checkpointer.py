@@ -2,8 +2,7 @@
 
 The format of one checkpoint is described in ``core/dist_checkpointing``, the checkpoint folder in ``files.py``. A
 failed save leaves earlier checkpoints intact and is reported, not raised; a load that cannot be exact raises
-CheckpointError.
-"""
+CheckpointError."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A model family names a function (``ModelFamily.companions``) that returns these settings by name. Parallel layout,
 precision, kernels, tokenizer and sequence length are the run's, because both models see the same batches on the same
-ranks.
-"""
+ranks."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def load_companion_config(cfg: PretrainConfig, folder: str, step: int | None = N
         step: iteration to load; None: the latest.
 
     Raises:
-        UserError: the folder holds no model, or one of an unknown family.
-    """
+        UserError: the folder holds no model, or one of an unknown family."""
     if step is None and os.path.isfile(Path(folder) / "config.json") and find_checkpoint(folder) is None:
         return companion_config(cfg, load_hf_settings(folder, cfg.model_family), folder, load_hf=folder)
     return companion_config(cfg, load_checkpoint_args(folder, step), folder, load=folder, ckpt_step=step)
@@ -86,8 +84,7 @@ def companion_config(
         settings: settings of the model by field, ``model_family`` included (default: the default family). Missing ones
             have the defaults of the flags.
         where: source of ``settings``, for messages.
-        checkpoint: fields of ``CheckpointConfig``: the weights to load.
-    """
+        checkpoint: fields of ``CheckpointConfig``: the weights to load."""
     family = stored_family(settings, where).name
     groups = (*_AT_DEFAULTS, *optional_groups(family))
     other = {*MODEL, "encoder_num_layers", *(field.name for group in groups for field in fields(group))} - _SHARED

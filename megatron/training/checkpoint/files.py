@@ -2,8 +2,7 @@
 
 The tracker is written last, by one rename. A load selects the checkpoint of --ckpt-step, else of the tracker, else (if
 the tracker is missing or names a missing one) the newest. A damaged selection is an error that names an earlier
-checkpoint; only the user can decide which one to trust. Only the first rank calls these functions.
-"""
+checkpoint; only the user can decide which one to trust. Only the first rank calls these functions."""
 
 from __future__ import annotations
 

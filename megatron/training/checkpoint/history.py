@@ -7,8 +7,7 @@ and mixed with new ones, so the first save moves them, unopened, to ``<save>/set
 
 Checkpoints of --non-persistent-save-interval live in a separate ("fast") folder, possibly on another disk, and belong
 to the same history. They store the identity of their --save folder, a file in it, so that a run never loads fast
-checkpoints of another run or a deleted folder.
-"""
+checkpoints of another run or a deleted folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Weights in other formats (Hugging Face): settings become defaults, tensors are checked against the model description.
 
-No model is built here; the description lists the required tensors.
-"""
+No model is built here; the description lists the required tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Global generators of python, numpy and torch as tensors, saved for user code; this library does not draw
-from them.
-"""
+from them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Validation of a checkpoint's JSON before any of it is used.
 
 The checksum proves that a manifest is intact, not who wrote it. A counter that is NaN, negative or a list would cause a
-traceback far from its origin, or an endless loop; validation gives one message instead.
-"""
+traceback far from its origin, or an endless loop; validation gives one message instead."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ that a token's top-k experts, k a multiple of G, sum to the dense output. The re
 have the same sum for all tokens.
 
 Megatron-LM spreads that scale over both layers, which changes the function for activations that are not powers (SwiGLU,
-GELU). Here only the second layer is scaled; G = 1 with weights that sum to 1 needs no scale.
-"""
+GELU). Here only the second layer is scaled; G = 1 with weights that sum to 1 needs no scale."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Bandwidths are bus bandwidths as nccl-tests defines them: bytes of the larger buffer / seconds x :func:`bus_factor`, so
 that numbers of different group sizes compare with the speed of a link. All groups of an axis run at the same time, as
 in training; the slowest member counts. Every pair of ranks of a node, and of ranks with the same place on different
-nodes, exchanges a message: a slow rank is slow with all its partners.
-"""
+nodes, exchanges a message: a slow rank is slow with all its partners."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ class ErrorInjection:
     Iterations follow from ``seed`` and the data-parallel rank ``rank``, so that tensor-parallel ranks, which have the
     same losses, inject the same errors. A ``persistent_error`` returns in the same iteration after a restart, a
     ``transient_error`` only by chance, because it also depends on ``first_iteration``. A ``correct_result`` is logged
-    only.
-    """
+    only."""
 
     def __init__(self, training: TrainingConfig, seed: int, rank: int, first_iteration: int) -> None:
         self.rate, self.kind = training.error_injection_rate, training.error_injection_type

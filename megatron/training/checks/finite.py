@@ -2,8 +2,7 @@
 
 The device skips that optimizer step and every later one (:meth:`FiniteCheck.skip_update`). The values for the message
 are copied to the host asynchronously and read one iteration later, or at once before logging, evaluation or a save. The
-weights are then still those before the failing iteration.
-"""
+weights are then still those before the failing iteration."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class FiniteCheck:
     """Finite check of one rank; all ranks reach the same result in the same call.
 
     Args:
-        rank: rank named in the message.
-    """
+        rank: rank named in the message."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -49,8 +47,7 @@ class FiniteCheck:
 
         Args:
             losses: ``name -> [sum, count]`` over all ranks.
-            num_tokens: tokens that contribute to the loss, over all ranks.
-        """
+            num_tokens: tokens that contribute to the loss, over all ranks."""
         reasons = [num_tokens == 0, *(~pair[0].isfinite() for pair in losses.values())]
         reasons += [] if self._held is None else [self._held]
         return torch.stack(reasons).any()
@@ -79,8 +76,7 @@ class FiniteCheck:
         Args:
             keep: number of iterations that are not checked.
             find_ranks: returns a sentence for the message about a gradient norm, from the number of the iteration.
-                Called on all ranks, and only if the gradient norm of that iteration is not finite.
-        """
+                Called on all ranks, and only if the gradient norm of that iteration is not finite."""
         while len(self._waiting) > keep:
             step = self._waiting.popleft()
             if step.copied is not None:

@@ -2,8 +2,7 @@
 
 The reduction spreads a NaN to all ranks, and a check before it would read all gradients in every step. A repetition
 costs healthy steps nothing but the memory of two global batches of tokens. It computes the same gradients: the weights
-have not changed since (:mod:`megatron.training.checks.finite`), and dropout masks depend on the samples only.
-"""
+have not changed since (:mod:`megatron.training.checks.finite`), and dropout masks depend on the samples only."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def nonfinite_ranks(model: Sequence[DataParallel], world: Group, forward_backwar
     Args:
         model: model chunks of this rank.
         world: all ranks.
-        forward_backward: runs the micro-batches of the failing iteration.
-    """
+        forward_backward: runs the micro-batches of the failing iteration."""
     with ExitStack() as stack:
         chunks = [stack.enter_context(chunk.local_gradients()) for chunk in model]
         forward_backward()

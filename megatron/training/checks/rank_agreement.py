@@ -4,8 +4,7 @@ Hosts may hold different files at the same path: an older data set, another chec
 train on different things without a message. Every rank digests the files that it reads, and one all-gather compares the
 digests; only if they differ, a second one gathers the items, to name them. Data files are compared by their sizes, the
 bytes of their indices and sampled blocks of their tokens: another tokenization or order is found, a single changed
-token of a large file need not be.
-"""
+token of a large file need not be."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ def check_data(prefixes: Sequence[str], weights: object, fingerprint: str | None
         prefixes: paths of the data sets, without .bin or .idx; empty if this program reads none.
         weights: weights of the data sets by split, as JSON types.
         fingerprint: of the tokenizer, if there is one.
-        world: all ranks.
-    """
+        world: all ranks."""
     if world.size == 1:
         return
     ids_hash = str(fingerprint).rpartition("+")[2]  # the files may differ
@@ -144,8 +142,7 @@ def require_equal(items: Items, world: Group, fixes: Mapping[str, str], names: M
         items: a name may end in a NUL and the kind of the item: its value is then a digest, which is not shown.
         world: all ranks.
         fixes: advice by kind, "" for items without one.
-        names: shown names of items, where they are other than the keys.
-    """
+        names: shown names of items, where they are other than the keys."""
     if len(set(all_gather_json(digest(json.dumps(items, sort_keys=True)), world))) == 1:
         return
     replies = all_gather_json([socket.gethostname(), dict(items)], world)

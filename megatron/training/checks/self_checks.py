@@ -1,6 +1,5 @@
 """Self-checks of a run: after the build, the ranks together hold the full model exactly once; during training, replicas
-are equal. Also logs the layout.
-"""
+are equal. Also logs the layout."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ def select(specs: Sequence[FlagSpec], topic: str | None) -> tuple[list[FlagSpec]
     topics; ``all``: every flag; ``models``: none, and the named models. A topic may be shortened to its beginning.
 
     Raises:
-        ConfigError: no topic begins with ``topic``.
-    """
+        ConfigError: no topic begins with ``topic``."""
     by_topic = topics(specs)
     if topic is None:
         names = "\n".join(f"  {name} ({len(flags)})" for name, flags in by_topic.items())

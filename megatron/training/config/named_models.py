@@ -1,8 +1,7 @@
 """Published model shapes by name (``models.tsv``), set by ``--model``; programs, planner, help and recipes read them.
 
 A row has name, program, vocabulary size, source and the flags of the model itself: sizes, norms, positions, dropout,
-initial deviation, experts. Batches, learning rate, sequence length, precision and layout are the user's.
-"""
+initial deviation, experts. Batches, learning rate, sequence length, precision and layout are the user's."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ class PretrainConfig(RunFacts):
     """All settings of a run, frozen: as parsed, or with their final values, by ``resolve``.
 
     ``model`` and ``optimizer`` are the library's configurations, which layers and optimizers are built from. Values may
-    contradict each other until the rules have passed.
-    """
+    contradict each other until the rules have passed."""
 
     flat: FlatConfig
     """The same values by field, for messages, checkpoints, ``get_args()``, and code that loops over names."""

@@ -1,7 +1,6 @@
 """Fills in derived settings. Pure: returns a new frozen object, checks and prints nothing.
 
-What contradicts itself is left as it is, for the rules to name; so nothing here may fail on half-sensible values.
-"""
+What contradicts itself is left as it is, for the rules to name; so nothing here may fail on half-sensible values."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -
     Switches off settings without effect. Neither checks rules nor logs; unreadable values stay for the rules.
 
     Args:
-        gpus: whether ranks have GPUs; None: look.
-    """
+        gpus: whether ranks have GPUs; None: look."""
     flat = cfg.flat.with_settings(**dict.fromkeys(overlaps_without_halves(cfg.flat), False))
     values: dict[str, object] = {"world_size": world_size}
     values |= _implementations(flat, gpu_present() if gpus is None else gpus)

@@ -1,6 +1,5 @@
 """Prepare a micro-batch for the model: select this context-parallel rank's tokens, sort or pack rows, copy to the
-device.
-"""
+device."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def get_batch_on_this_cp_rank(
 
     Raises:
         UserError: a dense ``attention_mask`` (pass ``cu_seqlens`` for documents), or tensors of unknown names: it is
-            undefined whether their dim 1 counts tokens.
-    """
+            undefined whether their dim 1 counts tokens."""
     cp = resolve_group(cp_group, "cp")
     if cp.size == 1:
         return batch

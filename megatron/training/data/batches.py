@@ -3,8 +3,7 @@
 A rank's loader yields *batches*, which are counted before the forward pass and split into the micro-batches of the
 step; of each, a rank takes its local part. A new kind of batch (packed rows, pairs, images) is a new class.
 
-Legend: b samples of a micro-batch, s sequence.
-"""
+Legend: b samples of a micro-batch, s sequence."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class Batches:
     Args:
         cfg: resolved settings.
         sequence_keys: names of tensors [b, s, ...] besides the family's, which context-parallel ranks split along s.
-        whole_keys: names of tensors of two or more dims, besides the family's, that every such rank needs in full.
-    """
+        whole_keys: names of tensors of two or more dims, besides the family's, that every such rank needs in full."""
 
     are_shared = True
     """Whether context-parallel ranks read the same batches, so that only the first rank adds its counts."""

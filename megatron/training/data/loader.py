@@ -6,8 +6,7 @@ Every batch carries ``sample_index`` (int64 [b]), the position of each sample in
 
 :class:`BatchReader` reads a global batch before its first forward pass, so that its valid tokens can be counted. To
 hide the time of reading, it reads the next global batch while the current one computes: one micro-batch for each that
-it hands out. Batches that were read but not used are not consumed samples; a resumed run reads them again.
-"""
+it hands out. Batches that were read but not used are not consumed samples; a resumed run reads them again."""
 
 from __future__ import annotations
 
@@ -147,8 +146,7 @@ class BatchReader:
         batches: iterator over this rank's micro-batches.
         count: maps a micro-batch to its number of valid tokens (or samples) of each loss.
         reads_ahead: whether to read the next global batch while the current one is used. Off for iterators that another
-            program owns: they may have a state that must match the batches in use.
-    """
+            program owns: they may have a state that must match the batches in use."""
 
     def __init__(
         self, batches: Iterator[dict], count: Callable[[dict], Sequence[Tensor | int]], *, reads_ahead: bool

@@ -1,7 +1,6 @@
 """Batches of BERT: rows of text pairs with padding, or packed into one row (--use-packed-sequence).
 
-Legend: b pairs of a micro-batch, s sequence, k predicted positions of a row, n tokens of a packed row.
-"""
+Legend: b pairs of a micro-batch, s sequence, k predicted positions of a row, n tokens of a packed row."""
 
 from __future__ import annotations
 

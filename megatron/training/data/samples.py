@@ -23,8 +23,7 @@ def check_first_sample(dataset: DataSource, expected: Mapping[str, object], sour
         source: name of the data set in messages.
 
     Raises:
-        UserError: lists missing keys and wrong shapes and dtypes, with the expected ones.
-    """
+        UserError: lists missing keys and wrong shapes and dtypes, with the expected ones."""
     if dataset is None or not hasattr(dataset, "__getitem__") or not len(dataset):
         return
     sample = dataset[0]

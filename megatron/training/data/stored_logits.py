@@ -4,8 +4,7 @@ A folder has ``logits.json`` (sizes), ``values.bin`` (log-probabilities over the
 (int32), both [samples, s, k], and ``digests.bin`` (int64 [samples]) of the tokens of each sample. The position in the
 training stream names a sample.
 
-Legend: b samples of a micro-batch, s sequence, k entries of a token.
-"""
+Legend: b samples of a micro-batch, s sequence, k entries of a token."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class StoredLogits:
 
     Args:
         folder: existing folder; raises UserError if it has other files, or not all.
-        shared: whether to write: changes of the tensors change the files.
-    """
+        shared: whether to write: changes of the tensors change the files."""
 
     def __init__(self, folder: str | os.PathLike, *, shared: bool = False) -> None:
         self.folder, place = folder, Path(folder)

@@ -1,8 +1,7 @@
 """Micro-batches of samples of different lengths: planned sampler, collation, rows of one micro-batch.
 
 The loader yields one *share* per global batch: all samples of this rank's steps, concatenated. Every rank plans the
-full batch from the lengths, which the index of the data holds, and reads only its own samples: nothing is exchanged.
-"""
+full batch from the lengths, which the index of the data holds, and reads only its own samples: nothing is exchanged."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class PlannedSampler:
     Args:
         batches: yields (stream position, data set index) of all samples of a global batch.
         dataset: gives their lengths.
-        rank: index of this rank among the data- and context-parallel ranks.
-    """
+        rank: index of this rank among the data- and context-parallel ranks."""
 
     def __init__(
         self,
@@ -159,8 +157,7 @@ class Rows:
     Args:
         layouts: layout of a micro-batch by number of ranks.
         multiple: divisor of the tokens that a rank holds of a row.
-        rank: index of this rank among the data- and context-parallel ranks.
-    """
+        rank: index of this rank among the data- and context-parallel ranks."""
 
     layouts: Mapping[int, TokenLayout]
     multiple: int

@@ -2,8 +2,7 @@
 
 The first part consists of pure functions of flags and iteration, so that a resumed run decides like an uninterrupted
 one. The second part adds inputs that differ between ranks, a signal or a clock, and agrees on them: one small
-all-reduce between the hosts per iteration, unless --no-save-on-signal is passed.
-"""
+all-reduce between the hosts per iteration, unless --no-save-on-signal is passed."""
 
 import atexit
 import contextlib

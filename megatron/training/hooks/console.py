@@ -1,8 +1,7 @@
 """Console output: log lines for people and scripts, on the standard output of the last rank.
 
 The grammar is fixed (docs/reference/logging.md): fields, formats and order match Megatron-LM, so that parsers keep
-working. Additional values (tokens per second, MFU, remaining time) get separate lines, never a new field.
-"""
+working. Additional values (tokens per second, MFU, remaining time) get separate lines, never a new field."""
 
 import logging
 import sys

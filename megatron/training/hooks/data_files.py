@@ -3,8 +3,7 @@
 Token files are memory-mapped. If one is truncated, reads in the rest of its last page return zeros, which are valid
 tokens, and reads beyond that page raise SIGBUS. Sizes are therefore compared at log points and before every save, so
 that no checkpoint holds weights that were trained on such zeros. SIGBUS, and the death of a DataLoader worker, end the
-run with a message that names the truncated file.
-"""
+run with a message that names the truncated file."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ logger = logging.getLogger(__name__)
 
 SHARE_OF_TIME = 0.01
 """Maximum fraction of the run time for checks: with many files on a slow network file system, log points
-are skipped.
-"""
+are skipped."""
 
 
 def opened_files(datasets: Iterable[object]) -> Iterator[IndexedDataset]:

@@ -1,8 +1,7 @@
 """Live view of a run on a terminal, with the optional package rich.
 
 A block at the bottom of the terminal shows progress, remaining time, losses, rates and memory; evaluations, warnings
-and other output scroll above it. It is drawn in the calls of the training loop, without a thread.
-"""
+and other output scroll above it. It is drawn in the calls of the training loop, without a thread."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """--profile: profile the iterations after --profile-step-start up to --profile-step-end, by torch or an external
 profiler.
 
---record-memory-history records CUDA allocator events for https://pytorch.org/memory_viz.
-"""
+--record-memory-history records CUDA allocator events for https://pytorch.org/memory_viz."""
 
 import logging
 from pathlib import Path

@@ -1,7 +1,6 @@
 """Renderers of records: files, TensorBoard, wandb and the page.
 
-tensorboard and wandb are imported only when their sink is created. All run on the rank that logs.
-"""
+tensorboard and wandb are imported only when their sink is created. All run on the rank that logs."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 values that are functions of configuration and data. Training 2N steps therefore writes the same bytes as N steps, a
 resume, and N more. Wall-clock values go to ``timing.jsonl`` next to it.
 
-Values stay tensors until the log interval, because reading a loss would sync with the device in every step.
-"""
+Values stay tensors until the log interval, because reading a loss would sync with the device in every step."""
 
 import json
 import logging

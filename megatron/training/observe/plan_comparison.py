@@ -6,8 +6,7 @@ rows. A smaller difference may be the planner's.
 
 Parts: if the host waits for the device in every step, data loading and the host's work are hidden, and the device's
 times show the cause. Otherwise the device waits for the host: the excess is time spent waiting for data, as far as
-batches were waited for, and else the host's.
-"""
+batches were waited for, and else the host's."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A feature declares a :class:`RecordKind` and calls ``emit(kind, values)`` of its :class:`RunInfo`. Files, TensorBoard,
 wandb, log lines, pages and comparisons render records by the declarations of their kinds and know no kind themselves.
-The kinds of this package are the modules of ``kinds/``; other programs declare kinds with :func:`register`.
-"""
+The kinds of this package are the modules of ``kinds/``; other programs declare kinds with :func:`register`."""
 
 from __future__ import annotations
 

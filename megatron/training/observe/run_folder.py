@@ -2,8 +2,7 @@
 
 Each kind of record says how it is read; numbers of other kinds are series by field. Lines that cannot be read, values
 of a wrong type and missing files give one problem line each, and no error. Per-layer statistics of long runs are read
-at regular intervals only, because their lines are long.
-"""
+at regular intervals only, because their lines are long."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Parts of an iteration's time, measured without waiting for the device.
 
-On CUDA the marks are events of the current stream, which are read at log points; on a CPU they are clock readings.
-"""
+On CUDA the marks are events of the current stream, which are read at log points; on a CPU they are clock readings."""
 
 from __future__ import annotations
 

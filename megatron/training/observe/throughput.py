@@ -2,8 +2,7 @@
 
 Model FLOPs only (formula of the Task: causal attention, no recomputation, no embedding lookup). Peaks are *dense*
 vendor figures, without sparsity. Devices that are not in the table report tokens per second and "MFU n/a". An MFU above
-100 % means that the FLOP count or the time is wrong; it is an error.
-"""
+100 % means that the FLOP count or the time is wrong; it is an error."""
 
 import logging
 import os

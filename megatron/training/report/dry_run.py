@@ -1,7 +1,6 @@
 """Report of --dry-run: layout, parameters, memory, batches and schedule, computed from the settings only.
 
-Torch-free. Parameter counts are exact; for memory see ``memory.py``.
-"""
+Torch-free. Parameter counts are exact; for memory see ``memory.py``."""
 
 from __future__ import annotations
 

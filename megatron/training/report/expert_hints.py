@@ -1,7 +1,6 @@
 """Hints of the dry run: an expert-parallel layout on the same ranks that fits better, with the reason.
 
-The hints compare sizes only; measure before relying on them. Torch-free.
-"""
+The hints compare sizes only; measure before relying on them. Torch-free."""
 
 from __future__ import annotations
 

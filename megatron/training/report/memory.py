@@ -5,8 +5,7 @@ shards by the same functions as the real buffers. Activations are estimated: byt
 description, times the micro-batches in flight, plus the temporary memory of one layer's backward pass.
 
 Operations are those used on GPUs; plain torch on CPUs saves up to a fifth more between the attention projections. Not
-included: overhead of allocator, kernels and communication libraries, and fragmentation (some GB on a GPU).
-"""
+included: overhead of allocator, kernels and communication libraries, and fragmentation (some GB on a GPU)."""
 
 from __future__ import annotations
 

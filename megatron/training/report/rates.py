@@ -1,8 +1,7 @@
 """Measured training speed, the basis of the time and cost that a dry run predicts. Torch-free.
 
 ``tools/generate_docs.py`` writes ``rates.tsv`` from ``benchmarks/results/training.json``: one line per measured row,
-with the kind of model and the rank axes in use.
-"""
+with the kind of model and the rank axes in use."""
 
 from __future__ import annotations
 

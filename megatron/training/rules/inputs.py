@@ -1,8 +1,7 @@
 """Problems of the tokenizer, the data files and the checkpoint to load, found after the flags are checked.
 
 They are reported together with the problems that the rules find; without such problems, before a model is built and
-anything is written. No index is built for it.
-"""
+anything is written. No index is built for it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Every rule about settings that contradict, exclude or need one another; all are run, and all problems reported.
 
 A rule is a row of ``requirements.tsv``, or a small named generator over a resolved configuration: every public
-generator function of this package's files is one.
-"""
+generator function of this package's files is one."""
 
 from __future__ import annotations
 

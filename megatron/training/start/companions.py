@@ -1,8 +1,7 @@
 """Frozen models next to the trained one: build them in the same layout, load their weights, pair their stages.
 
 They have no optimizer and no gradient buffers. FSDP2 shards them; otherwise every data-parallel rank holds full
-weights. Checkpoints of the run do not contain them.
-"""
+weights. Checkpoints of the run do not contain them."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ by which kernels are launched as the shape of a tensor without elements (``full_
 
 The first iterations run eagerly on the capture stream (AccumulateGrad nodes belong to the stream that created them) to
 load and tune kernels. Results are bit-identical to eager execution if the same kernels run with and without padding.
-Dynamic shapes and waits for other ranks inside a micro-batch are rejected (``rules/backends.py``).
-"""
+Dynamic shapes and waits for other ranks inside a micro-batch are rejected (``rules/backends.py``)."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class GraphedForwardBackward:
     Args:
         plain: eager function for the first ``warmup_steps`` calls.
         stream: stream of all work; None on a CPU.
-        record: turns a function into its replay; None: CUDA graphs that share memory.
-    """
+        record: turns a function into its replay; None: CUDA graphs that share memory."""
 
     def __init__(
         self,

@@ -2,8 +2,7 @@
 
 The launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun's agent hosts the store; otherwise rank 0
 does. Every rank registers its host and process ID before any process group is created, so that a missing rank is named
-instead of causing a collective time-out.
-"""
+instead of causing a collective time-out."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ def open_store(place: LaunchInfo, timeout: float, *, holds: bool = False) -> dis
     ``holds``, this process hosts the store while the result lives.
 
     Raises:
-        RendezvousError: no answer within ``timeout`` seconds, or the port is in use; names the cause and the fix.
-    """
+        RendezvousError: no answer within ``timeout`` seconds, or the port is in use; names the cause and the fix."""
     where = f"MASTER_ADDR {place.host}, MASTER_PORT {place.port}"
     if not holds and not _is_listening(place, timeout):
         missing = "the launcher's agent" if place.agent_holds_store else "rank 0"
@@ -205,8 +203,7 @@ def roll_call(store: dist.Store, place: LaunchInfo, timeout: float) -> list[Arri
 
     Raises:
         RendezvousError: ranks are missing after ``timeout`` seconds (named); another process has registered as this
-            rank; or a rank was started with another WORLD_SIZE.
-    """
+            rank; or a rank was started with another WORLD_SIZE."""
     _sign_in(store, place)
     keys = [f"arrival/{rank}" for rank in range(place.world_size)]
     begin = reminded = time.monotonic()

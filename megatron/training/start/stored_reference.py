@@ -1,8 +1,7 @@
 """Token losses of the reference model of --dpo, computed once and stored next to the data.
 
 The key has the data, the tokenizer, the files of the model, the precision and the rows. A run that finds the values
-builds no reference model.
-"""
+builds no reference model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Task: all code that is specific to one kind of model. The training loop depends on this interface only.
 
-To train a custom model, subclass :class:`Task`, or pass the same five functions to ``megatron.training.pretrain``.
-"""
+To train a custom model, subclass :class:`Task`, or pass the same five functions to ``megatron.training.pretrain``."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ def distillation_losses(
         batch: this rank's part of a batch, with labels and loss_mask [b, s].
         output: logits [b, s, v] of both models, this rank's slice of the vocabulary; of the student if ``batch`` has
             stored distributions.
-        vocab_size: size without padding, padded to a multiple of ``divisible_by``.
-    """
+        vocab_size: size without padding, padded to a multiple of ``divisible_by``."""
     tp, student = parallel_state.get_process_groups().tp, output if isinstance(output, Tensor) else output.trained
     num_true = num_true_entries(vocab_size, student.shape[-1], tp)
     with torch.set_grad_enabled(settings.kd_lm_loss_weight > 0 and torch.is_grad_enabled()):

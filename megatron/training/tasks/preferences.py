@@ -1,7 +1,6 @@
 """Loss and batches of preference pairs (--dpo).
 
-Legend: b rows, s sequence (local), n completions of a row.
-"""
+Legend: b rows, s sequence (local), n completions of a row."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def preference_losses(settings: PreferenceConfig, batch: Batch, output: PairedOu
     Args:
         settings: loss, beta and label smoothing.
         batch: this rank's part of a batch of :class:`PreferenceRows`.
-        output: token losses [b, s] of both models; of the trained one if ``batch`` has the reference's.
-    """
+        output: token losses [b, s] of both models; of the trained one if ``batch`` has the reference's."""
     both = (output, batch[REFERENCE]) if isinstance(output, Tensor) else (output.trained, output.frozen[REFERENCE])
     policy, reference = (_sums(batch, losses) for losses in both)
     pairs = pair_losses(

@@ -6,8 +6,7 @@ tensor. A single rank's traces form the :class:`Reference`. Each rank of a layou
 (:func:`compare`), and :func:`judge` combines the ranks' reports: every element of every tensor must exist exactly once,
 replicas must be bit-identical, and all values must be within a relative tolerance.
 
-The error of a tensor is its largest absolute difference over the largest magnitude of the reference tensor.
-"""
+The error of a tensor is its largest absolute difference over the largest magnitude of the reference tensor."""
 
 from __future__ import annotations
 

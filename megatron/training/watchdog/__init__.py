@@ -14,8 +14,7 @@ Every other rank then writes the failing rank, the reason and its local stacks t
     watchdog        context manager around a run that combines these modules
 
 This package ends processes with ``os._exit`` or a signal only. In an ordinary exit, the destructors of a rank whose GPU
-is blocked in a collective with a dead peer would wait forever.
-"""
+is blocked in a collective with a dead peer would wait forever."""
 
 from megatron.training.watchdog.watchdog import Watchdog
 

@@ -1,8 +1,7 @@
 """Health of all ranks of a run, exchanged through the run's store.
 
 Every call may block as long as the store's host does not answer, and raises RuntimeError or OSError if the store is
-lost.
-"""
+lost."""
 
 from __future__ import annotations
 

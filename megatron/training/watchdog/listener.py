@@ -2,8 +2,7 @@
 
 A launcher sends SIGTERM to the remaining ranks as soon as one has exited; they report the cause before they exit. The
 death of a local rank starts a round at once, before NCCL notices it and aborts the process with its own message. A
-round never ends while the store's host is unreachable, because requests then stay unanswered.
-"""
+round never ends while the store's host is unreachable, because requests then stay unanswered."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from megatron.training.watchdog.monitor import Monitor
 HURRY_SECONDS = 0.05
 ROUNDS_AFTER_SIGTERM = 5
 """Rounds after SIGTERM before the process exits. On a busy host, a time limit would not ensure that a
-failure was read.
-"""
+failure was read."""
 
 
 class Listener(threading.Thread):

@@ -1,8 +1,7 @@
 """Processes of the other ranks on this host: liveness checks and termination.
 
 The kernel identifies these processes. The store could be written by anyone who reaches its port, so that a process ID
-read from it could be any process of this user.
-"""
+read from it could be any process of this user."""
 
 from __future__ import annotations
 

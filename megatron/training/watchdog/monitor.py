@@ -2,8 +2,7 @@
 
 A thread cannot watch a process that is stopped or whose interpreter is locked. The heartbeat then ends, the other ranks
 declare the failure, and another rank on the same host kills the process. If this host has no other rank, a C-level
-timer that the thread re-arms in every round ends a locked process.
-"""
+timer that the thread re-arms in every round ends a locked process."""
 
 from __future__ import annotations
 

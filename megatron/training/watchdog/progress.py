@@ -5,8 +5,7 @@ Progress is an event of a forward step (``ForwardEvent``) or of the training loo
 iteration only dead processes count as failures. The first iteration, the first micro-batch of an evaluation,
 generation, checkpoints and the end of the run have an unknown duration; their limit is 0.9 x
 --distributed-timeout-minutes. The watchdog, which knows the culprit, thus acts before the collective time-out of the
-waiting ranks.
-"""
+waiting ranks."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 
 Accumulators are fp32 (fp64 for fp64 inputs) with the shapes of the local queries, keys and values.
 
-Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim; t tokens of packed documents.
-"""
+Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim; t tokens of packed documents."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Context-parallel communication: the p2p step of a ring, and all-to-all between sequence and head sharding.
 
-Legend: s sequence (local), b batch, a heads, d head dim.
-"""
+Legend: s sequence (local), b batch, a heads, d head dim."""
 
 from __future__ import annotations
 

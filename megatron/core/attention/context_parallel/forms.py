@@ -9,8 +9,7 @@ Without context parallelism and sinks the attention is the kernel's ``attend`` o
 Inputs and outputs are local tensors [s, b, heads, d] in the order of the token layout. Memory saved for backward does
 not grow with the group: local tensors, or for all-to-all equally many elements with fewer heads and longer sequences.
 
-Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim.
-"""
+Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim."""
 
 from __future__ import annotations
 

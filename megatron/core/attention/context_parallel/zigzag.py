@@ -4,8 +4,7 @@
                 balances the causal attention work of ranks
 ``contiguous``  CP chunks, one per rank
 
-A local tensor concatenates the rank's chunks, so that its positions are ascending. One rank holds the full sequence.
-"""
+A local tensor concatenates the rank's chunks, so that its positions are ascending. One rank holds the full sequence."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ time with the log-sum-exp, for context parallelism, which merges blocks. Without
 called.
 
 Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim, e head dim of values; q, k
-queries and keys of a tile; n tokens of packed documents.
-"""
+queries and keys of a tile; n tokens of packed documents."""
 
 from __future__ import annotations
 

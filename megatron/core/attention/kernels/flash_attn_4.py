@@ -6,8 +6,7 @@ machine with a GPU.
 
 ``--attention-backend auto`` selects it where it was measured to be faster than cuDNN. H200, causal, bf16, 32 heads in 8
 groups of 128 channels, forward / backward in TFLOP/s (FlashAttention 4 against cuDNN): 8192 tokens 577 / 515 against
-538 / 467, 32768 tokens 628 / 591 against 596 / 532, but 4096 tokens 499 / 409 against 498 / 418.
-"""
+538 / 467, 32768 tokens 628 / 591 against 596 / 532, but 4096 tokens 499 / 409 against 498 / 418."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ results replace the first ones. cuDNN reads and writes full rows in place, while
 directions and uses a slower kernel. In a BERT-large step (64 rows of 512 tokens, a tenth of them short, H200) attention
 and its copies take 114 ms, against 180 ms with all rows packed.
 
-Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim, n packed tokens.
-"""
+Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim, n packed tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def attend_padded_rows(
     Args:
         mask: must have no window; its documents are ignored.
         num_full: number of leading rows that are one document each.
-        rest: documents of the remaining rows.
-    """
+        rest: documents of the remaining rows."""
     tile = full_tile(len(query), len(key), mask.visibility)
     bounds, max_lengths = (rest.cu_seqlens_q, rest.cu_seqlens_k), (len(query), len(key))
     return _PaddedRows.apply(kernel, query, key, value, tile, num_full, (*bounds, *max_lengths))

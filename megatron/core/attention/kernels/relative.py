@@ -1,7 +1,6 @@
 """Attention with a bias by head and distance, on full sequences, in Triton (``fusions/relative_attention.py``).
 
-Legend: s sequence, b batch, a query heads, g key/value groups, d head dim, n distances.
-"""
+Legend: s sequence, b batch, a query heads, g key/value groups, d head dim, n distances."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ may run; if it does not support a call, the call raises an error with torch's re
 call: dense masks, and lengths that are not multiples of 128, go to other kernels, because cuDNN is reported to compute
 wrong gradients for them.
 
-Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim.
-"""
+Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ class TorchAttention(FlashKernel):
         - cuDNN does not support the shapes, or the host does not know the bounds: packed flash calls
         - each row is one document: unpacked cuDNN calls
         - the first half of the rows or more are one document each: unpacked calls, then packed ones for the other rows
-        - else: packed flash calls
-        """
+        - else: packed flash calls"""
         assert mask.documents is not None
         batch, tile = query.shape[1], full_tile(len(query), len(key), mask.visibility)
         if not self.takes_cudnn(tile):

@@ -5,8 +5,7 @@ computed in fp32 (fp64 for fp64) with a hand-written backward: their gradients d
 blocks, which autograd of one block does not know.
 
 Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, p query heads per group, d
-head dim, e head dim of values; q, k queries and keys of a tile.
-"""
+head dim, e head dim of values; q, k queries and keys of a tile."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class UnfusedAttention:
         scale: factor of QK^T.
         layer_scale: divisor of scores before they are rounded; the fp32 softmax multiplies by it again.
         softmax_in_fp32: fp32 softmax on full sequences; blocks always use fp32.
-        soft_cap: scores x become soft_cap * tanh(x / soft_cap) before bias and mask.
-    """
+        soft_cap: scores x become soft_cap * tanh(x / soft_cap) before bias and mask."""
 
     def __init__(
         self, scale: float, *, layer_scale: float = 1.0, softmax_in_fp32: bool = False, soft_cap: float | None = None

@@ -4,8 +4,7 @@
 - ShareGPT: ``{"conversations": [{"from", "value"}], "system", "tools"}``
 - Alpaca: ``{"instruction", "input", "output", "system", "history": [[question, answer]]}``
 - prompt and completion, each a text or a list of messages
-- plain text: ``{"text"}``
-"""
+- plain text: ``{"text"}``"""
 
 from __future__ import annotations
 

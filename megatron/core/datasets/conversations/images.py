@@ -4,8 +4,7 @@
 - ShareGPT (LLaVA): ``"image": PATH`` or a list, at the marks ``<image>`` in the values
 
 Paths are relative to the folder of the file. Token ids follow the chat template; each id of an image is repeated as
-often as the image has squares of patches.
-"""
+often as the image has squares of patches."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class ImageReader:
         images: how images become patches.
         token: id of an image token.
         folder: where relative paths begin.
-        skips: leave out conversations with unreadable images, and count them, in place of an error.
-    """
+        skips: leave out conversations with unreadable images, and count them, in place of an error."""
 
     def __init__(self, images: Images, token: int, folder: str, skips: bool) -> None:
         self.images, self.token, self.folder, self.skips = images, token, folder, skips

@@ -3,8 +3,7 @@
 The answer with index i is what ``render(messages[:i + 1])`` adds to ``render(messages[:i], generation prompt)``: the
 tokens that the model writes at inference, up to the end of its turn. A template may render an answer differently once
 further messages follow (Qwen3 removes the thinking of earlier turns). Each such answer becomes a separate sequence, in
-the text that the model sees at inference.
-"""
+the text that the model sees at inference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Best-fit decreasing: sequences packed into rows of equal capacity, none of them split.
 
 Sequences, the longest first, go to the fullest row in which they fit. The number of rows, and the lengths that share a
-row, depend on the lengths only; each epoch puts other sequences of equal length into the places of the plan.
-"""
+row, depend on the lengths only; each epoch puts other sequences of equal length into the places of the plan."""
 
 from __future__ import annotations
 

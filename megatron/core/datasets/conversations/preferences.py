@@ -4,8 +4,7 @@
 - ``{"chosen", "rejected", "tools"}``, two texts or two lists of messages; the prompt is their common beginning
 
 Sequences have the tokens and masks of conversations; the sequences 2k and 2k + 1 are the chosen and the rejected one of
-pair k. ``prepared(path, tokenizer, folder, PREFERENCES)`` reads a file.
-"""
+pair k. ``prepared(path, tokenizer, folder, PREFERENCES)`` reads a file."""
 
 from __future__ import annotations
 

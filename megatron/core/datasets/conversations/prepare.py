@@ -1,8 +1,7 @@
 """Tokenize a JSON lines file of conversations once; the result is stored next to it and shared by all processes.
 
 The key of the stored arrays has the file, the tokenizer and its chat templates. Sequence length, packing and layout are
-no part of it. Every line has an effect or an error, or is counted in the report.
-"""
+no part of it. Every line has an effect or an error, or is counted in the report."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A plain JSON-lines file is cut by bytes: a part owns the lines that *begin* in its range. Compressed files can only be
 read from their start: the parent decompresses and cuts at line ends. A parquet file is cut by row groups. The cuts
-depend only on the input, never on the number of workers.
-"""
+depend only on the input, never on the number of workers."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def find_inputs(patterns: list[str], keys: Sequence[str] = ("text",), text: str 
 
     Raises:
         UserError: nothing matches, a match is no regular file, a name contradicts the content, or plain text has
-            several keys.
-    """
+            several keys."""
     files: dict[str, InputFile] = {}
     for pattern in patterns:
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))

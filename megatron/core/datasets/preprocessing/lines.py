@@ -1,6 +1,5 @@
 """From one part of the input to documents: for each line the texts of the wanted keys, or the reason why it is
-unusable.
-"""
+unusable."""
 
 from __future__ import annotations
 

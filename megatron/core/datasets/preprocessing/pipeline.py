@@ -3,8 +3,7 @@
 ``<prefix>.partial/`` holds the plan (``plan.json``: inputs, settings, tokenizer) and the finished shards. A run that
 was killed continues from them; its output equals an uninterrupted run's, for any number of workers. The pairs are
 put together at the end, so that nothing complete-looking exists before everything is; it needs twice the disk space
-meanwhile.
-"""
+meanwhile."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: TokenizerConfig, build: Tok
     Raises:
         UserError: wrong settings or input; existing output; too many bad lines; another run at work; a dead worker.
         NoDocuments: nothing to write; the folder of parts is removed, existing output stays.
-        OSError: reading or writing failed, a full disk for instance.
-    """
+        OSError: reading or writing failed, a full disk for instance."""
     if problems := cfg.problems():
         raise UserError("\n".join(problems))
     files = find_inputs(cfg.input, cfg.json_keys, cfg.text_documents)

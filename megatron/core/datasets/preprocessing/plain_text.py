@@ -16,8 +16,7 @@ def read_documents(part: InputSlice, max_bytes: int) -> Iterator[tuple[bytes | N
     """Yield content and size of the documents that begin in the byte range of ``part``; the last may end after it.
 
     Content is None for a document of more than ``max_bytes``. Line ends become ``\\n``, those around a document are
-    removed; a document of white space only is omitted.
-    """
+    removed; a document of white space only is omitted."""
     if part.file.kind == "file":
         yield from _read_file(part, max_bytes)
         return

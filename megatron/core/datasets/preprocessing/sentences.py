@@ -3,8 +3,7 @@
 The rule ends a sentence at ``.``, ``!``, ``?`` or ``…`` (and their closing quotes and brackets) before white space and
 an upper-case letter, digit, quote or bracket, unless the word before the full stop is an initial or a usual
 abbreviation; at the full-width stops of Chinese and Japanese; and at blank lines. It needs no data and knows no
-language.
-"""
+language."""
 
 from __future__ import annotations
 

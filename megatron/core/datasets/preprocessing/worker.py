@@ -2,8 +2,7 @@
 
 Shards live in ``<prefix>.partial/``. The record ``<part>.json`` is written last, by a rename: a part is done exactly
 when it exists. A shard's bytes depend only on its part: whichever process makes it, and however often, the result is
-the same.
-"""
+the same."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ as in the built-in modules, and the package's own state (``_extra_state``) is in
 The GEMM itself adds the gradient of a weight with ``main_grad`` to it (``fuse_wgrad_accumulation``); the package then
 marks the weight ``grad_added_to_main_grad`` and passes a dummy tensor of its size to autograd.
 
-Legend: s sequence, b batch, h hidden, a query heads, g key/value groups, d head dim, t tokens.
-"""
+Legend: s sequence, b batch, h hidden, a query heads, g key/value groups, d head dim, t tokens."""
 
 from __future__ import annotations
 

@@ -7,5 +7,4 @@ exactly fill the GPU takes twice as long if a single SM is missing. Here every r
 
     exchange.py   all-gather and all-to-all within a group
     mailbox.py    point-to-point messages between neighbor ranks
-    choice.py     which groups support copy engines; the other groups use their torch.distributed handle
-"""
+    choice.py     which groups support copy engines; the other groups use their torch.distributed handle"""

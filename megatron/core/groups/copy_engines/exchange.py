@@ -8,8 +8,7 @@ from 1, synchronize them:
     arrived[peer]   this rank may read ``peer``'s data of the transfer with this number
     free[peer]      ``peer`` has finished with the transfer with this number, and its slot may be overwritten
 
-All ranks of a group must start the same transfers in the same order, as for any collective.
-"""
+All ranks of a group must start the same transfers in the same order, as for any collective."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A sender writes into the neighbor's memory as soon as the slot is free, even if no receive has been posted. The
 receiver's stream waits when it needs the message, copies it out and frees the slot. Receives therefore need not be
-posted early, and waiting occupies no SM.
-"""
+posted early, and waiting occupies no SM."""
 
 from __future__ import annotations
 

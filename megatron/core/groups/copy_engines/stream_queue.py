@@ -5,8 +5,7 @@ needs about a dozen calls, and a layer has sixteen such collectives per micro-ba
 waiting stream; neither an SM nor the host waits.
 
 Words may wrap around: a word has reached a value if (word - value) mod 2^32 < 2^31. A reader of a word sees all memory
-writes that its stream made before. (CUDA driver API, "Stream Memory Operations".)
-"""
+writes that its stream made before. (CUDA driver API, "Stream Memory Operations".)"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Memory shared by all ranks of a group on one host, with flag words for signaling.
 
 Uses torch's symmetric memory (``torch.distributed._symmetric_memory``) without NVLink multicast. Opening a window is
-collective. All other operations run in stream order and never block the host.
-"""
+collective. All other operations run in stream order and never block the host."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 'megatron-pretraining[serve]'``).
 
 Handlers run in uvicorn's event loop, the engine in its own thread. Work that grows with a request or an answer
-(JSON, tokenization, log-probabilities) runs in a few other threads, so that it delays no stream.
-"""
+(JSON, tokenization, log-probabilities) runs in a few other threads, so that it delays no stream."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Limits of uvicorn's connections: their number, deadlines of clients, lines of log, and the end after a signal.
 
 A connection *waits* while its client has not sent a full request. If there are too many connections, the one that has
-waited longest is closed: idle or slow clients never keep others out.
-"""
+waited longest is closed: idle or slow clients never keep others out."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class Connection(H11Protocol):
 
     Args:
         waiting: the connections of the server that wait, the one that has waited longest first.
-        limit: largest number of connections of the server.
-    """
+        limit: largest number of connections of the server."""
 
     def __init__(self, *args: Any, waiting: OrderedDict[Connection, None], limit: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

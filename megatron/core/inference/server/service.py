@@ -1,8 +1,7 @@
 """The engine in a thread: it steps while there is work, and takes requests and cancellations between steps.
 
 A second thread watches its progress: an engine without progress for ``limit`` seconds waits for a rank that is stopped
-or lost, and has failed. Every request then gets an error.
-"""
+or lost, and has failed. Every request then gets an error."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class EngineService:
 
     Args:
         max_requests: largest number of unfinished requests.
-        limit: seconds without progress after which the engine has failed; 0: no limit.
-    """
+        limit: seconds without progress after which the engine has failed; 0: no limit."""
 
     def __init__(self, engine: Engine, max_requests: int, limit: float = LIMIT_SECONDS) -> None:
         self.engine, self.max_requests, self.limit = engine, max_requests, limit

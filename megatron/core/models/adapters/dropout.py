@@ -1,8 +1,7 @@
 """Dropout of an adapter's input (PEFT's ``lora_dropout``), with masks that depend on neither layout nor time.
 
 A linear layer does not know which tokens its rows are. The layers of the stack do: hooks on them note the coordinates.
-A recomputed layer reads the coordinates of its first forward pass.
-"""
+A recomputed layer reads the coordinates of its first forward pass."""
 
 from __future__ import annotations
 

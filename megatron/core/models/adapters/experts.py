@@ -3,8 +3,7 @@
   Y[r] = X[r] W[g]^T + c (X[r] A[g]^T) B[g]^T                     for the rows r of expert g
 
 A [g, r, i] and B [g, o, r] are split over ``ep`` like W; over ``etp`` A like the columns of W, and B like its rows.
-Gate and up share A. PEFT has neither dropout nor DoRA for them.
-"""
+Gate and up share A. PEFT has neither dropout nor DoRA for them."""
 
 from __future__ import annotations
 

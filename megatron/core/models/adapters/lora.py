@@ -8,8 +8,7 @@ up) has one adapter per matrix: A is [n r, i], and a row of B [o, r] belongs to 
 computes all of them with B as a block matrix [o, n r].
 
 B is split like the rows of W, A like its columns. A column-parallel layer communicates X A^T, of width n r, in place of
-X. A row-parallel layer adds its partial sums of the adapter before the layer's reduction.
-"""
+X. A row-parallel layer adds its partial sums of the adapter before the layer's reduction."""
 
 from __future__ import annotations
 

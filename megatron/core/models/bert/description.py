@@ -74,8 +74,7 @@ def describe_bert(
 
 def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piece:
     """Return one piece for the final norm, the LM head (dense, GELU, norm), the output layer with bias, the optional
-    pooler and binary head, and the loss.
-    """
+    pooler and binary head, and the loss."""
     head = common.describe_head(config, output, seq_length, "encoder.final_layernorm")
     hidden, size = config.hidden_size, stream_elements(config) * activation_bytes(config)
     dense = Param("lm_head.dense.weight", (hidden, hidden))
@@ -96,8 +95,7 @@ def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piec
 def with_head_on(described: ModelDescription, computed: float, needed: float) -> ModelDescription:
     """Return ``described`` with the costs of its head, except the final norm, scaled by ``computed``, the fraction of
     tokens at which the head is computed. The loss needs the fraction ``needed``; the difference is counted as needless
-    FLOPs.
-    """
+    FLOPs."""
     final, *rest = described.head.ops
     ops = [
         replace(

@@ -19,8 +19,7 @@ def fill_mask(
     Args:
         model: a :class:`BertModel`; left in evaluation mode.
         text: a whole sample, special tokens included.
-        types: of its tokens, for a model that knows types.
-    """
+        types: of its tokens, for a model that knows types."""
     model.eval()
     device = next(model.parameters()).device
     ids = torch.tensor([list(text)], device=device)

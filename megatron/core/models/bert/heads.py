@@ -1,7 +1,6 @@
 """Heads of BERT after its last layer, except the output layer.
 
-Legend: s sequence (this rank's positions), b batch, h hidden.
-"""
+Legend: s sequence (this rank's positions), b batch, h hidden."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class Pooler(nn.Module):
 
     Only one rank holds a sequence's first position. An all-reduce over the sequence-parallel ranks gives the vector to
     all of them. With context parallelism only the first rank's result is valid; ``first_tokens`` count the tokens of
-    one context-parallel rank.
-    """
+    one context-parallel rank."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
         """Build ``dense`` [h, h] with a bias, replicated. ``forward`` reduces over the sequence-parallel ranks, if

@@ -1,7 +1,6 @@
 """BERT: an encoder trained on masked tokens and, optionally, on the order of two text segments.
 
-Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included).
-"""
+Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included)."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class LabelsAt(NamedTuple):
 class BertModel(LanguageModule):
     """BERT model: returns logits, or per-token losses if labels are passed, and the logits of the binary head.
 
-    ``num_tokentypes=0`` builds no token-type embedding.
-    """
+    ``num_tokentypes=0`` builds no token-type embedding."""
 
     def __init__(
         self,
@@ -107,8 +105,7 @@ class BertModel(LanguageModule):
                 head then returns n rows.
 
         Raises:
-            ValueError: padding is not after all tokens; :class:`LabelsAt` with sequence parallelism.
-        """
+            ValueError: padding is not after all tokens; :class:`LabelsAt` with sequence parallelism."""
         if attention_mask is not None:
             packed_seq_params = PackedSeqParams.of_lengths(mask_lengths(attention_mask), attention_mask.shape[1])
         context = self.forward_context(input_ids, sample_index, packed_seq_params, position_ids)

@@ -39,8 +39,7 @@ SETTINGS = (
 @dataclass(frozen=True)
 class Vocabulary:
     """Sizes of the word embedding and the output layer. ``size`` is the unpadded number of entries. The stored number
-    is padded to a multiple of ``divisible_by``; the padding takes part in no computation.
-    """
+    is padded to a multiple of ``divisible_by``; the padding takes part in no computation."""
 
     size: int
     shared: bool
@@ -60,8 +59,7 @@ LayerDescription = Callable[[Config, LayerPlace], tuple[Piece, ...]]
 
 def layer_descriptions(spec: Any, num_layers: int, built_in: LayerDescription) -> Sequence[LayerDescription]:
     """Return one describing function per layer of ``spec``, which is one spec for all layers or one per layer. None
-    returns ``built_in`` for every layer and does not import torch.
-    """
+    returns ``built_in`` for every layer and does not import torch."""
     if spec is None:
         return [built_in] * num_layers
     from megatron.core.transformer.layer_description import describe_layer  # imported here: specs need torch
@@ -96,8 +94,7 @@ def encoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
 
 def word_tables(config: Config, vocabulary: Vocabulary) -> tuple[Param, Param]:
     """Return the word embedding and the output weight, both [v, h] split over TP along v. ``stored`` is padded to a
-    multiple of ``divisible_by`` and TP. A shared output weight is ``tied_to`` the embedding.
-    """
+    multiple of ``divisible_by`` and TP. A shared output weight is ``tied_to`` the embedding."""
     multiple = math.lcm(vocabulary.divisible_by, config.tensor_model_parallel_size)
     table = (vocabulary.size, config.hidden_size)
     stored = (-(-vocabulary.size // multiple) * multiple, config.hidden_size)
@@ -108,8 +105,7 @@ def word_tables(config: Config, vocabulary: Vocabulary) -> tuple[Param, Param]:
 
 def describe_embedding(config: Config, word: Param, positions: int, settings: tuple[str, ...]) -> Piece:
     """Describe the embedding: word table, ``positions`` learned positions (0: none), look-up cost and dropout mask.
-    ``settings`` names the settings that weights outside the layers depend on.
-    """
+    ``settings`` names the settings that weights outside the layers depend on."""
     params = [word]
     if positions:
         rows = positions + config.learned_position_offset
@@ -124,8 +120,7 @@ def describe_embedding(config: Config, word: Param, positions: int, settings: tu
 
 def describe_head(config: Config, output: Param, seq_length: int, final_norm: str = "decoder.final_layernorm") -> Piece:
     """Describe the final norm, output layer and loss. With ``cross_entropy_chunk_tokens`` logits are recomputed per
-    chunk, so that none are saved.
-    """
+    chunk, so that none are saved."""
     elements, item = parts.stream_elements(config), parts.activation_bytes(config)
     assert output.stored is not None
     stored, hidden = output.stored[0] // config.tensor_model_parallel_size, config.hidden_size

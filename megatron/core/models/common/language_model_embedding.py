@@ -1,7 +1,6 @@
 """Token embeddings plus optional learned absolute positions and token types.
 
-Legend: s sequence, b batch, h hidden.
-"""
+Legend: s sequence, b batch, h hidden."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class FullEmbedding(nn.Module):
 
 class LanguageModelEmbedding(nn.Module):
     """Embedding of int64 ids [b, s] as hidden states [s, b, h], scaled and with dropout. Under sequence parallelism
-    each rank returns s / tp positions.
-    """
+    each rank returns s / tp positions."""
 
     def __init__(
         self,

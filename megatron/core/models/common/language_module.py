@@ -1,8 +1,7 @@
 """Base class of language models: pipeline stage, tied embedding and output layer, positions, dropout coordinates,
 logits and losses.
 
-Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included).
-"""
+Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included)."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class LanguageModule(MegatronModule):
 
     Initial weights are functions of ``seed`` (default ``config.seed``) and the parameter names. Without
     ``config.perform_initialization``, weights are zero and norms are the identity, to be loaded from a checkpoint. The
-    model is built on the CPU with ``config.use_cpu_initialization`` or without a GPU, else on the current GPU.
-    """
+    model is built on the CPU with ``config.use_cpu_initialization`` or without a GPU, else on the current GPU."""
 
     embedding: LanguageModelEmbedding
     output_layer: VocabParallelOutput
@@ -74,8 +72,7 @@ class LanguageModule(MegatronModule):
         """Return the range of branches of ``layers``, or, if None, of this pipeline rank and ``vp_stage``.
 
         Raises:
-            UserError: the configuration and the process groups have different pipeline sizes.
-        """
+            UserError: the configuration and the process groups have different pipeline sizes."""
         costs, pp = described.costs, self.groups.pp
         if layers is not None:
             return layer_branch_costs(layers, costs.names)
@@ -98,8 +95,7 @@ class LanguageModule(MegatronModule):
         then taken from the received hidden states.
 
         Raises:
-            UserError: ``input_ids`` is None on a stage with the embedding.
-        """
+            UserError: ``input_ids`` is None on a stage with the embedding."""
         if input_ids is not None:
             return (*input_ids.shape, input_ids.device)
         if self.pre_process:
@@ -121,8 +117,7 @@ class LanguageModule(MegatronModule):
     ) -> Iterator[None]:
         """Context in which a subclass builds its layers, on the model's device. Builds the embedding first
         (``embedding``; None: if :attr:`pre_process`). On exit, marks weights that two stages hold
-        (:meth:`tie_over_stages`) and initializes all parameters unless ``config.perform_initialization`` is off.
-        """
+        (:meth:`tie_over_stages`) and initializes all parameters unless ``config.perform_initialization`` is off."""
         config, settings = self.config, self.settings
         with torch.device(_construction_device(config)):
             if self.pre_process if embedding is None else embedding:
@@ -207,8 +202,7 @@ class LanguageModule(MegatronModule):
 
     def _visible_logits(self, logits: Tensor) -> Tensor:
         """Set padded entries to -inf, so that softmax and argmax ignore them; all-gather over TP unless
-        ``parallel_output``.
-        """
+        ``parallel_output``."""
         num_local = self.output_layer.num_local
         if num_local < logits.shape[-1]:
             padded = torch.arange(logits.shape[-1], device=logits.device) >= num_local
@@ -235,8 +229,7 @@ class LanguageModule(MegatronModule):
         Raises:
             ValueError: ``documents`` describe another number of tokens.
             UserError: packed samples with attention dropout in training, which identifies samples by row, unless
-                ``documents.samples`` does.
-        """
+                ``documents.samples`` does."""
         batch, length, device = self.local_shape(input_ids)
         layout = self.micro_batch_layout(documents)
         if isinstance(documents, TokenLayout):
@@ -308,8 +301,7 @@ def check_groups(pg_collection: Any, groups: ProcessGroups | None) -> None:
     it lacks are not checked.
 
     Raises:
-        UserError: the tensor-, pipeline- or context-parallel group of ``pg_collection`` has other ranks.
-    """
+        UserError: the tensor-, pipeline- or context-parallel group of ``pg_collection`` has other ranks."""
     running = groups or parallel_state.get_process_groups()
     for name in ("tp", "pp", "cp"):
         group = getattr(pg_collection, name, None)

@@ -4,8 +4,7 @@ Distances key - query map to buckets: one bucket per small distance, then logari
 maximum distance; larger distances share the last bucket. Each head has one value per bucket, and all layers of a stack
 share the table.
 
-Legend: n buckets, a heads (local).
-"""
+Legend: n buckets, a heads (local)."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class RelativePositionEmbedding(nn.Module):
 
 def position_bias(table: Tensor, length: int, *, max_distance: int, bidirectional: bool) -> Tensor:
     """Return the bias by distance, [a, 2 * length - 1], fp32 (fp64 for an fp64 table), from ``table`` [n, a], for
-    self-attention over full sequences of ``length`` (see ``attention/position_bias.py``).
-    """
+    self-attention over full sequences of ``length`` (see ``attention/position_bias.py``)."""
     number = buckets(torch.arange(1 - length, length, device=table.device), len(table), max_distance, bidirectional)
     wide = table.to(torch.promote_types(table.dtype, torch.float32))  # all pairs of all layers add to its gradient
     return F.embedding(number, wide).t().contiguous()
@@ -57,8 +55,7 @@ def position_bias(table: Tensor, length: int, *, max_distance: int, bidirectiona
 
 def buckets(distance: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
     """Return the int64 bucket of each ``distance`` (key - query). Bidirectional: keys after the query use the upper
-    half of the buckets. Otherwise those keys map to distance 0.
-    """
+    half of the buckets. Otherwise those keys map to distance 0."""
     offset: Tensor | int = 0
     if bidirectional:
         num_buckets //= 2

@@ -21,8 +21,7 @@ def spec_layers(cfg: Settings) -> Any:
     of layers.
 
     Raises:
-        UserError: ``--spec`` names another kind of object.
-    """
+        UserError: ``--spec`` names another kind of object."""
     if cfg.custom_layers.spec in (None, ["local"]):
         return None
     spec = import_module(cfg.custom_layers.spec)
@@ -41,8 +40,7 @@ def specs_of_layers(cfg: Settings) -> Sequence[ModuleSpec]:
     """Return the spec of each layer that ``--spec`` names; empty without ``--spec``.
 
     Raises:
-        UserError: ``--spec`` names no layers, or their number differs from ``--num-layers``.
-    """
+        UserError: ``--spec`` names no layers, or their number differs from ``--num-layers``."""
     if (spec := spec_layers(cfg)) is None:
         return []
     from megatron.core.transformer.transformer_block import layer_specs  # imports torch

@@ -101,8 +101,7 @@ def _prediction(
     config: Config, branches: tuple[Piece, ...], output: Param, seq_length: int, embedding: Piece
 ) -> Iterator[Piece]:
     """Yield the pieces of one multi-token prediction depth: norms and projection, the layer's branches, and the output
-    layer, which is computed again but shares its weight.
-    """
+    layer, which is computed again but shares its weight."""
     hidden = config.hidden_size
     norms = [param for name in ("enorm", "hnorm") for param in norm(name, hidden, config)]
     project, size = Param("eh_proj.weight", (hidden, 2 * hidden)), stream_elements(config) * activation_bytes(config)

@@ -58,8 +58,7 @@ def _layer_spec(
 
 get_gpt_layer_local_spec = partial(_layer_spec, "local")
 """Spec of a layer that needs only torch. Norms of queries and keys are also built if the configuration enables them.
-Arguments that the configuration determines (``fp8`` and others) are accepted and ignored.
-"""
+Arguments that the configuration determines (``fp8`` and others) are accepted and ignored."""
 
 get_gpt_layer_with_transformer_engine_spec = partial(_layer_spec, "transformer_engine")
 """Spec of a Transformer Engine layer. Without the package: local modules with its parameter names."""
@@ -72,8 +71,7 @@ def get_gpt_decoder_layer_specs(
     arguments of Megatron-LM in ``accepted`` are ignored.
 
     Raises:
-        TypeError: an argument is unknown.
-    """
+        TypeError: an argument is unknown."""
     _accept({*accepted} - {"qk_l2_norm"})
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     return [layer_spec(backend, layer_kinds(config, number)) for number in range(1, config.num_layers + 1)]
@@ -96,8 +94,7 @@ def get_gpt_mtp_block_spec(
 ) -> prediction.MultiTokenPredictionBlockSubmodules | None:
     """Return the spec of the multi-token prediction depths, each with the layers of a depth of the hybrid pattern, else
     with a layer like the last one of ``spec``; None without ``mtp_num_layers``. Pass the same result on all pipeline
-    stages: the model builds the depths on the last stage only.
-    """
+    stages: the model builds the depths on the last stage only."""
     _accept({*accepted} - {"vp_stage"})
     if config.mtp_num_layers is None:
         return None

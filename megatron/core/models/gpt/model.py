@@ -1,7 +1,6 @@
 """Decoder-only language models: GPT-2 and GPT-3, LLaMA, Qwen and similar models.
 
-Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included).
-"""
+Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included)."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class GPTModel(LanguageModule):
 
     ``layer_range`` (global layer indices) selects this stage's layers in place of ``settings.branches``.
     ``pg_collection`` must hold the groups of the running program. Programs written for Megatron-LM get the subclass in
-    ``compat/models.py``.
-    """
+    ``compat/models.py``."""
 
     def __init__(
         self,
@@ -110,8 +108,7 @@ class GPTModel(LanguageModule):
 
         With ``sample_index`` [1, s] one row packs several samples, ``position_ids`` count within each of them, and
         ``packed_seq_params`` separates them. It may be a layout, if other ranks than the context-parallel ranks of the
-        program share this micro-batch. ``inputs`` go to :meth:`forward_context` of a subclass.
-        """
+        program share this micro-batch. ``inputs`` go to :meth:`forward_context` of a subclass."""
         batch, length, device = self.local_shape(input_ids)
         packed = sample_index is not None and sample_index.dim() > 1
         aux_losses = None

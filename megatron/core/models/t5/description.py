@@ -1,7 +1,6 @@
 """Description of T5 models. Torch-free.
 
-Bytes per token (see ``core/description/model.py``) are per token of the encoder.
-"""
+Bytes per token (see ``core/description/model.py``) are per token of the encoder."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ def describe_t5(
 ) -> ModelDescription:
     """Return the description of the model that :class:`T5Model` builds from the same arguments, for samples without
     padding. A vocabulary size of 0 means unknown. ``specs`` holds the encoder's and the decoder's spec, each as in
-    :func:`describe_gpt`.
-    """
+    :func:`describe_gpt`."""
     word, output = common.word_tables(config, vocabulary)
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
     embedding = common.describe_embedding(config, word, positions, (*common.SETTINGS, *OWN_SETTINGS))
@@ -100,8 +98,7 @@ def _layers(
 ) -> Iterator[tuple[Piece, ...]]:
     """Yield the branches of each encoder layer, then of each decoder layer. The last encoder layer includes the
     encoder's final norm. Layer numbers continue from encoder to decoder; parameter names count from 0 in each stack.
-    Costs are per encoder token.
-    """
+    Costs are per encoder token."""
     for index, describe in enumerate(common.layer_descriptions(specs[0], config.num_layers, common.encoder_layer)):
         layer = describe(config, LayerPlace(index + 1, sizes.encoder_length, rotary, causal=False))
         branches = tuple(branch.under(f"encoder.layers.{index}.") for branch in layer)

@@ -2,8 +2,7 @@
 hidden. The model uses only the encoder's text lengths, so other masks must be equivalent to those lengths and to
 causality.
 
-Legend: b batch, q queries, k keys.
-"""
+Legend: b batch, q queries, k keys."""
 
 from __future__ import annotations
 

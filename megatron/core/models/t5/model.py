@@ -4,8 +4,7 @@ Both stacks form one list of layers, the encoder's first, which is split into pi
 states of both stacks (:class:`Streams`), so that only the first stage computes embeddings.
 
 Legend: e, s sequence of encoder and decoder (this rank's positions), b batch, h hidden, v vocabulary entries
-of this rank (stored, padding included), n buckets, a heads (local).
-"""
+of this rank (stored, padding included), n buckets, a heads (local)."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class T5Model(LanguageModule):
 
     ``config`` is the decoder's, ``encoder_config`` the encoder's; they differ only in ``num_layers``. Pipeline stages
     are balanced for sequences of ``max_sequence_length``, unless ``settings.branches`` (a range over the branches of
-    both stacks) sets this stage's layers.
-    """
+    both stacks) sets this stage's layers."""
 
     def __init__(
         self,
@@ -130,8 +128,7 @@ class T5Model(LanguageModule):
 
     def message_shapes(self, lengths: tuple[int, int], micro_batch_size: int) -> list[tuple[int, ...]]:
         """Return the local shapes of the :class:`Streams` that stages send, for the full (encoder, decoder)
-        ``lengths``.
-        """
+        ``lengths``."""
         ranks, hidden = self.layout.group.size * self.layout.stream.size, self.config.hidden_size
         shapes: list[tuple[int, ...]] = [(length // ranks, micro_batch_size, hidden) for length in lengths]
         if self.num_buckets:
@@ -177,8 +174,7 @@ class T5Model(LanguageModule):
 
         Raises:
             ValueError: encoder padding is not after all tokens, or a row has only padding; another mask is not as
-                required.
-        """
+                required."""
         if encoder_attn_mask is not None and encoder_decoder_attn_mask is not None and encoder_attn_mask.dim() == 2:
             encoder_attn_mask = encoder_attn_mask[:, None]
         if decoder_attn_mask is not None and decoder_attn_mask.dim() == 2:
@@ -244,7 +240,6 @@ def _documents(
     lengths: Tensor, length: int, target_length: int, device: torch.device
 ) -> tuple[PackedSeqParams | None, PackedSeqParams | None]:
     """Return the encoder's self-attention mask and the decoder's cross-attention mask as packed documents on
-    ``device``; both None without padding, which only lengths on the CPU can show.
-    """
+    ``device``; both None without padding, which only lengths on the CPU can show."""
     mask = PackedSeqParams.of_padding(lengths, length)
     return mask and mask.on(device), mask and PackedSeqParams.of_keys(lengths, target_length, length).on(device)

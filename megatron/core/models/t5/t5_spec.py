@@ -1,6 +1,5 @@
 """Layer specs of T5 models. The encoder uses BERT layers; the decoder uses GPT layers with cross-attention between
-self-attention and the feed-forward network.
-"""
+self-attention and the feed-forward network."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def get_t5_decoder_with_local_block_spec(num_layers: int) -> TransformerBlockSub
 
 def get_t5_encoder_with_transformer_engine_block_spec(num_layers: int) -> TransformerBlockSubmodules:
     """Return an encoder spec of Transformer Engine modules. Without the package: local modules with its parameter
-    names.
-    """
+    names."""
     return encoder_spec(get_backend("transformer_engine"), num_layers)
 
 

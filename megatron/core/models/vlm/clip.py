@@ -6,8 +6,7 @@
 Sources: arXiv 2103.00020 (CLIP), 2303.15343 (SigLIP), 2310.03744 (LLaVA 1.5). Replicated as Qwen's tower.
 
 Legend: i images, n patches of all images, p values of a patch, v width of the tower, t image tokens, h hidden size of
-the language model.
-"""
+the language model."""
 
 from __future__ import annotations
 

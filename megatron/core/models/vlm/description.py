@@ -1,7 +1,6 @@
 """Description of models that read images. Torch-free.
 
-The tower's parameters and operations belong to the embedding.
-"""
+The tower's parameters and operations belong to the embedding."""
 
 from __future__ import annotations
 

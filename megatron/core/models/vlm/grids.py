@@ -3,8 +3,7 @@
 An image of h x w patches (multiples of the merge size m) is a list of squares of m x m patches, row by row; so are the
 patches within a square. Every square becomes one image token.
 
-Legend: i images, n patches of all images, t image tokens of all images.
-"""
+Legend: i images, n patches of all images, t image tokens of all images."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Decoder-only models that read images: embeddings of image tokens come from a vision tower.
 
-Legend: s sequence (of this rank), b batch, h hidden, i images, n patches, p values of a patch, t image tokens.
-"""
+Legend: s sequence (of this rank), b batch, h hidden, i images, n patches, p values of a patch, t image tokens."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class VisionLanguageModel(GPTModel):
     """GPT whose first stage has a vision tower.
 
     Every rank of tensor and context parallelism computes some of the images; without images the tower runs on an empty
-    one, so that its weights have gradients on all ranks.
-    """
+    one, so that its weights have gradients on all ranks."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@
 Tensor- and context-parallel ranks share the images of a row equally.
 
 Legend: n patches of an image, p values of a patch, v width of the tower, m merge size, h hidden size of the language
-model.
-"""
+model."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 It is replicated: every rank computes some of the images (``spread.py``), so that its gradients are partial sums.
 
 Legend: n patches, p values of a patch (channels x frames x rows x columns), v width of the tower, m merge size,
-t image tokens, h hidden size of the language model, d channels of a head.
-"""
+t image tokens, h hidden size of the language model, d channels of a head."""
 
 from __future__ import annotations
 

@@ -118,8 +118,7 @@ def fractions(
     sequence. All-reduces the counts over ``sharers`` for ``aux_loss`` and ``seq_aux_loss``.
 
     ``num_choices`` counts the choices of a full sequence (int, or [b, 1]), ``sharers`` hold the other tokens of the
-    same sequences, ``last_batch_e`` are the choices of the last complete global batch.
-    """
+    same sequences, ``last_batch_e`` are the choices of the last complete global batch."""
     types = rule.coefficient_of
     if sharers.size > 1 and ("aux_loss" in types or "seq_aux_loss" in types):
         counts_be = counts_be.clone()  # keep the caller's counts local to this rank

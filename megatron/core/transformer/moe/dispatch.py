@@ -17,8 +17,7 @@ with several expert-parallel ranks, the host reads the number of rows and waits 
 
 Started dispatches and combines overlap with all work until their result is requested.
 
-Legend: t tokens of this rank, h hidden, k choices of a token, r rows, e local experts, n ranks that exchange tokens.
-"""
+Legend: t tokens of this rank, h hidden, k choices of a token, r rows, e local experts, n ranks that exchange tokens."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class Dispatcher:
 
     def capacity(self, tokens: int) -> int | None:
         """Return the fixed number of rows per expert from each rank with ``tokens`` tokens; None without padding to
-        capacity.
-        """
+        capacity."""
         if self.pad_factor is None:
             return None
         return expert_capacity(tokens, self.num_experts, self.k, self.pad_factor)
@@ -235,8 +233,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def _begin_counting(self, ends: Tensor) -> Callable[[], tuple[Tensor, list[int], list[int]]]:
         """All-to-all the row counts of experts. Return a function that waits on the host and returns rows by rank and
-        local expert [n, e] received here, and the row counts to and from each rank.
-        """
+        local expert [n, e] received here, and the row counts to and from each rank."""
         count = ends.diff(prepend=ends.new_zeros(1))
         even = [self.num_local] * self.group.size
         coming = begin_all_to_all(count, self.group, send=even, receive=even).wait()

@@ -9,8 +9,7 @@ adds the partial sums (``dispatch.py``).
 :class:`SequentialExperts`, the reference, computes one expert at a time; :class:`GroupedExperts` computes all in one
 launch. Their parameters and names are the same, so checkpoints are interchangeable.
 
-Legend: r rows, h hidden, f feed-forward width of this rank, e experts of this rank.
-"""
+Legend: r rows, h hidden, f feed-forward width of this rank, e experts of this rank."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ from megatron.core.transformer.sites import Sited
 
 class SequentialExperts(Sited, nn.Module):
     """Experts computed one at a time: rows [r, h], ends int32 [e], weights [r] -> [r, h]. Input and output rows after
-    the last end are undefined.
-    """
+    the last end are undefined."""
 
     products = LOOP
     spans, results = ("expert_fc1", "moe_act"), ("moe_act",)

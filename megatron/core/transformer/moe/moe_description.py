@@ -1,7 +1,6 @@
 """Description of the mixture of experts of ``moe_layer.py``. Torch-free.
 
-Assumes a balanced load: for T tokens per rank, the rank's experts process ``moe_router_topk * T`` rows.
-"""
+Assumes a balanced load: for T tokens per rank, the rank's experts process ``moe_router_topk * T`` rows."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ Lepikhin et al. 2020).
 The router selects experts and weights. The dispatcher sends each token's copies to the ranks of their experts, as rows
 sorted by expert. The experts compute, and the dispatcher returns and sums the results.
 
-Legend: s sequence (local), b batch, h hidden.
-"""
+Legend: s sequence (local), b batch, h hidden."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class MoESubmodules:
 
 class MoELayer(Sited, nn.Module):
     """MoE layer, [s, b, h] -> [s, b, h]; collective over the joint EP and ETP group, also in backward. Tensor
-    parallelism requires sequence parallelism, so that each rank routes different tokens; UserError otherwise.
-    """
+    parallelism requires sequence parallelism, so that each rank routes different tokens; UserError otherwise."""
 
     mixes_tokens, layouts = True, ANY_ORDER | CACHED  # the router's balance depends on all tokens of a sequence
     calls = ("moe", "shared_experts")

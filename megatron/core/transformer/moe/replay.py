@@ -8,8 +8,7 @@ Routes are those of full sequences, so that record and replay may have different
 from the router's current logits at the replayed experts, and the router gets their gradients. The generator returns the
 routes of a request (``Completion.routes``), which ``pack_routes`` arranges for micro-batches of packed sequences.
 
-Legend: s tokens of full sequences, b batch, k choices of a token.
-"""
+Legend: s tokens of full sequences, b batch, k choices of a token."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ Differences from Megatron-LM make results independent of the layout: jitter is a
 training), Sinkhorn sees the micro-batch of all tensor- and context-parallel ranks, forced balance is exact, and
 ``global_aux_loss`` uses the last complete global batch (``balance.py``).
 
-Legend: s sequence (local), b batch, h hidden, t tokens (s * b), e experts, k choices of a token.
-"""
+Legend: s sequence (local), b batch, h hidden, t tokens (s * b), e experts, k choices of a token."""
 
 from __future__ import annotations
 
@@ -83,15 +82,13 @@ class TopKRouter(nn.Module):
     """MoE router: [s, b, h] -> :class:`Routing` of t = s * b tokens.
 
     ``weight`` [e, h], and ``bias`` [e] with ``add_bias_linear``, are in ``params_dtype`` and replicated on every rank.
-    Under sequence parallelism each rank routes its own positions, so their gradients are partial sums over TP.
-    """
+    Under sequence parallelism each rank routes its own positions, so their gradients are partial sums over TP."""
 
     expert_bias: Tensor | None
     """fp32 [e] for every model dtype: added to scores (quantile balancing: to logits) for the choice only."""
     last_choices: Tensor
     """int64 [e]: choices per expert in the last complete global batch, for ``global_aux_loss``. Zeros without that
-    loss; always present so that a run may change its balancing.
-    """
+    loss; always present so that a run may change its balancing."""
 
     def __init__(self, config: TransformerConfig, *, layer_number: int, groups: ProcessGroups) -> None:
         """Build weight, bias, buffers, the routing and loss rules (UserError for contradictions) and the step
@@ -174,8 +171,7 @@ class TopKRouter(nn.Module):
         """Route ``hidden_states`` [s, b, h]. In training it also adds statistics and attaches the losses of
         ``ctx.aux_losses``; recomputation adds no statistics and replays the choices. In training with Sinkhorn,
         quantile balancing, ``aux_loss`` or ``seq_aux_loss`` it is collective over ``ctx.layout.sharers``, the ranks
-        that hold the other tokens of the same sequences. Raises ValueError if there are such ranks and no layout.
-        """
+        that hold the other tokens of the same sequences. Raises ValueError if there are such ranks and no layout."""
         if self._needs_layout and ctx.layout.is_default:
             raise ValueError("a router whose tokens are spread over ranks needs ctx.layout")
         logits = self._logits(self._jittered(hidden_states, ctx))
@@ -310,8 +306,7 @@ class TopKRouter(nn.Module):
         batch, after its backward passes and before the optimizer step, even if that is skipped. No collective. The
         expert bias falls for overloaded and rises for underloaded experts, by ``moe_router_bias_update_rate``; with
         quantile balancing it becomes the moving average of minus the mean thresholds, centered over experts.
-        ``last_choices`` becomes the choices for ``global_aux_loss``.
-        """
+        ``last_choices`` becomes the choices for ``global_aux_loss``."""
         if self.rule.quantiles:
             assert self.expert_bias is not None
             keep = self.config.moe_router_quantile_balancing_ema

@@ -10,8 +10,7 @@ Weights are multiplied by the scaling factor (except Sinkhorn). Computation is i
 (Megatron-LM: always fp32); weights are cast to the logits' dtype. Ties go to the lower expert index, so that the choice
 depends on the token only. Nothing here waits for the device.
 
-Legend: s sequence (local), b batch, t tokens (local s * b), e experts, g expert groups, k choices of a token.
-"""
+Legend: s sequence (local), b batch, t tokens (local s * b), e experts, g expert groups, k choices of a token."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def maths_dtype(x: Tensor) -> torch.dtype:
 
 def expert_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
     """Return the scores of all experts (last dim), fp32 or fp64. Softmax normalizes over experts; the others are
-    elementwise.
-    """
+    elementwise."""
     z = logits.to(maths_dtype(logits))
     if function == "softmax":
         return z.softmax(-1)
@@ -138,8 +136,7 @@ class RoutingRule:
 
     def _within_groups(self, scores: Tensor) -> Tensor:
         """Set scores outside of each token's best groups to -inf. A group's score is the sum of its
-        ``group_score_topk`` best scores (DeepSeek-V3: always 2; Megatron-LM: k / group_topk).
-        """
+        ``group_score_topk`` best scores (DeepSeek-V3: always 2; Megatron-LM: k / group_topk)."""
         assert self.num_groups is not None and self.group_topk is not None
         scores_g = scores.unflatten(-1, (self.num_groups, -1))
         counted = self.group_score_topk or self.topk // self.group_topk
@@ -170,8 +167,7 @@ def sinkhorn_scores(logits: Tensor, sharers: Group) -> Tensor:
 
     ``sharers`` hold the other tokens of its sequences; each of the 32 iterations all-reduces over them. Scales are
     frozen once the mean change is at most 1e-4, decided on the device. Megatron-LM stops at that point, but it waits
-    for the device in every iteration and sees only local tokens.
-    """
+    for the device in every iteration and sees only local tokens."""
     z = logits.to(maths_dtype(logits)).flatten(0, -2)
     cost_te = (z - z.amax(-1, keepdim=True)).exp()  # a token's scale is free: subtract its maximum against overflow
     num_tokens, num_experts = cost_te.shape[0] * sharers.size, cost_te.shape[1]
@@ -194,8 +190,7 @@ def quantile_levels(logits: Tensor, bias: Tensor, k: int, sharers: Group) -> Ten
     logit plus ``bias``. All-gathers over ``sharers``, which hold the other tokens of its sequences.
 
     Raises:
-        UserError: m k is not divisible by e.
-    """
+        UserError: m k is not divisible by e."""
     z = logits.flatten(0, -2)  # adding the fp32 bias promotes to at least fp32
     num_experts = z.shape[1]
     above_te = z - (z + bias).kthvalue(num_experts - k, dim=1, keepdim=True).values
@@ -222,8 +217,7 @@ def expert_capacity(num_tokens: int, num_experts: int, k: int, factor: float) ->
 @torch.no_grad()
 def within_capacity(experts: Tensor, weights: Tensor | None, num_experts: int, capacity: int) -> Tensor:
     """Return bool [t, k], True for choices within their expert's capacity. Choices with the highest ``weights`` [t, k]
-    are kept; ties, and all choices if None, are kept in token order.
-    """
+    are kept; ties, and all choices if None, are kept in token order."""
     experts_r = experts.flatten()
     order = None
     if weights is not None:

@@ -2,8 +2,7 @@
 
   y = mlp(x)        or        y = sigmoid(x g^T) mlp(x)        (Qwen2-MoE)
 
-Legend: s sequence, b batch, h hidden.
-"""
+Legend: s sequence, b batch, h hidden."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ norm after the previous branch, and the normed stream is the residual (--apply-r
 
 Folders may lack heads: ``BertModel`` the masked-language-model head and the head for the order of two texts, and the
 pooler without ``add_pooling_layer``. Omitted heads begin at random values. A model trained without the order of texts
-is exported as ``BertForMaskedLM`` with a single token type, whose embedding is zero.
-"""
+is exported as ``BertForMaskedLM`` with a single token type, whose embedding is zero."""
 
 from dataclasses import replace
 

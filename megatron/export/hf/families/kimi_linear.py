@@ -1,6 +1,5 @@
 """Kimi Linear: Kimi delta attention, latent attention without positions in every fourth layer, experts next to shared
-ones. Keys and tensors have the names of the published files; ``transformers`` writes other keys for the layers.
-"""
+ones. Keys and tensors have the names of the published files; ``transformers`` writes other keys for the layers."""
 
 from __future__ import annotations
 

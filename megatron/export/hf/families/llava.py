@@ -1,8 +1,7 @@
 """LLaVA 1.5: LLaMA or Mistral with the tower of CLIP or SigLIP.
 
 Layers after the one with the features of images, and the last norm of the tower, have no effect; they are not loaded,
-and a copy of the original folder keeps them.
-"""
+and a copy of the original folder keeps them."""
 
 from __future__ import annotations
 

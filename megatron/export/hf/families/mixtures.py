@@ -262,8 +262,7 @@ DEEPSEEK_V3 = Family(
 """Also R1: latent attention, experts in groups plus a shared one.
 
 Layers of multi-token prediction continue the layer numbers, and hold the embedding and the output layer again.
-Files written by ``transformers`` lack them even if their config.json names them.
-"""
+Files written by ``transformers`` lack them even if their config.json names them."""
 
 GPT_OSS = Family(
     "gpt_oss", "GptOssForCausalLM", models="GPT-OSS",

@@ -1,7 +1,6 @@
 """mT5 (``MT5ForConditionalGeneration``): T5 1.1 with a separate output layer ``lm_head.weight`` that is not scaled.
 
-``tie_word_embeddings`` has no effect: published files hold false, ``transformers`` 5 writes true.
-"""
+``tie_word_embeddings`` has no effect: published files hold false, ``transformers`` 5 writes true."""
 
 from dataclasses import replace
 

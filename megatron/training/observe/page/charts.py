@@ -1,8 +1,7 @@
 """Line charts and event rows as inline SVG, which browsers draw at any width. Torch-free.
 
 The drawing area scales with the page; lines keep their width (non-scaling strokes), and labels are HTML next to it, so
-that text is never scaled. Points are dots of round line caps.
-"""
+that text is never scaled. Points are dots of round line caps."""
 
 from __future__ import annotations
 

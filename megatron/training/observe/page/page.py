@@ -1,7 +1,6 @@
 """HTML page about a run: one file without references to others, which reads without JavaScript. Torch-free.
 
-All texts from the run are escaped, and a content policy allows only the page's own script, by its hash.
-"""
+All texts from the run are escaped, and a content policy allows only the page's own script, by its hash."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Layouts that differ only in schedule and sharding share a description and the time of its pieces. The bound of the
 time divides this time equally over the pipeline ranks and adds the idle time of the schedule. The bound of the memory
-is the weights and gradients of an average pipeline rank.
-"""
+is the weights and gradients of an average pipeline rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """GPU kinds and links as data, and the collectives' times on a cluster. Torch-free.
 
 ``gpus.tsv`` holds rates of kernels at large shapes, ``links.tsv`` bus bandwidths by message size. A JSON file with the
-columns of ``gpus.tsv`` describes a GPU that is not in the table.
-"""
+columns of ``gpus.tsv`` describes a GPU that is not in the table."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Young (1974): a save that stalls training for d seconds, with a mean time to failure M, is due every sqrt(2 d M)
 seconds. Goodput is the share of time that advances training: 1 - d / T - (T / 2 + R) / M, with R seconds from a failure
-to the next step. Published failure rates differ by a factor of 6, so there are three presets.
-"""
+to the next step. Published failure rates differ by a factor of 6, so there are three presets."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Each operation gets seconds for F (forward), I (input gradients) and W (weight gradients) by its kind: GEMMs by FLOPs
 with tile quantization, attention by FLOPs and keys per query, other operations by bytes. Communication inside a layer
 is added where it is not hidden. The pipeline simulator combines F, I and W of the stages; optimizer and data-parallel
-collectives follow. ``calibration.tsv`` holds measured over predicted time by kind of model; one factor per kind.
-"""
+collectives follow. ``calibration.tsv`` holds measured over predicted time by kind of model; one factor per kind."""
 
 from __future__ import annotations
 
