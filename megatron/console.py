@@ -178,10 +178,8 @@ def pretrain(arguments: Sequence[str]) -> int:
 
 
 def parse_nproc(flags: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split ``flags`` into the value of --nproc (None: not given) and the other flags.
-
-    Raises:
-        UserError: the value is not a number of processes, or a launcher has started this process already."""
+    """Split ``flags`` into the value of --nproc (None: not given) and the other flags. Raises UserError: the value is
+    not a number of processes, or a launcher has started this process already."""
     count, remaining, words = None, [], iter(flags)
     for word in words:
         flag, equals, value = word.partition("=")

@@ -17,9 +17,7 @@ from megatron.compat.names import Finder, missing_reason
 def open_namespace(path: list[str]) -> list[str]:
     """Return ``path``, the folders of this package, followed by all folders ``megatron`` on ``sys.path``. Warns, on
     rank 0, if one of them has NVIDIA's ``megatron.core``; modules of Megatron-LM then still come from ``path`` only.
-
-    Raises:
-        ImportError: megatron-core is installed in the same folder: files of one package overwrite the other."""
+    Raises ImportError: megatron-core is installed in the same folder: files of one package overwrite the other."""
     home = Path(path[0])
     if installed := sorted(home.parent.glob("megatron_core-*.dist-info")):
         raise ImportError(

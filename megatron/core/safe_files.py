@@ -135,9 +135,7 @@ def open_to_append(path: Path, buffering: int = -1) -> BinaryIO:
 
 def open_private(path: Path) -> BinaryIO:
     """Open a work file of this user for reading and appending bytes; created if missing. The position is at the end.
-
-    Raises:
-        OSError: a link, pipe or device, a file with a second name (hard link), or one of another user."""
+    Raises OSError: a link, pipe or device, a file with a second name (hard link), or one of another user."""
     file = _open_checked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, "a+b", -1)
     status = os.fstat(file.fileno())
     if status.st_uid != os.geteuid() or status.st_nlink > 1:

@@ -154,10 +154,8 @@ def parse_args(
 def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
     """Resolve and check the settings of a run on ``world_size`` ranks; return a frozen copy with all derived settings.
     A dry run uses its own world size. If a rule fails, also looks at tokenizer, data files and stored settings.
-    ``announce``: log overridden and ineffective flags.
-
-    Raises:
-        ConfigError: lists every contradiction and every setting that is not available."""
+    ``announce``: log overridden and ineffective flags. Raises ConfigError: lists every contradiction and every setting
+    that is not available."""
     if cfg.program.dry_run:
         world_size = cfg.program.dry_run_world_size or max(world_size, smallest_world_size(cfg))
     if problems := impossible_values(cfg):

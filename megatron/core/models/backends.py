@@ -61,9 +61,7 @@ def transformer_engine_attention(
 
     Returns local :class:`CoreAttention` instead with context parallelism, backend ``local``, attention sinks,
     softcapped logits or attention dropout, because Transformer Engine's dropout masks depend on the parallel layout.
-
-    Raises:
-        UserError: an NVTE_* variable in the environment contradicts ``attention_backend`` or deterministic mode."""
+    Raises UserError: an NVTE_* variable in the environment contradicts ``attention_backend`` or deterministic mode."""
     is_local = config.context_parallel_size > 1 or config.attention_backend == "local" or has_sink(config)
     if is_local or config.attention_dropout or config.attn_logit_softcapping:
         return CoreAttention(config, layer_number, attn_mask_type, groups=groups)
@@ -172,10 +170,8 @@ def _local_with_engine_names() -> Backend:
 
 def get_backend(name: str) -> Backend:
     """Return the backend ``name``. If Transformer Engine is not installed, ``transformer_engine`` returns local modules
-    with its parameter names, which programs address, and logs a notice the first time.
-
-    Raises:
-        UserError: ``name`` is unknown; the message lists the alternatives."""
+    with its parameter names, which programs address, and logs a notice the first time. Raises UserError: ``name`` is
+    unknown; the message lists the alternatives."""
     if name not in BACKENDS:
         raise UserError(
             f"transformer_impl {name!r} is not available here; available: {', '.join(sorted(BACKENDS))}. "

@@ -28,10 +28,8 @@ def default_family() -> str:
 
 @functools.cache
 def get_family(name: str) -> ModelFamily:
-    """Return the family ``name``: of this package, or with dots a module with ``FAMILY``, which is imported.
-
-    Raises:
-        UserError: there is no such family."""
+    """Return the family ``name``: of this package, or with dots a module with ``FAMILY``, which is imported. Raises
+    UserError: there is no such family."""
     if "." not in name:
         if name not in families():
             raise UserError(f"{name}: there is no model family of this name; choose from {', '.join(families())}")
@@ -57,10 +55,8 @@ def programs() -> dict[str, tuple[ModelFamily, Program]]:
 
 def find_program(name: str) -> tuple[ModelFamily, Program]:
     """Return family and program for ``name``: a program's name or script (``gpt``, ``pretrain_gpt.py``), else with dots
-    the module of a family, which is imported and whose first program it is.
-
-    Raises:
-        UserError: there is no such program."""
+    the module of a family, which is imported and whose first program it is. Raises UserError: there is no such
+    program."""
     by_name = programs()
     short = name.removeprefix("pretrain_").removesuffix(".py")
     if short in by_name:

@@ -49,10 +49,8 @@ FIX = (
 
 def build_token_mixer(slot: Any, *args: object, groups: ProcessGroups, **kwargs: object) -> Any:
     """Build the module of ``slot``, which may mix tokens of a sequence, like :func:`build_module`; with context
-    parallelism then check its class by :func:`layout_problem` for the zig-zag order.
-
-    Raises:
-        UserError: context parallelism is on and the module does not take its layout."""
+    parallelism then check its class by :func:`layout_problem` for the zig-zag order. Raises UserError: context
+    parallelism is on and the module does not take its layout."""
     module = build_module(slot, *args, groups=groups, **kwargs)
     ranks = groups.cp.size
     if ranks > 1 and (reason := layout_problem(type(module))):

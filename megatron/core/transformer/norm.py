@@ -115,10 +115,7 @@ class L2Norm(nn.Module):
 class NormAcrossHeads(nn.Module):
     """RMSNorm over the channels of all heads of all tensor-parallel ranks (OLMo 2); all-reduces the squares in forward
     and their gradient in backward. [s, b, g, p, d] (g p local heads) -> same shape. Each rank holds the weights of its
-    heads.
-
-    Raises:
-        UserError: several ranks would share a head, whose squares would be counted more than once."""
+    heads. Raises UserError: several ranks would share a head, whose squares would be counted more than once."""
 
     def __init__(self, config: TransformerConfig, num_heads: int, *, groups: ProcessGroups) -> None:
         """Create the weight of this rank's share of ``num_heads`` heads of ``config.kv_channels`` channels. Raises

@@ -115,10 +115,7 @@ def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) 
     """Return (policy, range of layer positions) for each group of a stage's layers, in order. Without full
     recomputation one group that is called; ``uniform``: groups of ``recompute_num_layers``; ``block``: that many single
     layers, then one group of the rest, possibly empty, that is kept. ``distribute_saved_activations`` with TP saves
-    split inputs.
-
-    Raises:
-        UserError: full recomputation without a method or with fewer than 1 layer."""
+    split inputs. Raises UserError: full recomputation without a method or with fewer than 1 layer."""
     if config.recompute_granularity != "full":
         return [(call, range(num_layers))]
     count = config.recompute_num_layers

@@ -93,10 +93,7 @@ def _needs_groups(module: Callable[..., object]) -> bool:
 
 def import_module(module_path: str | Sequence[str]) -> object:
     """Import the object that ``--spec MODULE NAME``, or ``"package.module.name"``, names; this runs the module's code,
-    whose other exceptions pass.
-
-    Raises:
-        UserError: the module or the name does not exist, or the import fails."""
+    whose other exceptions pass. Raises UserError: the module or the name does not exist, or the import fails."""
     parts = [module_path] if isinstance(module_path, str) else list(module_path)
     home, name = parts if len(parts) == 2 else ".".join(parts).rpartition(".")[::2]
     try:

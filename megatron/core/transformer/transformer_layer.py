@@ -59,10 +59,8 @@ def branch_specs(submodules: Any) -> Sequence[BranchSpec]:
 class TransformerLayer(Segmented):
     """Layer of residual branches, [s, b, h] -> [s, b, h]. ``layer_number`` counts from 1 over the full model.
 
-    ``submodules`` lists the branches. ``branches`` restricts the layer to a range; other branches are not built.
-
-    Raises:
-        UserError: two modules would have the same name."""
+    ``submodules`` lists the branches. ``branches`` restricts the layer to a range; other branches are not built. Raises
+    UserError: two modules would have the same name."""
 
     mixes_tokens = False  # its branches are checked one by one
 

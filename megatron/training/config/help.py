@@ -32,9 +32,7 @@ def topics(specs: Sequence[FlagSpec]) -> dict[str, list[FlagSpec]]:
 def select(specs: Sequence[FlagSpec], topic: str | None) -> tuple[list[FlagSpec], str]:
     """Return (the flags that ``--help topic`` shows, the text after them). None: the essential ones and the list of
     topics; ``all``: every flag; ``models``: none, and the named models. A topic may be shortened to its beginning.
-
-    Raises:
-        ConfigError: no topic begins with ``topic``."""
+    Raises ConfigError: no topic begins with ``topic``."""
     by_topic = topics(specs)
     if topic is None:
         names = "\n".join(f"  {name} ({len(flags)})" for name, flags in by_topic.items())

@@ -115,10 +115,8 @@ def machine_identity() -> str:
 
 def open_store(place: LaunchInfo, timeout: float, *, holds: bool = False) -> dist.Store:
     """Open a separate connection to the run's store, whose keys are separate per restart of the launcher. With
-    ``holds``, this process hosts the store while the result lives.
-
-    Raises:
-        RendezvousError: no answer within ``timeout`` seconds, or the port is in use; names the cause and the fix."""
+    ``holds``, this process hosts the store while the result lives. Raises RendezvousError: no answer within ``timeout``
+    seconds, or the port is in use; names the cause and the fix."""
     where = f"MASTER_ADDR {place.host}, MASTER_PORT {place.port}"
     if not holds and not _is_listening(place, timeout):
         missing = "the launcher's agent" if place.agent_holds_store else "rank 0"
@@ -199,11 +197,9 @@ def _means_loopback(host: str) -> bool:
 
 
 def roll_call(store: dist.Store, place: LaunchInfo, timeout: float) -> list[Arrival]:
-    """Register this rank, wait for all ranks, and return all entries, indexed by rank.
-
-    Raises:
-        RendezvousError: ranks are missing after ``timeout`` seconds (named); another process has registered as this
-            rank; or a rank was started with another WORLD_SIZE."""
+    """Register this rank, wait for all ranks, and return all entries, indexed by rank. Raises RendezvousError: ranks
+    are missing after ``timeout`` seconds (named); another process has registered as this rank; or a rank was started
+    with another WORLD_SIZE."""
     _sign_in(store, place)
     keys = [f"arrival/{rank}" for rank in range(place.world_size)]
     begin = reminded = time.monotonic()

@@ -69,10 +69,8 @@ class LanguageModule(MegatronModule):
     # ---- stages
 
     def stage_branches(self, described: ModelDescription, layers: range | None = None) -> range:
-        """Return the range of branches of ``layers``, or, if None, of this pipeline rank and ``vp_stage``.
-
-        Raises:
-            UserError: the configuration and the process groups have different pipeline sizes."""
+        """Return the range of branches of ``layers``, or, if None, of this pipeline rank and ``vp_stage``. Raises
+        UserError: the configuration and the process groups have different pipeline sizes."""
         costs, pp = described.costs, self.groups.pp
         if layers is not None:
             return layer_branch_costs(layers, costs.names)
@@ -92,10 +90,8 @@ class LanguageModule(MegatronModule):
         """Return (batch size, this context-parallel rank's tokens per row, device) of a micro-batch.
 
         ``input_ids`` [b, s] may be None on later pipeline stages, for programs that read no data there; the shape is
-        then taken from the received hidden states.
-
-        Raises:
-            UserError: ``input_ids`` is None on a stage with the embedding."""
+        then taken from the received hidden states. Raises UserError: ``input_ids`` is None on a stage with the
+        embedding."""
         if input_ids is not None:
             return (*input_ids.shape, input_ids.device)
         if self.pre_process:
@@ -298,10 +294,8 @@ class LanguageModule(MegatronModule):
 
 def check_groups(pg_collection: Any, groups: ProcessGroups | None) -> None:
     """Check ``groups`` (None: ``parallel_state``'s) against a program's ``pg_collection`` of torch groups. Groups that
-    it lacks are not checked.
-
-    Raises:
-        UserError: the tensor-, pipeline- or context-parallel group of ``pg_collection`` has other ranks."""
+    it lacks are not checked. Raises UserError: the tensor-, pipeline- or context-parallel group of ``pg_collection``
+    has other ranks."""
     running = groups or parallel_state.get_process_groups()
     for name in ("tp", "pp", "cp"):
         group = getattr(pg_collection, name, None)

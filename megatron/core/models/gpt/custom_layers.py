@@ -18,10 +18,7 @@ def spec_layers(cfg: Settings) -> Any:
     """Return the layers that ``--spec`` names: a spec for all layers, specs per layer, or the result of a function,
     which receives the library's configuration if it has a ``config`` parameter. None without ``--spec`` or with
     ``--spec local``. Imports the named module and, for such a function, calls it each time; does not check the number
-    of layers.
-
-    Raises:
-        UserError: ``--spec`` names another kind of object."""
+    of layers. Raises UserError: ``--spec`` names another kind of object."""
     if cfg.custom_layers.spec in (None, ["local"]):
         return None
     spec = import_module(cfg.custom_layers.spec)
@@ -37,10 +34,8 @@ def spec_layers(cfg: Settings) -> Any:
 
 
 def specs_of_layers(cfg: Settings) -> Sequence[ModuleSpec]:
-    """Return the spec of each layer that ``--spec`` names; empty without ``--spec``.
-
-    Raises:
-        UserError: ``--spec`` names no layers, or their number differs from ``--num-layers``."""
+    """Return the spec of each layer that ``--spec`` names; empty without ``--spec``. Raises UserError: ``--spec`` names
+    no layers, or their number differs from ``--num-layers``."""
     if (spec := spec_layers(cfg)) is None:
         return []
     from megatron.core.transformer.transformer_block import layer_specs  # imports torch

@@ -68,10 +68,7 @@ def get_gpt_decoder_layer_specs(
     config: TransformerConfig, use_transformer_engine: bool = False, **accepted: object
 ) -> list[ModuleSpec]:
     """Return one spec per layer of the full model; ``config`` selects attention and which layers are MoE. Known
-    arguments of Megatron-LM in ``accepted`` are ignored.
-
-    Raises:
-        TypeError: an argument is unknown."""
+    arguments of Megatron-LM in ``accepted`` are ignored. Raises TypeError: an argument is unknown."""
     _accept({*accepted} - {"qk_l2_norm"})
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     return [layer_spec(backend, layer_kinds(config, number)) for number in range(1, config.num_layers + 1)]

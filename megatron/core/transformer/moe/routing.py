@@ -187,10 +187,8 @@ def sinkhorn_scores(logits: Tensor, sharers: Group) -> Tensor:
 def quantile_levels(logits: Tensor, bias: Tensor, k: int, sharers: Group) -> Tensor:
     """Return thresholds [e] to subtract from logits [..., e] so that each expert is in the top-k of the same number of
     the m tokens of a micro-batch: the (m k / e + 1)-th largest difference of a logit and its token's (k + 1)-th best
-    logit plus ``bias``. All-gathers over ``sharers``, which hold the other tokens of its sequences.
-
-    Raises:
-        UserError: m k is not divisible by e."""
+    logit plus ``bias``. All-gathers over ``sharers``, which hold the other tokens of its sequences. Raises UserError: m
+    k is not divisible by e."""
     z = logits.flatten(0, -2)  # adding the fp32 bias promotes to at least fp32
     num_experts = z.shape[1]
     above_te = z - (z + bias).kthvalue(num_experts - k, dim=1, keepdim=True).values
