@@ -1,6 +1,5 @@
 """Routing functions of Megatron-LM's ``moe_utils``, on logits and scores [tokens, experts]; the library's router has
-its
-own kernels."""
+its own kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ def group_limited_topk(
     scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
 ) -> tuple[Tensor, Tensor]:
     """Return (scores, experts), both [tokens, topk], of the best experts in the ``group_topk`` best groups. The score
-    of a
-    group is the sum of its best ``topk // group_topk`` scores (DeepSeek-V2 and V3)."""
+    of a group is the sum of its best ``topk // group_topk`` scores (DeepSeek-V2 and V3)."""
     by_group = scores.reshape(num_tokens, num_groups, num_experts // num_groups)
     group_scores = by_group.topk(topk // group_topk, dim=-1).values.sum(dim=-1)
     is_open = torch.zeros_like(group_scores, dtype=torch.bool)
@@ -31,9 +29,8 @@ def compute_routing_scores_for_aux_loss(
     logits: Tensor, topk: int, score_function: str, fused: bool = False, padding_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the routing map (bool) and the fp32 scores, which sum to 1 per token, both [tokens, experts]. Rows of
-    tokens
-    in ``padding_mask`` (True: padding) are zero. ``fused`` changes nothing. Raises UserError for another function than
-    softmax, sigmoid and sqrtsoftplus."""
+    tokens in ``padding_mask`` (True: padding) are zero. ``fused`` changes nothing. Raises UserError for another
+    function than softmax, sigmoid and sqrtsoftplus."""
     wide = logits.float()
     if score_function == "softmax":
         scores = wide.softmax(dim=-1)
@@ -59,9 +56,8 @@ def apply_router_token_dropping(
     pad_to_capacity: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the probabilities and the map, both [tokens, experts], of at most ``ceil(tokens x topk / experts x
-    factor)``
-    tokens per expert: those with the largest probabilities, or the first ones (``position``). ``pad_to_capacity`` adds
-    tokens that did not select the expert. Raises UserError for another policy."""
+    factor)`` tokens per expert: those with the largest probabilities, or the first ones (``position``).
+    ``pad_to_capacity`` adds tokens that did not select the expert. Raises UserError for another policy."""
     num_tokens, num_experts = routing_probs.shape
     capacity = math.ceil(num_tokens * router_topk / num_experts * capacity_factor)
     if drop_policy not in ("probs", "position"):

@@ -51,8 +51,7 @@ def get_schedule_table(
     num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
 ) -> list[tuple[int, int]]:
     """Return the order of an interleaved schedule as (micro-batch, chunk): each group of micro-batches passes all
-    chunks
-    before the next group starts."""
+    chunks before the next group starts."""
     size = microbatch_group_size_per_vp_stage
     groups = (range(first, min(first + size, num_microbatches)) for first in range(0, num_microbatches, size))
     return [(microbatch, chunk) for group in groups for chunk in range(num_model_chunks) for microbatch in group]
@@ -66,8 +65,7 @@ def calculate_logits_max(vocab_parallel_logits: Tensor) -> tuple[Tensor, Tensor]
 
 def ensure_metadata_has_dp_cp_group(metadata: dict[str, Any] | None) -> dict[str, Any]:
     """Return ``metadata`` (None: a new dict) with the data- and context-parallel group as ``dp_cp_group``, unless it
-    has
-    one. Changes the dict in place."""
+    has one. Changes the dict in place."""
     metadata = {} if metadata is None else metadata
     if "dp_cp_group" not in metadata:
         group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -1,9 +1,8 @@
 """The order of samples of a GPT data set: a pure function of lengths, seed and the number of samples asked for.
 
 Documents are shuffled, concatenated and cut every ``sequence_length`` tokens; the samples are then shuffled. With
-several epochs all are shuffled together, except that a last epoch that is needed to less than 80 % follows the
-others, so that no document is seen a second time before every document was seen once more. Same bytes as Megatron-LM.
-"""
+several epochs all are shuffled together, except that a last epoch that is needed to less than 80 % follows the others,
+so that no document is seen a second time before every document was seen once more. Same bytes as Megatron-LM."""
 
 from dataclasses import dataclass
 

@@ -2,8 +2,7 @@
 shuffle that orders them.
 
 The arithmetic runs in C++ (``helpers.cpp``) where the extension was built, else in numpy; both return the same bytes,
-so a cache written by one is read by the other. The rules equal Megatron-LM's
-(docs/reference/data_format.md)."""
+so a cache written by one is read by the other. The rules equal Megatron-LM's (docs/reference/data_format.md)."""
 
 from collections.abc import Callable
 from typing import Any

@@ -3,10 +3,9 @@
     python tools/serve.py --load RUN/checkpoints
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "def main():"}'
 
-On several GPUs: torchrun --nproc-per-node 2 -m megatron serve --load RUN/checkpoints
-Only programs on this machine can connect; another --host requires a token: a file (--token-file FILE), or the
-environment variable MEGATRON_SERVE_TOKEN. A chat page is at http://127.0.0.1:8000/.
-Requires: pip install starlette uvicorn"""
+On several GPUs: torchrun --nproc-per-node 2 -m megatron serve --load RUN/checkpoints Only programs on this machine can
+connect; another --host requires a token: a file (--token-file FILE), or the environment variable MEGATRON_SERVE_TOKEN.
+A chat page is at http://127.0.0.1:8000/. Requires: pip install starlette uvicorn"""
 
 from __future__ import annotations
 

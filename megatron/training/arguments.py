@@ -1,8 +1,7 @@
 """Parse a command line into a :class:`PretrainConfig`.
 
 Precedence: command line, then ``--yaml-cfg``, then ``--model``, then the entry script's ``args_defaults``, then field
-defaults.
-Torch-free, so that ``--help`` is fast."""
+defaults. Torch-free, so that ``--help`` is fast."""
 
 from __future__ import annotations
 

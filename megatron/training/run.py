@@ -343,10 +343,9 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
 
 
 def _load(parts: Components, cfg: PretrainConfig) -> Components:
-    """Load the checkpoint, or without one --load-hf weights; build the data sets and, unless --skip-train, the
-    reader of training batches from the checkpoint's position. Sets ``state``, ``reader``, ``datasets``,
-    ``valid_sets`` and ``test_sets`` of ``parts``; returns it. Collective. Raises UserError for bad custom samples or
-    no training data."""
+    """Load the checkpoint, or without one --load-hf weights; build the data sets and, unless --skip-train, the reader
+    of training batches from the checkpoint's position. Sets ``state``, ``reader``, ``datasets``, ``valid_sets`` and
+    ``test_sets`` of ``parts``; returns it. Collective. Raises UserError for bad custom samples or no training data."""
     task, groups = parts.task, parts.groups
     state = parts.checkpointer.load()
     if state is None and cfg.checkpoint.load_hf and not cfg.reads_base:

@@ -69,8 +69,7 @@ def group_tiles(tiles: tuple[Tile, ...]) -> tuple[Group, ...]:
 @functools.lru_cache(maxsize=64)
 def segments(group: Group, batch: int, device: torch.device) -> Segments:
     """Return the token indices, cumulative bounds, longest segments and window of ``group`` for tensors [s, batch, ...]
-    flattened to [s * batch], on ``device``, without a wait. Cached for all layers: do not write to the
-    tensors."""
+    flattened to [s * batch], on ``device``, without a wait. Cached for all layers: do not write to the tensors."""
     queries = [(tile.query, tile.num_queries, tile.row or 0) for tile in group]
     keys = [(tile.key, tile.num_keys, tile.row or 0) for tile in group]
     return Segments(

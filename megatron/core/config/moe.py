@@ -1,5 +1,4 @@
-"""Mixture of experts: which layers have experts, how tokens are routed and sent to them. Only fields, no
-torch."""
+"""Mixture of experts: which layers have experts, how tokens are routed and sent to them. Only fields, no torch."""
 
 from __future__ import annotations
 

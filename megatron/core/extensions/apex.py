@@ -63,9 +63,8 @@ def _load(part: str, module: str, *names: str) -> list[Any]:
 
 class ApexWeightGradient:
     """Add ``left @ right`` to ``total`` by the GEMMs of ``csrc/megatron/fused_weight_gradient_dense.cpp``:
-    ``wgrad_gemm_accum_fp32(input [t, i], grad_output [t, o], main_grad
-    [o, i])``, or ``wgrad_gemm_accum_fp16`` for a 16-bit ``main_grad``. They ignore strides: tensors must be
-    contiguous."""
+    ``wgrad_gemm_accum_fp32(input [t, i], grad_output [t, o], main_grad [o, i])``, or ``wgrad_gemm_accum_fp16`` for a
+    16-bit ``main_grad``. They ignore strides: tensors must be contiguous."""
 
     def __init__(self) -> None:
         self._wide, self._narrow = _load("wgrad", EXTENSIONS["wgrad"], "wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")

@@ -3,9 +3,8 @@ points of torch (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``): one byte pe
 
 The weights that a rank stores become a :class:`ShardedWeight`. Before an all-gather it casts its rows with the scale of
 the full weight; afterwards the module has a :class:`GatheredWeight`, which has fp8 bytes and no values. Results are
-bit-identical to gathers of bf16 weights, which would be cast with the same scale. Weights whose rows the
-ranks do not divide are gathered in bf16: ``fully_shard`` moves padded shards to other memory at the first forward pass.
-"""
+bit-identical to gathers of bf16 weights, which would be cast with the same scale. Weights whose rows the ranks do not
+divide are gathered in bf16: ``fully_shard`` moves padded shards to other memory at the first forward pass."""
 
 from __future__ import annotations
 

@@ -76,8 +76,7 @@ if triton is not None:
     ):  # fmt: skip
         """Write BLOCK columns of one row of the gated activation, a(gate) (up + offset), to ``out`` [rows, width]; one
         program per row and column block. CLAMPS bounds gate and up by ``clamp`` first; WEIGHTED multiplies by the row's
-        weight. fp32 arithmetic, rounded once. NOTED > 0 raises one of NOTED ``amax_bits`` to the largest
-        magnitude."""
+        weight. fp32 arithmetic, rounded once. NOTED > 0 raises one of NOTED ``amax_bits`` to the largest magnitude."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width

@@ -4,8 +4,7 @@
 
 ``keep`` is a pure function of coordinates: Philox4x32-10 (Salmon et al. 2011) on the counter (feature // 8, position,
 low and high word of the sample) with a 64-bit key; each of the eight 16-bit lanes of its four words decides one
-feature. The bits equal ``DropoutStream.keep_mask``. Backward regenerates them, so that only the coordinates
-are saved.
+feature. The bits equal ``DropoutStream.keep_mask``. Backward regenerates them, so that only the coordinates are saved.
 
 Legend: s sequence, b batch, h hidden."""
 

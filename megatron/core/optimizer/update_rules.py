@@ -1,5 +1,4 @@
-"""Update rules: AdamW (or Adam with L2 decay), SGD with momentum, Lion, and Muon (``muon.py``,
-``adaptive_muon.py``).
+"""Update rules: AdamW (or Adam with L2 decay), SGD with momentum, Lion, and Muon (``muon.py``, ``adaptive_muon.py``).
 
 A rule declares its state tensors per parameter with their dtypes, and what it owns: elements, which optimizer shards
 may cut anywhere, or matrices. It updates the storages and moments of a list of :class:`Entry` in place. Learning rate

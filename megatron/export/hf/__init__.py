@@ -24,8 +24,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 def load_hf_settings(folder: str | os.PathLike, model_family: str | None = None) -> dict[str, Any]:
     """Convert the ``config.json`` of ``folder`` to command-line settings; models of images and text are read as
-    ``model_family``, or as text. Raises UserError for an unknown family, or a
-    value that settings cannot represent."""
+    ``model_family``, or as text. Raises UserError for an unknown family, or a value that settings cannot represent."""
     from megatron.export.hf.registry import load_settings
 
     return load_settings(Path(folder), model_family)[1]
@@ -37,9 +36,8 @@ def load_hf(folder: str | os.PathLike, model_family: str | None = None) -> Inter
 
     Tensors are lazy; fp8 blocks and MXFP4 are read as bf16. Assets are the tokenizer files (``tokenizer/…``),
     ``hf/config.json`` and ``hf/generation_config.json``; :func:`save_hf` copies keys from the latter that settings do
-    not determine. Raises
-    UserError: config.json has a value that cannot be represented, or a tensor is missing, unexpected, damaged or of the
-    wrong shape."""
+    not determine. Raises UserError: config.json has a value that cannot be represented, or a tensor is missing,
+    unexpected, damaged or of the wrong shape."""
     from megatron.export.hf.reader import load
 
     return load(Path(folder), model_family)

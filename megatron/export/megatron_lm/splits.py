@@ -46,8 +46,7 @@ def join_ranks(ranks: Ranks, tp: int, args: Settings, where: str) -> dict[str, L
 
 
 def _join(name: str, parts: Sequence[LazyTensor], tp: int, args: Settings, where: str) -> LazyTensor:
-    """Sections are joined separately. Of a replicated tensor returns the first shard; values are not
-    compared."""
+    """Sections are joined separately. Of a replicated tensor returns the first shard; values are not compared."""
     row, first = find_place(name).row, parts[0]
     if len(parts) != tp or any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
         shapes = [list(part.shape) for part in parts]

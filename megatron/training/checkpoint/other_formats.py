@@ -161,9 +161,8 @@ def embedding_rows(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) 
 
 def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
     """Return ``cfg`` (not yet resolved) with --load-hf's settings where no flag is explicit, and, without tokenizer
-    flags, its tokenizer (tokenizer.json, else BERT's vocab.txt); unchanged without --load-hf. Raises UserError for
-    an unreadable folder, another family, and flags that contradict the weights (``FIXED``); other explicit flags
-    win."""
+    flags, its tokenizer (tokenizer.json, else BERT's vocab.txt); unchanged without --load-hf. Raises UserError for an
+    unreadable folder, another family, and flags that contradict the weights (``FIXED``); other explicit flags win."""
     folder = cfg.checkpoint.load_hf
     if folder is None:
         return cfg

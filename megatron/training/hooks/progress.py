@@ -20,8 +20,7 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressHook(Hook):
-    """Logs the throughput of this job and of all consecutive jobs with this number of GPUs, including waiting
-    times."""
+    """Logs the throughput of this job and of all consecutive jobs with this number of GPUs, including waiting times."""
 
     kinds = (SAVING, SAVE)
 

@@ -75,8 +75,7 @@ def latent_attention_sizes(cfg: PretrainConfig) -> Problems:
 
 
 def latent_settings_need_latent_attention(cfg: PretrainConfig) -> Problems:
-    """Without --multi-latent-attention, reject a --rope-type that differs
-    from --position-embedding-type."""
+    """Without --multi-latent-attention, reject a --rope-type that differs from --position-embedding-type."""
     model = cfg.model
     if model.multi_latent_attention:
         return

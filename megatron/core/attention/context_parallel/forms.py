@@ -215,9 +215,8 @@ class RingAttention(_BlockAttention):
     block."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d].
-        Collective over the group in forward and backward. Raises UserError for dense masks and lengths that the ranks
-        cannot split."""
+        """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d]. Collective over the
+        group in forward and backward. Raises UserError for dense masks and lengths that the ranks cannot split."""
         group, length = self.layout.group, self.layout.full_length(len(key))
         spans = [self.layout.spans(length, (group.rank - step) % group.size) for step in range(group.size)]
         return _Ring.apply(query, key, value, mask.sink, mask.bias, self._plan(query, key, mask, spans))
@@ -227,9 +226,8 @@ class AllGatherAttention(_BlockAttention):
     """All-gather attention: every rank holds all keys and values during one layer's attention, forward and backward."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d].
-        Collective over the group in forward and backward. Raises UserError for dense masks and lengths that the ranks
-        cannot split."""
+        """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d]. Collective over the
+        group in forward and backward. Raises UserError for dense masks and lengths that the ranks cannot split."""
         everything = ((0, self.layout.full_length(len(key))),)
         return _AllGather.apply(query, key, value, mask.sink, mask.bias, self._plan(query, key, mask, [everything]))
 

@@ -43,9 +43,8 @@ def get_t5_block_specs(
     relative_positions: bool = False,
     use_transformer_engine: bool = False,
 ) -> tuple[TransformerBlockSubmodules, TransformerBlockSubmodules]:
-    """Return the encoder's and the decoder's spec. ``config`` gives the encoder's depth.
-    ``relative_positions``: self-attention of both stacks adds a position bias and is local, also with Transformer
-    Engine."""
+    """Return the encoder's and the decoder's spec. ``config`` gives the encoder's depth. ``relative_positions``:
+    self-attention of both stacks adds a position bias and is local, also with Transformer Engine."""
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     if relative_positions:
         backend = replace(backend, core_attention=partial(CoreAttention, attention_type="relative"))
