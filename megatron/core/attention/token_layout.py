@@ -120,8 +120,7 @@ class TokenLayout:
 
     def sample_numbers(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the document of each of this rank's tokens of the residual stream, int64 [s / ranks of the stream],
-        the number of documents for padding at the end; and the tokens of each document, int64 [documents]. ``length``:
-        s. No host sync."""
+        the number of documents for padding at the end; and the tokens of each document. No host sync."""
         assert self.documents is not None and self.documents.cu_seqlens_q is not None
         bounds = self.documents.cu_seqlens_q.long()
         positions = self.stream_part(self.positions(length, device))

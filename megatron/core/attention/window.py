@@ -7,9 +7,8 @@ Window = tuple[int, int]
 
 
 def layer_window(window: Window | None, skip: int | list[int] | None, layer_number: int) -> Window | None:
-    """Return the window of layer ``layer_number`` (from 1); None for full attention, also for the window (-1, -1).
-    ``skip`` None: every layer has it. ``skip`` n: every n-th layer has no window. ``skip`` list: one entry per layer, 0
-    for no window; the last entry applies to all further layers."""
+    """Return the window of layer ``layer_number`` (from 1); None for full attention. ``skip`` n: every n-th layer has
+    no window; ``skip`` list: one entry per layer, 0 for no window; the last entry applies to all further layers."""
     if window is None or window == (-1, -1):
         return None
     if skip is None:

@@ -229,9 +229,8 @@ MEANT = {
 
 
 class TakesSettings(type):
-    """Metaclass of a library configuration: the constructor takes, and objects have, the settings of this table by the
-    names that Megatron-LM's configurations have for them; of subclasses too, which programs derive. Raise ConfigError
-    for a missing capability, unless it is off or at its default."""
+    """Metaclass of a library configuration: the constructor takes, and objects have, the settings of this table by
+    Megatron-LM's names. Raises ConfigError for a missing capability, unless it is off or at its default."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> None:
         super().__init__(name, bases, members)

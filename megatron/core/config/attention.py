@@ -38,8 +38,7 @@ _PATTERN = "must be an integer or a list of 0 and 1 such as [0]*3+[1]*58"
 
 def parse_layer_pattern(text: str) -> int | list[int]:
     """Convert text to an integer N ("every N-th layer") or a list of 0 and 1 per layer, also written as
-    ``[0]*3+[1]*58`` or ``([1,0])*4``. Evaluates only sums and products of lists. Raises ValueError for other text, an
-    empty or a too long list."""
+    ``[0]*3+[1]*58`` or ``([1,0])*4``. Raises ValueError for other text, an empty or a too long list."""
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):  # Python 3.10 runs out of "memory" over deep parentheses
@@ -57,8 +56,7 @@ def check_layer_pattern(pattern: int | list[int]) -> None:
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Evaluate integers, lists of integers, their sums, and lists times an integer; ValueError for other expressions or
-    a list that is too long. Executes no code."""
+    """Evaluate integers, lists, their sums and lists times an integer; ValueError for others. Executes no code."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List) and all(isinstance(item, ast.Constant) for item in node.elts):

@@ -271,8 +271,7 @@ def _spec(cls: type, field: dataclasses.Field, annotation: object) -> FlagSpec:
 
 @functools.cache
 def group_flags(*groups: type) -> tuple[FlagSpec, ...]:
-    """Return the flags of these dataclasses, in the order of their fields, without inherited fields and those marked
-    ``flag=False``. Raises TypeError for a type without conversion."""
+    """Return the flags of these dataclasses, without inherited fields and those marked ``flag=False``."""
     specs = []
     for group in groups:
         hints = get_type_hints(group, include_extras=True)

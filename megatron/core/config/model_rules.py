@@ -259,8 +259,7 @@ def window_settings(cfg: ModelSettings) -> Problems:
 
 
 def activation_settings(cfg: ModelSettings) -> Problems:
-    """Reject several of --swiglu, --squared-relu, --relu, --quick-geglu and --geglu, and the exact-GELU flag with an
-    activation other than GELU or --geglu."""
+    """Reject several activations, and the exact-GELU flag with an activation other than GELU or --geglu."""
     chosen = [field for field in ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu") if getattr(cfg, field)]
     if len(chosen) > 1:
         yield problem(cfg, chosen[1], f"contradicts --{chosen[0].replace('_', '-')}", "give one activation")
@@ -275,8 +274,7 @@ def moe_layer_pattern(cfg: ModelSettings) -> Problems:
 
 
 def experts_divide_evenly(cfg: ModelSettings) -> Problems:
-    """Require --num-experts, --moe-ffn-hidden-size and --moe-shared-expert-intermediate-size to be multiples of the
-    expert-, expert-tensor- and tensor-parallel size."""
+    """Require the sizes of experts to be multiples of the expert-, expert-tensor- and tensor-parallel size."""
     experts, ep = cfg.num_moe_experts, cfg.expert_model_parallel_size
     if experts is None:
         return
@@ -366,8 +364,7 @@ def model_problems(cfg: ModelSettings, explicit: Collection[str]) -> Problems:
 
 
 def library_problems(cfg: ModelSettings, explicit: Collection[str]) -> list[Problem]:
-    """Return the same problems in terms of fields, and those that other checks of the command line cover: query groups
-    of latent attention, sequence parallelism without tensor parallelism."""
+    """Return the same problems in terms of fields, and those that other checks of the command line cover."""
     fields = {name: spec.field for spec in _flags().values() for name in spec.names}
 
     def named(text: str) -> str:

@@ -49,9 +49,8 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
 
 
 def following_sizes(settings: ModelSettings) -> dict[str, object]:
-    """Return {name: value} for the number of query groups, head dim, FFN size, embedding init std, (in hybrid models)
-    Mamba-2 heads, (with experts) expert FFN size and (with muP) scale of attention scores, each only if it is None in
-    ``settings``, from the others; None if these are missing too."""
+    """Return {name: value} for sizes that are None in ``settings`` and follow from the others; None if these are
+    missing too."""
     hidden, heads = settings.hidden_size, settings.num_attention_heads
     values = {
         "num_query_groups": heads,

@@ -80,10 +80,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
 
     @classmethod
     def in_our_words(cls, arguments: dict[str, object]) -> dict[str, object]:
-        """Return ``arguments`` of Megatron-LM's constructor under the names that they have here: older names (which
-        win), single values for lists, activations. Drops settings of the training loop and, without CUDA graphs,
-        cuda_graph_* settings. Other names stay unchecked. ConfigError for an activation that this library does not
-        have."""
+        """Return ``arguments`` of Megatron-LM's constructor under the names that they have here, single values for
+        lists. Drops settings of the training loop and, without CUDA graphs, cuda_graph_* settings. Other names stay
+        unchecked. ConfigError for an activation that this library does not have."""
         # not in compat: programs and models have one class, whose objects must answer to both names
         # older names take precedence: ``dataclasses.replace`` passes all fields in addition to the requested names
         settings = {name: value for name, value in arguments.items() if name not in _RENAMED}
@@ -133,7 +132,6 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
 
 
 def _older_name(name: str) -> property:
-    """Return a property that reads and writes the field ``name``."""
     return property(lambda config: getattr(config, name), lambda config, value: setattr(config, name, value))
 
 

@@ -54,7 +54,6 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     takes_empty_samples = True  # cls and sep remain, and no label
 
     def __getitem__(self, idx: int) -> Sample:
-        """Return sample ``idx``; it depends only on files, seed and ``idx``."""
         tokens, lengths, target = self.sentences(idx)
         random_state = self.random_state(idx)
         first, second, is_random = self._pair(tokens, lengths, random_state)
@@ -102,7 +101,6 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         return before, after, False
 
     def _replacement(self, random_state: np.random.RandomState) -> Callable[[int], Any]:
-        """The mask token with probability 0.8, else with equal probability the token itself or a random id."""
         uniform, randint = random_state.random_sample, random_state.randint
         mask, ids = self.ids["mask"], self.config.all_ids
 

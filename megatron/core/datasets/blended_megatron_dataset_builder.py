@@ -70,14 +70,12 @@ class BlendedMegatronDatasetBuilder:
                 )
 
     def build(self) -> list[Any]:
-        """A data set for each split, None where nothing is wanted or the split has no share.
+        """Return a data set for each split, None where nothing is wanted or the split has no share.
 
         One source gives a data set of ``cls``, several a ``BlendedDataset``, several validation sources with
         ``multiple_validation_sets`` a list. Weighted blends hold at least the size asked for; blends without weights
-        hold each source once, interleaved by size, and at most the size asked for.
-
-        A share of a common source that leaves no test sample gives no test data, with a warning. Raises ValueError:
-        another split that samples are asked of is empty or too short for one, or named test data is."""
+        hold each source once, interleaved by size, and at most the size asked for. A common source without a test
+        sample gives no test data, with a warning; other empty splits raise ValueError."""
         if not _EVERY_RANK.get() and not self.is_built_on_rank():
             return [None] * len(Split)
         return call_all(partial(self._build_split, split) for split in Split)

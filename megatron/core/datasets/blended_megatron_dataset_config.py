@@ -93,9 +93,8 @@ class BlendedMegatronDatasetConfig:
     """Cache of data in object storage, which cannot be read: only None is accepted."""
 
     def __post_init__(self, s3_cache_path: str | None) -> None:
-        """Check the blends and fill in ``split`` and ``split_matrix``. Without any blend sets ``mock`` and equal
-        splits. Raises UserError for object storage, empty blends, or ``blend`` or ``split`` together with
-        ``blend_per_split``."""
+        """Fill in ``split`` and ``split_matrix``; without any blend set ``mock`` and equal splits. Raises UserError for
+        object storage, empty blends, or ``blend`` or ``split`` together with ``blend_per_split``."""
         if s3_cache_path or self.object_storage_cache_path:
             raise UserError("--object-storage-cache-path: object storage is not available; copy or mount the data")
         if self.sequence_length < 1:

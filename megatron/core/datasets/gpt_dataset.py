@@ -89,8 +89,7 @@ class GPTDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ):
-        """Build the indices or read them from the index cache. Raises EmptySplitError if the documents give no
-        sample."""
+        """Build the indices or read them from the index cache."""
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         self.config: GPTDatasetConfig = config
         self._pad = _padding_id(config)
@@ -180,7 +179,6 @@ class GPTDataset(MegatronDataset):
         return text, filled
 
     def _add_document_boundaries(self, sample: Sample) -> None:
-        """Update ``sample`` in place at each end-of-document token, as the ``reset_…`` flags require."""
         tokens = sample["tokens"]
         ends = np.flatnonzero(tokens == self._eod)
         if self.config.eod_mask_loss:

@@ -113,7 +113,6 @@ class ImageDataset(SFTDataset):
             )
 
     def _sizes(self, number: int, tokens: int) -> list[tuple[str, tuple[int, int]]]:
-        """Return path and size in patches of the images of a sequence, which has this many image tokens."""
         images, chosen = self.dataset.images, []
         for path in self.dataset.paths(number):
             if not tokens:

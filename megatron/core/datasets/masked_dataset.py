@@ -99,9 +99,7 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
         return opens
 
     def problems(self) -> Iterator[str]:
-        """Yield each problem with its fix: masking probability outside (0, 1) or short-sequence probability outside [0,
-        1], n-grams below 1, permutation (not available), a sequence length without room for two tokens, a tokenizer
-        without the needed special tokens."""
+        """Yield each problem with its fix."""
         if not 0 < self.masking_probability < 1:
             yield f"--mask-prob {self.masking_probability}: must lie between 0 and 1, such as 0.15"
         if not 0 <= self.short_sequence_probability <= 1:
@@ -232,7 +230,6 @@ class MaskedWordPieceDataset(MegatronDataset):
         raise EmptySplitError(self._empty(no_samples_reason(bounds, sizes, least), bounds))
 
     def _bounds(self) -> np.ndarray:
-        """Return int64[documents + 1]: the first sentence of each document of the split, then the last sentence + 1."""
         if not len(self.indices):
             raise EmptySplitError(self._empty("it has no documents"))
         assert self.documents_are_a_range
@@ -297,7 +294,6 @@ class MaskedWordPieceDataset(MegatronDataset):
     """Whether a sample without text can be made."""
 
     def _empty(self, reason: str, bounds: np.ndarray | None = None) -> str:
-        """Return the message that this split has no samples, with the fix that fits the cause."""
         what = "a full pass" if self.num_samples is None else counted(self.num_samples, "sample")
         share = f"give that split a larger share in --split (now {self.config.split}) or more data"
         fix, sizes = f"{share}, or ask no samples of it (--eval-iters 0)", self.dataset.sequence_lengths

@@ -116,7 +116,6 @@ class SFTDataset(MegatronDataset):
         return num_epochs * cls.unbuilt(*source).rows_per_epoch
 
     def _pack(self) -> None:
-        """Plan all rows, or read the plan that is stored next to the file."""
         positions, length, config = self.positions, self.config.sequence_length, self.config
         count = self.rows_per_epoch if self.num_samples is None else max(1, self.num_samples)
         self.num_epochs = -(-count // self.rows_per_epoch)

@@ -97,7 +97,6 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         return replace(super().masking_rule(), max_spans=len(self.config.sentinels), max_marked=room)
 
     def __getitem__(self, idx: int) -> Sample:
-        """Return sample ``idx``; it depends only on files, seed and ``idx``."""
         everything, _, target = self.sentences(idx)
         tokens = everything[:target]
         spans = mask_words(tokens, target, self.rule, self.random_state(idx))

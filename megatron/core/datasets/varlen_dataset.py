@@ -178,7 +178,6 @@ class VarlenDataset(GPTDataset):
         return self._pieces(np.asarray(samples))[2]
 
     def _text(self, idx: int) -> tuple[np.ndarray, int]:
-        """Return (tokens and the label of the last one, int64 [n + 1]; their number)."""
         (document,), (offset,), (length,) = self._pieces(np.array([idx]))
         documents = self.indices[document : document + 1]
         text = np.empty(length + 1, dtype=np.int64)

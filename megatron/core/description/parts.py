@@ -121,9 +121,8 @@ def residual_branch(
     layer_number: int = 1,
 ) -> Piece:
     """Describe the branch x + dropout(mixer(norm(x))): ``mixer`` with its parameters under ``name``, and norms before
-    it (``norm_name``), after it (``post_<name>_layernorm``), or both, by ``norm_placement`` and the layer. The last op
-    also saves the dropout mask. Adds the settings of branches to the mixer's. ``reads_norm``: it reads an earlier
-    branch's norm (``share_parallel_norm``)."""
+    or after it by ``norm_placement`` and the layer. The last op also saves the dropout mask. ``reads_norm``: it reads
+    an earlier branch's norm (``share_parallel_norm``)."""
     before, behind = norm_places(config, layer_number)
     before = before and not reads_norm
     post_name = f"post_{name}_layernorm"

@@ -38,13 +38,11 @@ def save(
     fault: writer.Fault = writer.no_fault,
     **accepted: object,
 ) -> int:
-    """Write ``sharded_state_dict`` as the directory ``checkpoint_dir``, replacing one of that name, and return the
-    bytes of all ranks' tensor files. Collective over ``group`` (default: the world); blocks until the checkpoint is
-    complete. An error on any rank leaves no files and the replaced checkpoint unchanged. Dictionaries hold shards and
-    JSON values at any depth; only the first rank's JSON values and ``objects``, further ones, are stored. ``assets``:
-    files to copy. See ``writer.save``. ``strategies`` and ``accepted``, Megatron-LM's arguments, are ignored. UserError
-    for other values, or for ``async_sharded_save``; TypeError for an unknown argument; CheckpointWriteError on all
-    ranks if any rank could not write."""
+    """Write ``sharded_state_dict`` as the directory ``checkpoint_dir`` by ``writer.save``. Dictionaries hold shards and
+    JSON values at any depth; only the first rank's JSON values and ``objects``, further ones, are stored.
+    ``strategies`` and ``accepted``, Megatron-LM's arguments, are ignored. Raises UserError for other values, or for
+    ``async_sharded_save``; TypeError for an unknown argument; CheckpointWriteError on all ranks if any rank could not
+    write."""
     _check(accepted)
     values = _values(sharded_state_dict)
     if values:
@@ -61,11 +59,8 @@ def load(
     group: Group | None = None,
     **accepted: object,
 ) -> dict[str, Any]:
-    """Fill the shards of ``sharded_state_dict`` in place, cast to their dtypes; return new dictionaries with their
-    local tensors and all stored JSON values, which replace passed ones. Collective over ``group``. Fills nothing unless
-    names and shapes match on all ranks; all stored tensors outside of ``allow_unused`` (name prefixes) must be
-    requested. Other arguments as in :func:`save`. CheckpointError lists damage, missing or unused names, wrong shapes;
-    TypeError for an unknown argument."""
+    """Fill the shards of ``sharded_state_dict`` in place; return new dictionaries with their local tensors and all
+    stored JSON values, which replace passed ones. Other arguments and errors as in :func:`save` and ``reader.load``."""
     _check(accepted)
     filled = reader.load(_tensors(sharded_state_dict), checkpoint_dir, allow_unused=allow_unused, group=group)
     return _merged(_with_tensors(sharded_state_dict, filled), CheckpointReader(checkpoint_dir).objects.get(_VALUES, {}))
@@ -79,7 +74,6 @@ def _check(accepted: Mapping[str, object]) -> None:
 
 
 def _tensors(tree: Mapping[str, object], path: str = "") -> dict[str, ShardedTensor]:
-    """Return {``path`` + slash-separated keys: shard}."""
     shards: dict[str, ShardedTensor] = {}
     for name, value in tree.items():
         if isinstance(value, ShardedTensor):
@@ -113,7 +107,6 @@ def _is_json(value: object) -> bool:
 
 
 def _with_tensors(tree: Mapping[str, object], filled: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Replace shards by the tensors ``filled``, by path."""
     return {
         name: _with_tensors(value, filled, f"{path}{name}/")
         if isinstance(value, Mapping)

@@ -80,7 +80,6 @@ class Staging:
         return self._free.get()
 
     def _hand_over(self) -> None:
-        """Wait for the device copies enqueued so far, then pass their slabs to the writer."""
         if self.stream is not None:
             self.stream.synchronize()
         for slab in self._copied:

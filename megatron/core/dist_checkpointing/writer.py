@@ -117,10 +117,9 @@ def write(
     group: Group,
     fault: Fault = no_fault,
 ) -> int:
-    """Write and publish the plans ``part`` of all ranks of ``group`` as ``checkpoint_dir``, replacing one of that name.
-    ``blocks``: returns the bytes of a tensor of ``part``; called once per tensor, in file order. Collective; returns
-    the bytes of all ranks' tensor files. CheckpointWriteError on all ranks if any rank fails; the first rank has then
-    deleted the hidden directory and restored a checkpoint renamed for replacement."""
+    """Write and publish the plans ``part`` of all ranks of ``group``, as :func:`save`. ``blocks``: returns the bytes of
+    a tensor of ``part``; called once per tensor, in file order. After an error the first rank has deleted the hidden
+    directory and restored a checkpoint renamed for replacement."""
     final = Path(checkpoint_dir)
     fault("before_directory")
     run_id = from_first_rank(lambda: uuid.uuid4().hex, group)
@@ -280,7 +279,6 @@ class _RankWriter:
 
 
 def _key(tensor: ShardedTensor) -> str:
-    """Return the name, plus the offsets of a shard."""
     is_full = tuple(tensor.local.shape) == tuple(tensor.global_shape)
     return tensor.name + ("" if is_full else "@" + ",".join(map(str, tensor.offsets)))
 
@@ -288,9 +286,8 @@ def _key(tensor: ShardedTensor) -> str:
 def safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """Return (header, starts) of a safetensors file of ``tensors`` (key, dtype, shape), in this order: the first bytes
-    of the file, with their 8-byte length and padded to 8 bytes so that mapped tensors are aligned, and the byte in the
-    file at which each tensor starts."""
+    """Return (header, starts) of a safetensors file of ``tensors`` (key, dtype, shape): its first bytes, padded to 8
+    bytes so that mapped tensors are aligned, and the byte in the file at which each tensor starts."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     begins, end = [], 0
     for key, dtype, shape in tensors:
@@ -338,9 +335,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def copy_asset(source: Path, target: Path) -> AssetEntry:
-    """Copy ``source`` (at most 2 GiB; read into memory) to the new file ``target``, whose folders are created if
-    missing, and fsync them; return its manifest entry. Raises OSError, also for an existing target or a larger
-    source."""
+    """Copy ``source`` (at most 2 GiB; read into memory) to the new file ``target``, whose folders are created, and
+    fsync them; return its manifest entry. Raises OSError."""
     data = read_file(source, MAX_ASSET_BYTES)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_file(target, data)

@@ -47,7 +47,6 @@ def finalize_model_grads(
 
 
 def _sum_statistics(model_chunks: Sequence[DataParallel], groups: ProcessGroups) -> None:
-    """Collective over the world; the first call also builds the ``StatisticsSum``, kept on the first chunk."""
     first = model_chunks[0]
     if first.statistics_sum is None:  # once: the constructor is a collective over the pipeline
         first.statistics_sum = StatisticsSum(model_chunks, groups)

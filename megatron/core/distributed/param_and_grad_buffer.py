@@ -120,7 +120,6 @@ class Bucket:
 
     @torch.no_grad()
     def _adopt(self, weights: Tensor) -> None:
-        """Move the parameters to ``weights``, and make the shards and the memory of the payloads."""
         for parameter, place in self._places.items():
             weights[place].view(parameter.shape).copy_(parameter)
         self.shards = list(self._make_shards(local_shard(weights, self.layout.group)))

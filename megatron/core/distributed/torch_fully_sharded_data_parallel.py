@@ -104,10 +104,9 @@ class TorchFullyShardedDataParallel(DataParallel):
         return [parameter for parameter in self._parameters_by_name.values() if parameter.requires_grad]
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
-        """Map every trained parameter to this rank's shard, a flat range of full rows. Its weights are the local memory
-        (fp32 for half-precision models); its gradient function returns the current ``main_grad``. A parameter with
-        fewer rows than ranks has no shard on the last ranks and is omitted there, except with an update rule that owns
-        matrices: all ranks then take part in its collectives."""
+        """Map every trained parameter to this rank's shard, a flat range of full rows in local memory (fp32 for
+        half-precision models). A parameter with fewer rows than ranks has no shard on the last ranks and is omitted
+        there, except with an update rule that owns matrices: all ranks then take part in its collectives."""
         shards = {}
         for parameter in self._trained:
             local, start, stop = flat_range(parameter)
@@ -211,7 +210,6 @@ def _main_grad_getter(parameter: nn.Parameter) -> Any:
 
 
 def _the_dtype(module: nn.Module) -> torch.dtype:
-    """UserError if there are several."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if len(dtypes) != 1:
         raise UserError(f"fully sharded data parallelism: parameters of several dtypes ({dtypes}) are not supported")
@@ -242,8 +240,6 @@ def _expert_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def _mesh(ranks: DataParallelGroups, device: torch.device) -> DeviceMesh:
-    """1-d over the shard ranks, or 2-d (replicate, shard) with several instances; UserError for instances of one rank.
-    Collective if ``ranks.reduce`` has one rank: it creates a process group."""
     if ranks.reduce.size == 1:  # a single copy of the experts: a mesh needs a process group even for one rank
         return DeviceMesh.from_group(dist.new_group(ranks.reduce.ranks, use_local_synchronization=True), device.type)
     if ranks.replica.size == 1:

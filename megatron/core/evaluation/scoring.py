@@ -43,8 +43,7 @@ class _Input:
 def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
     """Return the log-likelihood of each continuation, in the order of ``pairs``. Call it on rank 0 of ``engine``, which
     must have no requests; other ranks call ``engine.follow``. Contexts are cut from the left to the engine's maximum
-    length. Raises UserError for an empty context or continuation, a continuation that does not fit, pairs that need
-    more pages than the cache has, or logits that are NaN or infinite."""
+    length. Raises UserError for a pair that is empty or does not fit, or logits that are NaN or infinite."""
     assert not engine.has_work, "the engine is generating"
     if engine.slots is not None:
         raise UserError("scores: are not available for layers that keep a state per sequence; use transformers")

@@ -70,7 +70,6 @@ class ApexWeightGradient:
         self._wide, self._narrow = _load("wgrad", EXTENSIONS["wgrad"], "wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
 
     def __call__(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add to ``total`` [o, i] in place; ``left`` [o, t] is dY^T, ``right`` is [t, i]. Copies strided inputs."""
         assert total.is_contiguous(), "gradients lie in flat buffers"
         accumulate = self._wide if total.element_size() == 4 else self._narrow
         accumulate(right.contiguous(), left.t().contiguous(), total)
@@ -90,9 +89,6 @@ class ApexNormalize:
     def __call__(
         self, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
     ) -> tuple[Tensor, Tensor]:
-        """Return (s, y): s = x + branch (``x`` itself without a branch) and its norm y in the weight's dtype. RMSNorm
-        if ``bias`` is None, else LayerNorm (``traits.centred`` is not read); ``traits.offset`` is added to the weight
-        first."""
         stream = x if branch is None else x + branch
         whole = (weight + traits.offset if traits.offset else weight).to(stream.dtype)
         if bias is None:
@@ -115,9 +111,8 @@ class ApexAdam:
         (self._apply,) = _load("adam", "apex.multi_tensor_apply", "multi_tensor_applier")
 
     def __call__(self, entries: Sequence[OptimizerEntry], step: AdamStep) -> None:
-        """Update masters, model weights and moments of all entries in place by apex's capturable Adam (AdamW if
-        ``step.decoupled``). Gradients are multiplied by ``step.factor``, in place if they have the masters' dtype, even
-        if ``step.skip`` is 1, which changes no weights or moments. No host sync."""
+        """Update all entries in place. Gradients are multiplied by ``step.factor``, in place if they have the masters'
+        dtype, even if ``step.skip`` is 1, which changes no weights or moments. No host sync."""
         from megatron.core.fusions.storage import as_fp32_lists, by_rates
 
         skip, count, one = step.skip.int(), step.step.int(), step.step.new_ones(1)

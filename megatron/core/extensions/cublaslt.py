@@ -142,7 +142,6 @@ class _Operation:
 
 @functools.cache
 def _operation(form: _Form) -> _Operation | None:
-    """Return the operation of a form; None if the library cannot run it."""
     try:
         return _Operation(form)
     except (RuntimeError, OSError, AttributeError):

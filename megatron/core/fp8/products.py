@@ -69,7 +69,6 @@ def _multiply_blocks(left: Quantized, right: Quantized, dtype: torch.dtype) -> T
 
 
 def _write(total: Tensor, left: Quantized, right: Quantized, *, adds: bool) -> bool:
-    """See :func:`megatron.core.extensions.cublaslt.fp8_product`."""
     (scales, kind), (right_scales, right_kind) = _stored_scale(left), _stored_scale(right)
     return cublaslt.fp8_product(
         total, left.data, right.data, scales, right_scales, scales=(kind, right_kind), adds=adds, fast=False
@@ -77,7 +76,6 @@ def _write(total: Tensor, left: Quantized, right: Quantized, *, adds: bool) -> b
 
 
 def _stored_scale(x: Quantized) -> tuple[Tensor, cublaslt.Scales]:
-    """Return the scales in the library's layout, and their kind."""
     if not has_blocks(x):
         return x.scale, "tensor"
     if x.scale.shape[0] == x.data.shape[0]:

@@ -80,7 +80,6 @@ def answer_spans(tokenizer: Tokenizer, chat: Conversation) -> Iterator[tuple[str
 
 
 def _answers(chat: Conversation) -> list[int]:
-    """Return the indices of the messages in the loss."""
     messages = enumerate(chat.messages[chat.first_answer :], chat.first_answer)
     return [index for index, message in messages if message["role"] == "assistant" and message.get("weight", 1)]
 
@@ -106,7 +105,6 @@ def _prompt(tokenizer: Tokenizer, chat: Conversation, index: int, end: str) -> s
 
 
 def _differing(text: str, other: str) -> str:
-    """Return the first characters of ``text`` that ``other`` does not have."""
     common = next((place for place, (x, y) in enumerate(zip(text, other)) if x != y), min(len(text), len(other)))
     return text[max(0, common - 8) : common + 24]
 
@@ -150,6 +148,5 @@ def _tokens_of_spans(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> 
 
 
 def _runs(trained: np.ndarray) -> list[Span]:
-    """Return the ranges of consecutive true values of a bool array [n]."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist()))

@@ -65,5 +65,4 @@ def pack_epochs(lengths: np.ndarray, capacity: int, seed: int, num_epochs: int, 
 
 
 def _ranges(sizes: np.ndarray) -> np.ndarray:
-    """Return 0 … size - 1 for each size, concatenated."""
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -177,9 +177,8 @@ def part_bytes(files: list[InputFile]) -> int:
 
 def split_file(file_index: int, file: InputFile, size: int, max_line_bytes: int) -> Iterator[InputSlice]:
     """Yield the parts of one file in order: byte ranges of ``size`` for JSON lines and plain text (all of it if the
-    file is one document), one row group each for parquet, blocks of decompressed lines (with their data) for compressed
-    files; nothing for an empty file. The cuts depend only on the file and these arguments. Raises UserError for a
-    damaged compressed or parquet file."""
+    file is one document), a row group each for parquet, blocks of decompressed lines (with their data) for compressed
+    files. The cuts depend only on the file and these arguments. Raises UserError for a damaged file."""
     if file.kind == "file":
         size = max(file.size, 1)
     if file.kind in ("plain", *TEXT):

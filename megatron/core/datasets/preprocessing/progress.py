@@ -56,8 +56,7 @@ class PreprocessingProgress:
         )
 
     def finish(self, totals: Totals) -> None:
-        """Log the summary of ``totals``: documents, sequences, tokens, time, MB/s, omitted documents and lines, parts
-        reused from an earlier run."""
+        """Log the summary of ``totals``."""
         seconds = max(self.seconds, 1e-9)
         logger.info(
             "%d documents, %d sequences, %d tokens in %s (%.2f MB/s); left out: %d empty documents, %d unusable "

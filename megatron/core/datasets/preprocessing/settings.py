@@ -78,9 +78,7 @@ class PreprocessConfig:
     """A longer input line counts as unusable; bounds the memory."""
 
     def problems(self) -> list[str]:
-        """Return every problem of the flags, as "--flag …" texts: missing input or output, an output folder that does
-        not exist, numbers out of range, sentence tokens without sentences, repeated or unusable keys. Does not open the
-        input."""
+        """Return every problem of the flags, as "--flag …" texts. Does not open the input."""
         messages = []
         if not self.input:
             messages.append("--input is missing: give files, globs or folders")

@@ -163,7 +163,6 @@ class Worker:
             texts.clear()
 
     def _add_documents(self, texts: Sequence[str], builder: IndexedDatasetBuilder, record: PartRecord) -> int:
-        """Append each text as one sequence; omit documents without tokens. Return the number of documents added."""
         arrays = [array for array in self.tokenizer.tokenize_batch(texts) if array.size]
         if not arrays:
             return 0

@@ -297,9 +297,8 @@ class TEDotProductAttention(nn.Module):
         self.packed_mask = "padding_causal" if causal else "padding"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ctx: AttentionContext) -> Tensor:
-        """Return the attention output [s, b, a * d] of Transformer Engine's kernels. Document boundaries
-        (``ctx.layout.documents``) use its variable-length (thd) form, with the same boundaries for keys. Raises
-        UserError for a dense mask in ``ctx``."""
+        """Attend within the documents of ``ctx.layout``, by the variable-length (thd) form. Raises UserError for a
+        dense mask."""
         if ctx.attention_mask is not None:
             raise UserError(
                 f"attention_mask: --transformer-impl {NAME} takes no dense masks; describe documents by "
@@ -325,9 +324,8 @@ class TEDotProductAttention(nn.Module):
 
 
 def kernel_variables(backend: str, *, deterministic: bool = False) -> dict[str, str]:
-    """Return, but do not set, the environment variables that restrict the package's attention kernels to ``backend``:
-    NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN, one of them "1" (none of them for another backend, such as
-    auto); and with ``deterministic`` NVTE_ALLOW_NONDETERMINISTIC_ALGO "0"."""
+    """Return the environment variables NVTE_… that restrict the package's attention kernels to ``backend`` (none for
+    another backend, such as auto) and, with ``deterministic``, to deterministic algorithms."""
     kinds = ("flash", "fused", "unfused")
     variables = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if deterministic else {}
     if backend in kinds:
