@@ -17,10 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.compat.model_functions import (
-    convert_floats,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-)
+from megatron.compat.model_functions import convert_floats, set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.compat.num_microbatches_calculator import follow_batch_schedule, update_num_microbatches
 from megatron.compat.program import (
     Current,
@@ -347,10 +344,7 @@ def initialize_megatron(
     """Parse ``sys.argv`` and initialize this process (logging, process groups, seeds, tokenizer, micro-batch schedule),
     for programs with their own training loop. Raises errors of wrong flags; ``unused`` arguments are ignored.
     Collective."""
-    cfg = validate_args(
-        parse_script_args(args_defaults, extra_args_provider),
-        launched_world_size() or 1,
-    )
+    cfg = validate_args(parse_script_args(args_defaults, extra_args_provider), launched_world_size() or 1)
     initialize.configure_logging(cfg.logging.logging_level)
     parallel_state.start_single_process_group()
     initialize.initialize_megatron(cfg)

@@ -22,11 +22,7 @@ class GlobalMemoryBuffer:
         self.buffer: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def get_tensor(
-        self,
-        tensor_shape: Sequence[int],
-        dtype: torch.dtype,
-        name: str,
-        mem_alloc_context: Any = None,
+        self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str, mem_alloc_context: Any = None
     ) -> Tensor:
         """Return a tensor with unspecified values, valid until the next request of this name and dtype. It is on the
         current GPU if there is one. ``mem_alloc_context`` makes the context of allocations."""

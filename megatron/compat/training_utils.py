@@ -95,11 +95,7 @@ def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tenso
 
 
 def get_ltor_masks_and_position_ids(
-    data: Tensor,
-    eod_token: int,
-    reset_position_ids: bool,
-    reset_attention_mask: bool,
-    eod_mask_loss: bool,
+    data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(attention_mask bool [b or 1, 1, s, s] True where hidden, loss_mask fp32 [b, s], position_ids int64 [b,
     s])`` for ``data`` int64 [b, s], on its device. A document ends with its ``eod_token``: resets apply after it,

@@ -181,11 +181,7 @@ class Timers:
         return ranks
 
     def text(
-        self,
-        names: Sequence[str] | None = None,
-        normalizer: float = 1.0,
-        reset: bool = True,
-        barrier: bool = False,
+        self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
     ) -> str | None:
         """Return the lines for the log, in the order of ``names``, with milliseconds divided by ``normalizer``; None if
         no timer ran on any rank. Sets ``latest`` to the maximum over ranks by name. Collective, as :meth:`gather`,

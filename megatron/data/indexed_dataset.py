@@ -15,14 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megatron.core.safe_files import open_regular
-from megatron.data.index_format import (
-    DType,
-    Index,
-    IndexedDatasetError,
-    get_bin_path,
-    get_idx_path,
-    read_index,
-)
+from megatron.data.index_format import DType, Index, IndexedDatasetError, get_bin_path, get_idx_path, read_index
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.mapping import map_file
 

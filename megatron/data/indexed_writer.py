@@ -243,8 +243,7 @@ class IndexedDatasetBuilder:
                 self.abort()
             self._cleanup()
             raise OSError(
-                error.errno,
-                f"cannot write {self.bin_path}: {error.strerror}. What was written of it is removed",
+                error.errno, f"cannot write {self.bin_path}: {error.strerror}. What was written of it is removed"
             ) from error
 
 

@@ -24,12 +24,7 @@ from megatron.core.config.errors import listed
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, CheckpointWriteError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES
-from megatron.core.dist_checkpointing.writer import (
-    host_blocks,
-    make_durable_folder,
-    safetensors_header,
-    write_file,
-)
+from megatron.core.dist_checkpointing.writer import host_blocks, make_durable_folder, safetensors_header, write_file
 from megatron.core.safe_files import (
     create_file,
     fsync_path,

@@ -11,14 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron.core.config.cli import (
-    ConfigError,
-    Problem,
-    group_flags,
-    make_parser,
-    read_segments,
-    segments,
-)
+from megatron.core.config.cli import ConfigError, Problem, group_flags, make_parser, read_segments, segments
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.preprocessing.pipeline import preprocess
 from megatron.core.datasets.preprocessing.search import find_optimal_workers

@@ -66,11 +66,7 @@ def main(argv: Sequence[str]) -> int:
     parser = tool_parser(__doc__)
     parser.add_argument("--input", nargs="+", required=True, help="JSON lines, parquet or .txt: files, globs, folders")
     parser.add_argument(
-        "--text-documents",
-        "--text_documents",
-        choices=TEXT,
-        default=TEXT[0],
-        help="one document of a .txt file",
+        "--text-documents", "--text_documents", choices=TEXT, default=TEXT[0], help="one document of a .txt file"
     )
     parser.add_argument("--json-keys", "--json_keys", nargs="+", default=["text"], help="keys to train on")
     parser.add_argument("--vocab-size", "--vocab_size", type=int, required=True, help="ids, at least 257 (bpe) or 64")

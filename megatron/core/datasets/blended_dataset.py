@@ -82,10 +82,7 @@ class BlendedDataset:
             return dict(zip(("dataset_index", "dataset_sample_index"), arrays))
 
         identity = {"class": type(self).__name__, "weights": self.weights, "size": self.size}
-        layout: Layout = {
-            "dataset_index": ((length,), "int16"),
-            "dataset_sample_index": ((length,), "int64"),
-        }
+        layout: Layout = {"dataset_index": ((length,), "int16"), "dataset_sample_index": ((length,), "int64")}
         bounds = {"dataset_index": [(0, len(self.datasets) - 1)], "dataset_sample_index": [(0, length - 1)]}
         kind = f"{type(self).__name__}-{self.split.name}"
         cache = IndexCache(self.config.path_to_cache, kind, identity, layout, bounds)

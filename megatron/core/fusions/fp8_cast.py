@@ -479,10 +479,7 @@ def cast_in_blocks(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns:
     if _casts_on_gpu(x):
         return cast_blocks_triton(x, dtype, rows, columns, square=square)
     cast = cast_square_blocks if square else cast_rows_in_blocks
-    return Copies(
-        cast(x, dtype) if rows else None,
-        cast(x.t().contiguous(), dtype) if columns else None,
-    )
+    return Copies(cast(x, dtype) if rows else None, cast(x.t().contiguous(), dtype) if columns else None)
 
 
 def padded_rows(ranges: Sequence[slice]) -> list[slice]:

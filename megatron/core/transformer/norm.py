@@ -139,9 +139,7 @@ class NormAcrossHeads(nn.Module):
         wide = x if x.dtype == torch.float64 else x.float()
         squares = wide.square().sum((2, 3, 4), keepdim=True)
         # all-reduce in forward and in backward: every rank's output depends on every rank's squares
-        squares = operators.copy_to_region(
-            operators.reduce_from_region(squares, self.group), self.group
-        )
+        squares = operators.copy_to_region(operators.reduce_from_region(squares, self.group), self.group)
         normed = wide * torch.rsqrt(squares / self.width + self.eps)
         return (normed * (self.weight + self.offset).view(x.shape[2:])).to(x.dtype)
 

@@ -111,10 +111,7 @@ def _rank_file(directory: Path, name: str) -> dict[str, object]:
 
 
 def _numbered(
-    files: Mapping[tuple[int, int, int], dict[str, Any]],
-    sizes: tuple[int, int, int],
-    args: Settings,
-    directory: Path,
+    files: Mapping[tuple[int, int, int], dict[str, Any]], sizes: tuple[int, int, int], args: Settings, directory: Path
 ) -> dict[tuple[int, int, int], list[Named]]:
     """Return (stage, tensor rank, expert rank) -> weights per virtual stage, with global layer and expert indices.
     Raises CheckpointError if a file lacks a virtual stage or the ranks of a stage differ in layers."""

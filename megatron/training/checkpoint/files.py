@@ -22,13 +22,7 @@ from megatron.core.dist_checkpointing.files import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
-from megatron.core.dist_checkpointing.writer import (
-    TEMPORARY,
-    Fault,
-    no_fault,
-    recover,
-    write_file_atomically,
-)
+from megatron.core.dist_checkpointing.writer import TEMPORARY, Fault, no_fault, recover, write_file_atomically
 from megatron.core.safe_files import fsync_path, remove
 
 logger = logging.getLogger(__name__)

@@ -127,10 +127,7 @@ def check_data(prefixes: Sequence[str], weights: object, fingerprint: str | None
     digests = data_digests(prefixes)
     items |= {f"{index}{suffix}\0data": digest for (index, suffix), digest in digests.items()}
     names = {f"{index}{suffix}": f"{prefixes[index]}{suffix}" for index, suffix in digests}
-    fixes = {
-        "": "give every rank the same files of data and tokenizer",
-        "data": "copy the same file to every host",
-    }
+    fixes = {"": "give every rank the same files of data and tokenizer", "data": "copy the same file to every host"}
     require_equal(items, world, fixes, names)
 
 

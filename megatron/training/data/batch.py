@@ -29,11 +29,7 @@ SEQUENCE_TENSORS = frozenset({
 
 
 def get_batch_on_this_cp_rank(
-    batch: Batch,
-    cp_group: AnyGroup = None,
-    *,
-    sequence_keys: Collection[str] = (),
-    whole_keys: Collection[str] = (),
+    batch: Batch, cp_group: AnyGroup = None, *, sequence_keys: Collection[str] = (), whole_keys: Collection[str] = ()
 ) -> Batch:
     """Return this context-parallel rank's tokens of the ``batch``'s sequences (zig-zag split along dim 1), in a new
     dictionary; with one rank return ``batch`` itself. No communication.

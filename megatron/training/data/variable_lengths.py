@@ -73,11 +73,7 @@ class PlannedSampler:
         rank: index of this rank among the data- and context-parallel ranks."""
 
     def __init__(
-        self,
-        batches: Iterable[list[tuple[int, int]]],
-        dataset: VariableLengthSource,
-        settings: PlanSettings,
-        rank: int,
+        self, batches: Iterable[list[tuple[int, int]]], dataset: VariableLengthSource, settings: PlanSettings, rank: int
     ) -> None:
         if not hasattr(dataset, "sample_lengths"):
             raise UserError(

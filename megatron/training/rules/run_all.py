@@ -29,17 +29,7 @@ from megatron.training.rules import (
 from megatron.training.rules.sites import sites_exist
 
 RULES = collect_rules(
-    model,
-    backends,
-    layout,
-    fp8,
-    experts,
-    context,
-    variable_lengths,
-    pipeline,
-    training,
-    optimizer,
-    checkpoints,
+    model, backends, layout, fp8, experts, context, variable_lengths, pipeline, training, optimizer, checkpoints
 )
 
 

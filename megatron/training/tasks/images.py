@@ -88,11 +88,7 @@ class ImageTask(GPTTask):
         sample |= {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask.astype(np.float32)}
         if vision.mrope_section is not None:
             sample["axes"] = np.concatenate(positions)
-        return {
-            **sample,
-            "patches": Ragged(patches),
-            "sizes": Ragged(np.array(sizes, dtype=np.int64).reshape(-1, 2)),
-        }
+        return {**sample, "patches": Ragged(patches), "sizes": Ragged(np.array(sizes, dtype=np.int64).reshape(-1, 2))}
 
 
 def _place_images(

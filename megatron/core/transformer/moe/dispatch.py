@@ -277,7 +277,6 @@ _KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "fle
 
 
 def build_dispatcher(config: TransformerConfig, *, groups: ProcessGroups) -> Dispatcher:
-    """Build the dispatcher of ``moe_token_dispatcher_type``; a single rank with all experts always uses the local one.
-    """
+    """Build the dispatcher of ``moe_token_dispatcher_type``; a single rank with all experts uses the local one."""
     kind = LocalDispatcher if groups.etp_ep.size == 1 else _KINDS[config.moe_token_dispatcher_type]
     return kind(config, groups=groups)

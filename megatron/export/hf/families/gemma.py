@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.export.hf.attention_settings import (
-    FULL,
-    SLIDING,
-    Rope,
-    Window,
-    groups,
-    rotary_base,
-    unstretched_base,
-)
+from megatron.export.hf.attention_settings import FULL, SLIDING, Rope, Window, groups, rotary_base, unstretched_base
 from megatron.export.hf.families import llama
 from megatron.export.hf.family import Family
 from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
