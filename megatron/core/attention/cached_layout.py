@@ -222,7 +222,6 @@ class CachedLayout(TokenLayout):
         return self.max_length
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the position of each row in its sequence, int64 [n]."""
         assert length == self.num_rows
         return self._at.positions
 

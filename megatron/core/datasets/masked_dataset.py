@@ -221,7 +221,6 @@ class MaskedWordPieceDataset(MegatronDataset):
         return pad if not shared or self.config.allow_ambiguous_pad_tokens else -1
 
     def check_documents(self) -> None:
-        """Raise EmptySplitError, with the reason, if no document of the split gives a sample."""
         bounds, sizes, least = self._bounds(), self.dataset.sequence_lengths, self.config.min_sentences
         for start in range(0, len(bounds) - 1, CHECKED_AT_ONCE):
             some = bounds[start : start + CHECKED_AT_ONCE + 1]

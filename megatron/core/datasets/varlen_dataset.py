@@ -112,11 +112,9 @@ class VarlenDataset(GPTDataset):
 
     @classmethod
     def samples_of_epochs(cls, num_epochs: int, *source: object) -> int:
-        """Builds no index."""
         return num_epochs * cls.unbuilt(*source).samples_per_epoch
 
     def check_documents(self) -> None:
-        """Count samples and the epochs that ``num_samples`` take. Raises EmptySplitError if there are none."""
         self.extra_token = 1
         lengths = np.asarray(self.dataset.sequence_lengths)[self.indices].astype(np.int64)
         self.tokens_per_epoch = int(lengths.sum())

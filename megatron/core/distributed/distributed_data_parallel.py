@@ -150,7 +150,6 @@ class DistributedDataParallel(DataParallel):
             self._buffers_by_parameter[parameter].gradient_is_ready(parameter)
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
-        """Map parameters to this rank's shards with a distributed optimizer; None without (every rank updates all)."""
         if not self.ddp_config.use_distributed_optimizer:
             return None
         return {shard.parameter: shard for bucket in self._buckets() for shard in bucket.shards}
@@ -165,19 +164,16 @@ class DistributedDataParallel(DataParallel):
             self._last_microbatch = before
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start the reductions that backward has not started yet. Collective; does not wait."""
         for buffer in self.grad_buffers:
             buffer.start_sync()
 
     def finish_grad_sync(self, *unused: Any) -> None:
-        """Start all remaining reductions and wait for them (on CUDA: in stream order). Collective. Afterwards
-        ``main_grad`` holds the sum; with a distributed optimizer only in this rank's shards."""
+        """As in the base class; with a distributed optimizer ``main_grad`` holds the sum only in this rank's shards."""
         self.start_grad_sync()
         for buffer in self.grad_buffers:
             buffer.finish_sync()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply every local gradient (shard) in place. A 0-d device tensor as the factor avoids a host sync."""
         for buffer in self.grad_buffers:
             buffer.scale(scaling_factor)
 

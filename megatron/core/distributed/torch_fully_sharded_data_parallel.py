@@ -173,8 +173,7 @@ class TorchFullyShardedDataParallel(DataParallel):
             parameter.main_grad = None  # type: ignore[attr-defined]
 
     def finish_param_sync(self) -> None:
-        """Free all gathered weights, so that the optimizer or a checkpoint loader may write the shards. No collective;
-        the next forward gathers again. Call it on all ranks."""
+        """Free all gathered weights, so that the shards may be written. No collective; call it on all ranks."""
         for unit in self._units:
             unit.reshard()
         self.start_param_sync()

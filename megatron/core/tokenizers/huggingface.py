@@ -107,9 +107,7 @@ class BackendTokenizer(Tokenizer):
         return self.tokenize_sentences(texts, self._include_special_tokens)
 
     def tokenize_sentences(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
-        """Return the ids of each text, uint32, in order; with ``special_tokens`` surrounded by the tokens that the
-        tokenizer's file defines. Uses tiktoken where possible, else one batch of `tokenizers`. Raises UserError for a
-        lone surrogate, or if the file defines no surrounding tokens."""
+        """Use tiktoken where possible, else one batch of `tokenizers`. Raises UserError for a lone surrogate."""
         if special_tokens and self._around is None:
             self._around = _ids_around_text(self._backend)
             if self._around == ([], []):

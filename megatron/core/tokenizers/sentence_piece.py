@@ -75,9 +75,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self._vocab
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of ``text``, without bos or eos. Added tokens in the text (special tokens, sentinels, the
-        legacy layout's own) become their ids; the text between them is encoded separately. Raises UserError for a lone
-        surrogate."""
+        """Added tokens in the text (special tokens, sentinels, the legacy layout's own) become their ids; the text
+        between them is encoded separately. Raises UserError for a lone surrogate."""
         check_text(text)
         if self._splitter is None:
             return self._processor.encode_as_ids(text)

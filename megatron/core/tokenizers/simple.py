@@ -25,8 +25,7 @@ class NullTokenizer(Tokenizer):
         super().__init__("NullTokenizer", vocab_size, {"eod": eod, "pad": pad_id}, compute_hash([], options))
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the integers in ``text``, separated by white space. Raises UserError for other words, or an id outside
-        the vocabulary."""
+        """Return the integers in ``text``, separated by white space. Raises UserError for others."""
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:

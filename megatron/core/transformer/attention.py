@@ -126,11 +126,9 @@ class SelfAttention(Segmented):
         return can_overlap(self.linear_qkv, self.linear_proj)
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Run ``forward`` as a generator of four segments: (start the all-gather) | projection and core attention |
-        output projection (start the reduction) | (wait, add the bias). Returns the output [s, b, h]. Collectives are in
-        flight between segments only with ``ctx.overlap``; else each runs inside its linear layer. Takes rotary tables
-        from ``ctx``: the local ones in sliding-window layers if given, none in layers without rotation. Core attention
-        reads layout, mask, position bias and dropout."""
+        """Run four segments: (start the all-gather) | projection and core attention | output projection (start the
+        reduction) | (wait, add the bias). Collectives are in flight between segments only with ``ctx.overlap``. Layers
+        with a sliding window take the local rotary tables if given, layers without rotation none."""
         gathering = enter(self.linear_qkv, hidden_states, ctx)
         yield
         projected, _ = self.at.qkv_linear(self.linear_qkv, gathering)  # waits for the all-gather

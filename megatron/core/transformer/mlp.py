@@ -75,9 +75,8 @@ class MLP(Segmented):
         return can_overlap(self.linear_fc1, self.linear_fc2)
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Run ``forward`` as a generator of four segments: (start the all-gather) | fc1 | activation and fc2 (start the
-        reduction) | (wait, add the bias). Returns the output [s, b, h]. Collectives are in flight between segments only
-        with ``ctx.overlap``."""
+        """Run four segments: (start the all-gather) | fc1 | activation and fc2 (start the reduction) | (wait, add the
+        bias). Collectives are in flight between segments only with ``ctx.overlap``."""
         gathering = enter(self.linear_fc1, hidden_states, ctx)
         yield
         intermediate, _ = self.linear_fc1(gathering)

@@ -92,10 +92,9 @@ class TransformerLayer(Segmented):
         self._is_parallel = config.use_parallel_residual
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Run ``forward`` as a generator that yields, with ``ctx.overlap``, where a collective may be in flight
-        (``overlap.py``); with it neither norms nor mixers are recomputed. Adding a branch's output and the next
-        branch's norm are one step, in one kernel where possible. With ``use_parallel_residual`` the outputs are added
-        to the input one after another."""
+        """Neither norms nor mixers are recomputed with ``ctx.overlap``. Adding a branch's output and the next branch's
+        norm are one step, in one kernel where possible. With ``use_parallel_residual`` the outputs are added to the
+        input one after another."""
         streams = [self.branches[0].enter(hidden_states)]
         if self._is_parallel:
             self._add_parallel_streams(streams)

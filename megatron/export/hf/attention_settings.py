@@ -142,9 +142,8 @@ class Rope(Rule):
         self.limits = (f"rotary scaling: {', '.join(f'`{kind}`' for kind in kinds)}",)
 
     def load(self, config: Table) -> dict[str, object]:
-        """Return the settings of rotary positions from ``rope_parameters`` or ``rope_scaling`` and the older keys:
-        base, share of channels, and scaling. Raises UserError for a type that the family lacks, a separate table per
-        layer type, or scaling keys that are left over."""
+        """Read ``rope_parameters`` or ``rope_scaling`` and the older keys. Raises UserError for a type that the family
+        lacks, a separate table per layer type, or scaling keys that are left over."""
         table = get(config, ("rope_parameters", "rope_scaling"), {})
         if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
             raise refuse("rope_parameters", table, "which cannot be represented: layers must rotate equally")
@@ -175,9 +174,8 @@ class Rope(Rule):
         return settings
 
     def save(self, settings: Table) -> dict[str, Any]:
-        """Return the ``config.json`` keys of rotary base, share of channels (if the family has a key for it) and
-        ``rope_scaling`` (None without scaling). Raises UserError for other positions, a partial rotation without such a
-        key, linear together with llama3 scaling, or a scaling type that the family lacks."""
+        """Return rotary base, share of channels (if the family has a key for it) and ``rope_scaling`` (None without
+        scaling). Raises UserError for what the family lacks, and linear together with llama3 scaling."""
         positions, share = settings["position_embedding_type"], settings["rotary_percent"]
         if positions not in ("rope", "yarn"):
             raise refuse("position_embedding_type", positions, "the family rotates")
@@ -420,9 +418,8 @@ class Window(Rule):
         return window_settings((width - 1, 0), layer_types_pattern(config, has) if self.by_layer else has)
 
     def save(self, settings: Table) -> dict[str, object]:
-        """Return the ``config.json`` keys of the sliding window: width, switch, layer types, first layer, as the family
-        has them; without windows a null width (with ``every``: the default). Raises UserError for a window to the right
-        or unlimited to the left, or for windows in some layers only if the family cannot express them."""
+        """Return width, switch, layer types and first layer, as the family has them; without windows a null width (with
+        ``every``: the default). Raises UserError for windows that the family cannot express."""
         size, skip, has = settings["window_size"], settings["window_attn_skip_freq"], layers_with_windows(settings)
         on = any(has)
         if on and (size[0] < 0 or size[1] > 0):

@@ -107,9 +107,8 @@ class EqualRows(Batches):
     """Rows of one length: tokens, labels, loss_mask, position_ids [b, s] and sample_index [b]."""
 
     def local(self, batch: Batch) -> Batch:
-        """Return the tensors of the batch with ``valid_tokens`` [b] on the device; ``documents`` (bounds) if attention
-        is limited to documents. With context parallelism, this rank's tokens; positions, bounds and the number of valid
-        tokens are of full rows."""
+        """Return tensors with ``valid_tokens`` [b] on the device and ``documents`` (bounds) if attention is limited to
+        documents. Positions, bounds and the number of valid tokens are of full rows."""
         local = self.local_tokens(batch)
         local["valid_tokens"] = batch["loss_mask"].sum(1, dtype=torch.float32)
         bounds = local.pop("cu_seqlens", None)

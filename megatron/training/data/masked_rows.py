@@ -66,10 +66,9 @@ class MaskedRows(Batches):
         return cp * math.lcm(2 if cp > 1 else 1, model.tensor_model_parallel_size if model.sequence_parallel else 1)
 
     def local(self, batch: Batch) -> Batch:
-        """Return text, types, labels (0 if not masked), loss_mask [b, s], is_random, counts, sample_index [b]
-        and ``documents`` (bounds of tokens and padding; None without padding), on the device. ``counts`` marks pairs
-        whose order loss this rank adds. Rows are sorted by length. With context parallelism, this rank's tokens. See
-        :meth:`_predicted_only` for fewer labels and :meth:`_packed` for --use-packed-sequence."""
+        """Return text, types, labels (0 if not masked), loss_mask [b, s], is_random, counts, sample_index [b] and
+        ``documents`` (None without padding), sorted by length. ``counts`` marks pairs whose order loss this rank adds.
+        See :meth:`_predicted_only` for fewer labels and :meth:`_packed` for --use-packed-sequence."""
         batch = {name: value for name, value in batch.items() if name not in ("truncated", "dataset_id")}
         full_rows = len(batch.pop("full_rows", ()))
         batch, lengths = sort_by_length(batch, batch.pop("padding_mask").sum(1))

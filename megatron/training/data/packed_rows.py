@@ -28,8 +28,6 @@ class FullBatch(Shard):
     """Shard whose sampler yields every global batch as one list."""
 
     def slices(self, start: int, global_batch_size: int) -> Iterator[range]:
-        """Yield the stream positions of the global batch. Raises UserError if ranks and micro-batches do not divide
-        it."""
         for _ in super().slices(start, global_batch_size):
             break
         yield range(start, start + global_batch_size)
@@ -81,6 +79,5 @@ class PackedRows(EqualRows):
     def loader(  # type: ignore[override]  # its own sampler and data set
         self, dataset: PackedSource, sampler: TrainSampler | EvalSampler, groups: ProcessGroups
     ) -> Iterable[dict[str, Tensor]]:
-        """Return a loader of this rank's micro-batches."""
         batches = BalancedSampler(sampler, dataset)
         return build_loader(dataset, batches, self.cfg.data.num_workers, torch.cuda.is_available())

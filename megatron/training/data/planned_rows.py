@@ -43,7 +43,6 @@ class PlannedRows(Batches):
     def loader(
         self, dataset: Any, sampler: Iterable[list[tuple[int, int]]], groups: ProcessGroups
     ) -> Iterable[dict[str, Tensor]]:
-        """Return a loader of this rank's share of each global batch."""
         settings = plan_settings(self.cfg, self.description)
         return planned_loader(dataset, sampler, settings, groups.dp_cp.rank, self.cfg.data.num_workers)
 
@@ -72,8 +71,6 @@ class PlannedRows(Batches):
         return PlanFigures(imbalance, int(tokens), sizes, flops)
 
     def local(self, batch: Batch) -> Batch:
-        """Return one row [1, s] of packed samples with ``sample_index`` [1, s] and the ``layout`` of the
-        micro-batch."""
         row, layout = self.rows.local(batch)
         local = on_device(row, batch["documents"])
         return {**local, "layout": layout.with_documents(local["documents"])}

@@ -139,9 +139,8 @@ class WandbSink(Hook):
         """Latest iteration of a record."""
 
     def on_start(self, run: RunInfo) -> None:
-        """Create the folder ``dir`` of ``init_options`` and pass them to ``wandb.init``, which resumes a run only by
-        WANDB_RUN_ID and WANDB_RESUME. Log a warning if the run is already past this iteration: wandb then keeps its old
-        rows and drops new ones up to there."""
+        """Create the folder of ``init_options`` and call ``wandb.init``, which resumes a run only by WANDB_RUN_ID and
+        WANDB_RESUME. Log a warning if the run is past this iteration: wandb then drops new rows up to there."""
         self.run = run
         self.folder.mkdir(parents=True, exist_ok=True)
         self.wandb_run = self.open()

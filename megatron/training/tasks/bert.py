@@ -34,8 +34,6 @@ class BertTask(LanguageModelTask):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """Build this pipeline stage of a :class:`BertModel` from the flags, with the order head unless
-        --bert-no-binary-head. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
         config = cfg.family.transformers(cfg)["encoder"]
         heads, engine = cfg.group(BertConfig), cfg.model.transformer_impl == "transformer_engine"
@@ -62,9 +60,8 @@ class BertTask(LanguageModelTask):
         return (losses * counts).sum(), counts.sum()
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
-        """Take the next micro-batch and run the model. Return the output, (token losses, order logits or None) on the
-        last stage, and its loss function with the batch bound. Token losses are [b, s], or [b, k] if only k positions
-        are predicted."""
+        """Return (token losses, order logits or None) on the last stage; token losses are [b, s], or [b, k] if only k
+        positions are predicted."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["text"],
@@ -78,8 +75,7 @@ class BertTask(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, object]:
-        """Return a random sample with the keys of the data set as numpy arrays [s]: text, types, labels (-1 where not
-        masked), loss_mask, padding_mask, and is_random (0 or 1). Advances ``generator``; some samples have padding."""
+        """Return text, types, labels (-1 where not masked), loss_mask, padding_mask [s], and is_random (0 or 1)."""
         length = self.cfg.data.seq_length
         text, labels = generator.integers(0, self.vocab_size, (2, length))
         used = np.arange(length) < self.random_length(generator, length)

@@ -58,8 +58,6 @@ class GPTTask(LanguageModelTask):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """Build this pipeline stage of a :class:`GPTModel` from the flags, with the layers of --spec, if set, and MTP
-        layers. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
         config, custom_layers = cfg.family.transformers(cfg)["decoder"], spec_layers(cfg)
         engine = cfg.model.transformer_impl == "transformer_engine"
@@ -73,7 +71,6 @@ class GPTTask(LanguageModelTask):
         return GPTModel
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, object, object]:
-        """Return GPT data sets (blended, split) from the data flags."""
         if self.preferences.dpo:  # mock pairs are random samples
             return super().train_valid_test_datasets_provider(num_samples)
         return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
@@ -115,9 +112,8 @@ class GPTTask(LanguageModelTask):
         return self.batches.local(batch)
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
-        """Take the next micro-batch and run the model. Return the output, on the last stage token losses [b, s], and
-        its loss function with the batch bound; other stages return hidden states. The ``inputs`` of a batch are further
-        arguments of the model."""
+        """Return token losses [b, s] on the last stage; other stages return hidden states. The ``inputs`` of a batch
+        are further arguments of the model."""
         batch = self.get_batch(data_iterator)
         inputs, weight = batch.get("inputs", {}), self.loss_weights[self.losses[0]]
         if self.distillation.kd_layer_pairs:
@@ -135,10 +131,9 @@ class GPTTask(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, object]:
-        """Return a random sample with the keys of the data set as numpy arrays [s]: tokens, next-token labels,
-        loss_mask (about 70 % ones), position_ids. With --use-varlen-dataset s is random, up to --seq-length. With
-        --reset-attention-mask add ``cu_seqlens`` of four documents of random lengths and restart positions; with --dpo
-        these are the ``completions`` of two pairs."""
+        """Return tokens, next-token labels, loss_mask (about 70 % ones) and position_ids [s]. With --use-varlen-dataset
+        s is random, up to --seq-length. With --reset-attention-mask add ``cu_seqlens`` of four documents of random
+        lengths and restart positions; with --dpo these are the ``completions`` of two pairs."""
         length = self.cfg.data.seq_length
         if self.cfg.variable_lengths.use_varlen_dataset:
             length = int(generator.integers(1, length + 1))

@@ -73,7 +73,6 @@ class LanguageModelTask(Task):
         return max(self.tokenizer.vocab_size, self.cfg.tokenizer.vocab_size or 0)
 
     def description(self) -> ModelDescription:
-        """Return the description of the model that the flags define."""
         return self.cfg.describe(self.vocab_size)
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:

@@ -23,8 +23,7 @@ class TextPairs(Batches):
 
     def local(self, batch: Batch) -> Batch:
         """Return text_enc [b, e], text_dec, labels (0 in padding), loss_mask [b, s], sample_index [b] on the device,
-        and encoder ``lengths`` [b] on the host. Rows are sorted by length. With context parallelism, this rank's
-        tokens."""
+        and encoder ``lengths`` [b] on the host, sorted by length."""
         names = "text_enc", "text_dec", "labels", "loss_mask", "sample_index"
         local, lengths = sort_by_length({name: batch[name] for name in names}, batch["enc_mask"].sum(1))
         local = self.local_tokens(local)
@@ -38,8 +37,6 @@ class T5Task(LanguageModelTask):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """Build this pipeline stage of a :class:`T5Model` from the flags.
-        Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg, stack = self.cfg, self.cfg.group(EncoderDecoderConfig)
         configs = cfg.family.transformers(cfg)
         encoder, decoder = get_t5_block_specs(
@@ -59,8 +56,7 @@ class T5Task(LanguageModelTask):
         return TextPairs(self.cfg, self.sequence_keys, self.whole_keys)
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
-        """Take the next micro-batch and run the model. Return the output, on the last stage token losses of the decoder
-        [b, s], and its loss function with the batch bound."""
+        """Return token losses of the decoder [b, s] on the last stage."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["text_enc"],

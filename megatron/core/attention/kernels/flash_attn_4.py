@@ -161,21 +161,18 @@ class WhereFaster(FlashKernel):
         return self.fast if pairs >= MEASURED_LENGTH**2 // 2 else self.otherwise
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend with :meth:`kernel_for` the full sequences; documents and dense masks always go to the other kernel,
-        which may raise UserError. See :meth:`Kernel.attend`."""
+        """Attend full sequences with :meth:`kernel_for`; documents and dense masks always go to the other kernel."""
         kernel = self.kernel_for(full_tile(len(query), len(key), mask.visibility))
         if mask.documents is not None or mask.hidden is not None:
             kernel = self.otherwise
         return kernel.attend(query, key, value, mask)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See :meth:`Kernel.forward`."""
         return self.kernel_for(tile).forward(query, key, value, tile)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :meth:`Kernel.backward`; selects the same kernel as :meth:`forward`, from the tile."""
         return self.kernel_for(tile).backward(grad, query, key, value, out, lse, tile)
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:

@@ -106,10 +106,9 @@ class TorchAttention(FlashKernel):
         self.packs_documents = name in ("cudnn", "flash")
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]; differentiable; no dropout
-        or bias. Documents: variable-length flash calls for 16-bit dtypes on GPUs, else one call per document, or a
-        dense mask if only the GPU knows their bounds; with a dense mask ValueError. A window is a dense mask too,
-        except for the flash kernel."""
+        """Documents: variable-length flash calls for 16-bit dtypes on GPUs, else one call per document, or a dense mask
+        if only the GPU knows their bounds (ValueError with another one). A window is a dense mask too, except for the
+        flash kernel."""
         assert mask.dropout is None and mask.bias is None
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
@@ -125,12 +124,9 @@ class TorchAttention(FlashKernel):
         return self._rows(query, key, value, mask)
 
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend within documents, [s, b, heads, d] in and out; differentiable, no host sync. Calls by kind of rows:
-
-        - cuDNN does not support the shapes, or the host does not know the bounds: packed flash calls
-        - each row is one document: unpacked cuDNN calls
-        - the first half of the rows or more are one document each: unpacked calls, then packed ones for the other rows
-        - else: packed flash calls"""
+        """Attend within documents: in packed flash calls if cuDNN does not support the shapes, or the host does not
+        know the bounds; if each row is one document in unpacked cuDNN calls; if at least the first half of the rows is,
+        these in unpacked and the others in packed calls; else in packed flash calls."""
         assert mask.documents is not None
         batch, tile = query.shape[1], full_tile(len(query), len(key), mask.visibility)
         if not self.takes_cudnn(tile):
@@ -218,9 +214,7 @@ class TorchAttention(FlashKernel):
         return self.name == "cudnn" and fits and (tile.is_full or tile.is_causal_square)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Attend to the pairs of ``tile`` by cuDNN if :meth:`takes_cudnn`, else by torch's flash operator: query [b, a,
-        q, d], key [b, g, k, d], value [b, g, k, e] -> out [b, a, q, e] in the inputs' dtype, lse fp32 [b, a, q]. Not
-        differentiable: see :meth:`backward`."""
+        """Attend by cuDNN if :meth:`takes_cudnn`, else by torch's flash operator."""
         if not self.takes_cudnn(tile):
             return super().forward(query, key, value, tile)
         # after value: no bias, return the log-sum-exp, no dropout, causal unless full, no debug mask
@@ -232,9 +226,6 @@ class TorchAttention(FlashKernel):
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tile's contributions to the gradients of query, key and value in the inputs' dtype and shape, by
-        the same operator as :meth:`forward`. ``out`` and ``lse`` must be merged over all blocks: the contributions then
-        sum to the exact gradients."""
         if not self.takes_cudnn(tile):
             return super().backward(grad, query, key, value, out, lse, tile)
         # the unused random state must be a tensor on the device, although there is no dropout
@@ -260,8 +251,7 @@ class TorchAttention(FlashKernel):
         )[:2]
 
     def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
-        """Return dQ, dK and dV of torch's flash operator, without dropout; ``tensors`` are grad, query, key, value and
-        out, [b, tokens, heads, .] or packed [n, heads, .]. Copies grad and out if they are not contiguous."""
+        """Copies grad and out if they are not contiguous."""
         grad, query, key, value, out = tensors
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: no dropout
         return aten._flash_attention_backward(

@@ -66,7 +66,6 @@ class LoraTransform(ModelTransform):
         self.scale = (self.lora.lora_alpha or self.rank) / divisor
 
     def apply(self, model: nn.Module, groups: ProcessGroups) -> None:
-        """Freeze the chunk and add adapters, whose initial values do not depend on the layout."""
         from megatron.core.models.adapters.lora import LoraSettings, add_adapters
 
         lora = self.lora

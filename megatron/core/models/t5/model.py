@@ -136,7 +136,6 @@ class T5Model(LanguageModule):
         return shapes
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Store the tensors of :class:`Streams` received from the previous pipeline stage for the next ``forward``."""
         self._input_tensor = None if input_tensor is None else Streams(*input_tensor)
 
     def forward(

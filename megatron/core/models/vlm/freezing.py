@@ -36,7 +36,6 @@ class Freezing(ModelTransform):
                 param.requires_grad_(False)
 
     def describe(self, model: ModelDescription) -> ModelDescription:
-        """Return ``model`` with frozen parameters; products of frozen layers have no weight gradient."""
         return model.with_pieces(self._changed)
 
     def _changed(self, piece: Piece) -> Piece:

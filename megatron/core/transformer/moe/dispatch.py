@@ -101,8 +101,7 @@ class LocalDispatcher(Dispatcher):
     """Dispatcher for one rank with all experts: a permutation without communication."""
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
-        """Sort the rows of ``tokens`` [t, h] by expert now, without communication or a host sync. The returned function
-        gives the result at once. Choices beyond the capacity are dropped, and rows padded to it if configured."""
+        """Sort the rows by expert now, without a host sync; drop choices beyond the capacity, or pad to it."""
         permutation = self._sorted(
             routing.experts, self.num_experts, self.capacity(len(tokens)), is_complete=not routing.drops
         )
@@ -140,9 +139,8 @@ class AllGatherDispatcher(Dispatcher):
     """Dispatcher that all-gathers the tokens of all n ranks and reduce-scatters the expert outputs."""
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
-        """Start all-gathers of choices, weights and ``tokens`` [t, h] over the joint EP and ETP group, and sort the
-        choices of all ranks by local expert. The returned function waits, reads the number of local rows on the host
-        (not with a capacity or ``moe_static_rows``), and gathers the rows."""
+        """Start all-gathers of choices, weights and ``tokens``, and sort the choices of all ranks by local expert. The
+        returned function reads the number of local rows on the host (not with a capacity or ``moe_static_rows``)."""
         choosing = begin_all_gather(routing.experts, self.group)
         weighting, gathering = start_all_gather(routing.weights, self.group), start_all_gather(tokens, self.group)
         capacity, is_complete = self.capacity(len(tokens)), self.ep.size == 1 and not routing.drops
@@ -174,8 +172,7 @@ class AllGatherDispatcher(Dispatcher):
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
         """Sum the local rows of each token of all ranks (in fp32, rounded to the rows' dtype) now, and start the
-        reduce-scatter of these sums in that dtype over the joint EP and ETP group; the returned function waits for
-        it."""
+        reduce-scatter of these sums."""
         return start_reduce_scatter(permute.combine_rows(rows, dispatched.way_back, self.moves), self.group).wait
 
 
@@ -262,9 +259,8 @@ class AllToAllDispatcher(Dispatcher):
         return Dispatched(rows, weights, received.ends, way._replace(received=received))
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
-        """Restore the order of the received rows, and start the all-to-all that returns each row to its rank. The
-        returned function waits and adds the rows of each token, [t, h]: sums in fp32, rounded once to the rows'
-        dtype."""
+        """Restore the order of the received rows, and start the all-to-all that returns them. The returned function
+        adds the rows of each token: sums in fp32, rounded once to the rows' dtype."""
         way: _Exchange = dispatched.way_back
         if way.received is not None:
             rows = permute.combine_rows(rows, way.received, self.moves)

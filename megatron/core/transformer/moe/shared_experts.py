@@ -43,7 +43,6 @@ class SharedExperts(MLP):
             )  # fmt: skip
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Run ``forward`` as a generator that yields where a collective may be in flight."""
         output = yield from super().segments(hidden_states, ctx)
         if self.gate_weight is None:
             return output

@@ -74,8 +74,7 @@ class TwoRopes(Rope):
         self.hf_keys, self.settings = (*self.hf_keys, "rope_local_base_freq"), (*self.settings, "rotary_base_local")
 
     def load(self, config: Table) -> dict[str, object]:
-        """Return the rotary settings of full layers, and ``rotary_base_local``, the base of layers with a window (None
-        without windows). Raises UserError for unknown layer types or scaling of the local positions."""
+        """Add ``rotary_base_local``, the base of layers with a window (None without windows)."""
         tables = get(config, ("rope_parameters",), {})
         local = get(config, ("rope_local_base_freq",), 10000.0)
         if isinstance(tables, dict) and {FULL, SLIDING} & tables.keys():
@@ -88,8 +87,7 @@ class TwoRopes(Rope):
         return {**super().load(config), "rotary_base_local": local if has_windows else None}
 
     def save(self, settings: Table) -> dict[str, object]:
-        """Return the rotary keys and ``rope_local_base_freq``: ``rotary_base_local``, else the common base, or 10000
-        without windows. Raises UserError if layers with a window would share positions with linear scaling."""
+        """Add ``rope_local_base_freq``. Raises UserError if layers with a window would share scaled positions."""
         local, factor = settings["rotary_base_local"], settings["rotary_seq_len_interpolation_factor"]
         if local is None and settings["window_size"] is not None:
             if factor:

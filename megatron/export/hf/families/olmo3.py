@@ -19,8 +19,7 @@ class FullRope(Rope):
         self.settings = (*self.settings, "rotary_base_local")
 
     def load(self, config: Table) -> dict[str, object]:
-        """Return the rotary settings of full layers (scaled) and ``rotary_base_local`` of windowed layers (never
-        scaled; None without windows). Raises UserError for tables of other layer types."""
+        """Add ``rotary_base_local`` of layers with a window (never scaled; None without windows)."""
         tables = get(config, ("rope_parameters",), None)
         if tables is None:
             base = get(config, (self.base_key,), BASE)
@@ -45,8 +44,7 @@ class FullRope(Rope):
         return {**settings, "rotary_base_local": local if has_windows else None}
 
     def save(self, settings: Table) -> dict[str, object]:
-        """Return the rotary keys, with one ``rope_parameters`` table per layer type; scaling only for full layers.
-        Raises UserError if windowed layers would need scaled positions."""
+        """Write a table per layer type; only full layers may be scaled."""
         config, local = super().save(settings), settings["rotary_base_local"]
         scaling, base = config["rope_scaling"] or {"rope_type": "default"}, config[self.base_key]
         if settings["window_size"] is not None and local is None:
