@@ -142,9 +142,8 @@ def _start_single_process_world() -> None:
 
 
 def _start_distributed(timeout: timedelta) -> None:
-    """Initialize torch.distributed from torchrun's environment, over NCCL on GPUs (setting the current device from
-    ``LOCAL_RANK``), else gloo. Does nothing if it is initialized or ``WORLD_SIZE`` or ``RANK`` is not set. Collective
-    over the world; logs a notice."""
+    """Initialize torch.distributed from torchrun's environment, over NCCL on GPUs, else gloo; without effect if it is
+    initialized or ``WORLD_SIZE`` or ``RANK`` is not set. Collective over the world."""
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         return
     backend = "gloo"
@@ -191,8 +190,7 @@ def _new_subgroups(
     name: str, rank_lists: list[list[int]], timeout: timedelta, settings: dict[str, object]
 ) -> process_groups.Handles:
     """Create one torch group per rank list of axis ``name`` and return this rank's (handle, gloo handle of the same
-    ranks). The second is the handle itself over gloo, and None over NCCL except for axes that move CPU tensors. Uses
-    the world group for "world". Collective over the world: all ranks take part in each group."""
+    ranks or None). Collective over the world: all ranks take part in each group."""
     rank, backend = dist.get_rank(), dist.get_backend()
     handle = host_handle = None
     options = group_options(settings) if backend == "nccl" else None
@@ -274,9 +272,8 @@ def get_rank_grid() -> process_groups.RankGrid:
 
 
 def _handle(group: process_groups.Group) -> Any:
-    """Return the torch.distributed group of ``group``'s ranks, never None: for one rank a group of this rank only. In a
-    program of one process the first call initializes torch.distributed. Raises RuntimeError before
-    ``initialize_model_parallel`` for a group of one."""
+    """Return the torch.distributed group of ``group``'s ranks, never None: for one rank a group of this rank only.
+    Raises RuntimeError before ``initialize_model_parallel`` for it."""
     if group.size > 1:
         return group.handle
     if _current().self_group is None and not dist.is_initialized():
@@ -311,8 +308,7 @@ def resolve_group(given: process_groups.AnyGroup = None, axis: str = "tp") -> pr
 
 def _getters(axis: str) -> tuple[Callable[..., Any], Callable[[], int], Callable[[], int]]:
     """Return three getters of ``axis`` for this process: its torch.distributed group, its size, this rank's index in
-    it. They raise RuntimeError before initialization; ``group(check_initialized=False)`` returns None instead. The
-    group is never None otherwise, also for one rank."""
+    it. They raise RuntimeError before initialization; ``group(check_initialized=False)`` returns None instead."""
 
     def axis_group() -> process_groups.Group:
         return getattr(_current().groups, axis)
@@ -462,7 +458,6 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 
 
 def _data_parallel(with_context_parallel: bool, partial: bool = False) -> process_groups.Group:
-    """Return this process's data-parallel group; ``partial`` has precedence: the ranks of one optimizer instance."""
     groups = _current().groups
     if partial:
         return groups.dp_cp_shard

@@ -77,8 +77,7 @@ class StatisticsSum:
 
     def __call__(self, device: torch.device) -> Totals:
         """Return the sums over all ranks since the last call by module label, of the modules of all pipeline stages,
-        and pass each local module its sums (``end_step``). One all-reduce of a flat fp64 tensor over the world; resets
-        the local accumulators. No host sync. Returns {} without a collective if no stage has statistics."""
+        and pass each local module its sums (``end_step``). One all-reduce over the world; no host sync."""
         if not self.sizes:
             return {}
         own = {each.statistics.label: each.statistics for each in self.own}
@@ -127,10 +126,9 @@ def invalid_values(totals: Totals) -> dict[str, Tensor]:
 
 
 def summaries(totals: Totals) -> dict[str, Tensor]:
-    """Return the logged values of each module (0-d tensors), e.g. ``layer 4/z_loss`` and ``layer 4/dropped``. A
-    ``*_loss`` gives its mean and a plain vector its sum; ``* loss``, ``_*`` and ``nonfinite_*`` give nothing. A
-    ``*_per_*`` distribution gives minimum, maximum, 95th percentile and the entropy relative to the entropy of the
-    uniform distribution."""
+    """Return the logged values of each module (0-d tensors), e.g. ``layer 4/z_loss``: the mean of a ``*_loss``, the sum
+    of a plain vector, and of a ``*_per_*`` distribution minimum, maximum, 95th percentile and the entropy relative to
+    that of the uniform distribution."""
     values: dict[str, Tensor] = {}
     distributions: dict[tuple[str, int], dict[str, Tensor]] = {}
     for label, sums in totals.items():

@@ -165,8 +165,7 @@ class Timers:
 
     def gather(self, names: Sequence[str] | None = None, *, reset: bool = True, barrier: bool = False) -> list[dict]:
         """Return {name: seconds} of each rank, in rank order, for the timers in ``names`` (None: all) that ran since
-        the last reset; ``reset`` resets them. Collective over the world: every rank calls it, even without such timers.
-        One object all-gather, preceded by a barrier if ``barrier``."""
+        the last reset. Collective over the world: one object all-gather, preceded by a barrier if ``barrier``."""
         own = {
             name: timer.elapsed(reset=reset)
             for name, timer in self._timers.items()

@@ -245,8 +245,7 @@ def _not_a_prefix(path: str) -> str:
 
 def resolve_prefix(path_prefix: str) -> str:
     """Return the prefix to open for a data path: the path itself, or with the first of ``DEFAULT_SUFFIXES`` for which
-    both files exist (logged). Opens nothing. Raises MissingDatasetError: a FileNotFoundError; neither exists. Names
-    similar paths, or the fix for a folder or text."""
+    both files exist (logged). Raises MissingDatasetError, with similar paths or the fix for a folder or text."""
     if IndexedDataset.exists(path_prefix):
         return path_prefix
     for suffix in DEFAULT_SUFFIXES:

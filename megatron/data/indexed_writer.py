@@ -148,9 +148,8 @@ class IndexedDatasetBuilder:
                 self._modes.extend(np.zeros(len(sizes), dtype=np.int8))
 
     def add_index(self, path_prefix: str) -> None:
-        """Append all documents of the finished data set at ``path_prefix``, with modes if multimodal; checks its index
-        first, and copies the tokens unread. Raises UserError if it has another dtype, IndexedDatasetError if it is
-        damaged."""
+        """Append all documents of the finished data set at ``path_prefix``, unread. Raises UserError if it has another
+        dtype, IndexedDatasetError if its index is damaged."""
         bin_path = get_bin_path(path_prefix)
         index = read_index(get_idx_path(path_prefix), os.path.getsize(bin_path), self.multimodal)
         if index.dtype != self.dtype:
@@ -169,10 +168,9 @@ class IndexedDatasetBuilder:
                 shutil.copyfileobj(source, self.data_file, BUFFER_BYTES)
 
     def finalize(self, idx_path: str) -> None:
-        """Write the index, sync both files, remove an older .idx, and rename the .bin, then the .idx, replacing older
-        ones; syncs the folder after each of these. Every document must have been ended: readers reject the index
-        otherwise. Raises ValueError after ``finalize`` or ``abort``; OSError, after removing the temporary files, if
-        writing fails."""
+        """Write the index, sync both files, and rename the .bin, then the .idx, replacing older ones; syncs the folder
+        after each. Every document must have been ended. Raises ValueError after ``finalize`` or ``abort``; OSError,
+        after removing the temporary files."""
         if not self._open:
             raise ValueError(f"{self.bin_path} is already finished or was given up")
         with self._reporting():

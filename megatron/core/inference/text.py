@@ -60,10 +60,9 @@ class Detokenizer:
 
 
 class TextStream:
-    """Text of tokens as they are generated after ``prompt``, up to the first of ``stops``.
-
-    The pieces that :meth:`push` and :meth:`finish` return add up to the text. Held back are characters whose bytes are
-    incomplete, and beginnings of stop strings."""
+    """Text of tokens as they are generated after ``prompt``, up to the first of ``stops``. The pieces that :meth:`push`
+    and :meth:`finish` return add up to it. Held back: characters whose bytes are incomplete, and beginnings of stop
+    strings."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self._detokenizer, self._stops = Detokenizer(tokenizer, prompt), stops

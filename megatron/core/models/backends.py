@@ -57,11 +57,10 @@ def transformer_engine_attention(
     *,
     groups: ProcessGroups,
 ) -> nn.Module:
-    """Build Transformer Engine's attention and set its NVTE_* environment variables for ``config.attention_backend``.
-
-    Returns local :class:`CoreAttention` instead with context parallelism, backend ``local``, attention sinks,
-    softcapped logits or attention dropout, because Transformer Engine's dropout masks depend on the parallel layout.
-    Raises UserError: an NVTE_* variable in the environment contradicts ``attention_backend`` or deterministic mode."""
+    """Build Transformer Engine's attention and set its NVTE_* environment variables for ``config.attention_backend``;
+    local :class:`CoreAttention` with context parallelism, backend ``local``, attention sinks, softcapped logits or
+    attention dropout, whose masks in Transformer Engine depend on the layout. Raises UserError if an NVTE_* variable of
+    the environment contradicts ``attention_backend`` or deterministic mode."""
     is_local = config.context_parallel_size > 1 or config.attention_backend == "local" or has_sink(config)
     if is_local or config.attention_dropout or config.attn_logit_softcapping:
         return CoreAttention(config, layer_number, attn_mask_type, groups=groups)
@@ -130,9 +129,8 @@ class TransformerEngineLayer(EngineNamedLayer):
         groups: ProcessGroups,
         branches: range | None = None,
     ) -> None:
-        """Build the layer; then each branch's first column-parallel linear adopts the branch's norm. None does with
-        ``layernorm`` in --recompute-modules, or tensor parallelism; a branch whose normalized stream is its residual,
-        or with other module classes, stays as it is."""
+        """Build the layer; then each branch's first column-parallel linear adopts the branch's norm where both are of
+        the known classes."""
         super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
         if "layernorm" in recomputed_modules(config):
             return
@@ -163,15 +161,13 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 
 @cache
 def _local_with_engine_names() -> Backend:
-    """Return the local backend with Transformer Engine's parameter names; log a notice once per process."""
     notice(logger, "%s is not installed (%s); using local layers with its parameter names", te.NAME, te.INSTALL)
     return replace(BACKENDS["local"], layer=EngineNamedLayer)
 
 
 def get_backend(name: str) -> Backend:
     """Return the backend ``name``. If Transformer Engine is not installed, ``transformer_engine`` returns local modules
-    with its parameter names, which programs address, and logs a notice the first time. Raises UserError: ``name`` is
-    unknown; the message lists the alternatives."""
+    with its parameter names, and logs a notice the first time. Raises UserError for an unknown name."""
     if name not in BACKENDS:
         raise UserError(
             f"transformer_impl {name!r} is not available here; available: {', '.join(sorted(BACKENDS))}. "
@@ -183,9 +179,8 @@ def get_backend(name: str) -> Backend:
 
 
 def kernel_summary(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
-    """Yield log lines about the implementations that the built ``model_chunks`` use: one of layer backends, then one
-    per attention kernel, with its layer numbers if there are several. Inspects the modules of each
-    :class:`TransformerLayer`, not the settings; nothing without such layers."""
+    """Yield log lines about the implementations that the built modules of ``model_chunks`` use: one of layer backends,
+    then one per attention kernel, with its layer numbers if there are several."""
     kinds: set[str] = set()
     attention: dict[str, list[int]] = {}
     for chunk in model_chunks:

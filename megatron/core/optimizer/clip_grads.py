@@ -23,9 +23,8 @@ Share = tuple[Iterable[Tensor], Sequence[Group]]
 
 
 def sum_over_model(shares: Iterable[Share], local_sum: Callable[[Iterable[Tensor]], Tensor]) -> Tensor:
-    """Sum ``local_sum(tensors)`` over all shares and all ranks of their groups; return a 0-d tensor. Collective: every
-    rank must pass the same groups in the same order, with or without tensors. ``local_sum`` must return a new 0-d
-    tensor, which is all-reduced in place."""
+    """Sum ``local_sum(tensors)``, a new 0-d tensor that is all-reduced in place, over all shares and all ranks of their
+    groups. Collective: every rank must pass the same groups in the same order, with or without tensors."""
     sums = []
     # no branch on local tensors: a rank without parameters of a share must still join its all-reduces
     for tensors, groups in shares:

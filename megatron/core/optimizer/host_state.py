@@ -188,13 +188,11 @@ class HostState:
         return [pieces for pieces in slices if pieces]
 
     def _pairs(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (view of the slot, host tensor) for all state in slice ``index``."""
         for piece in self._slices[index][1]:
             for tensor, view in zip(self._state(piece.name), self._views(index, piece)):
                 yield view.view(-1), tensor.view(-1)[piece.start : piece.stop]
 
     def _views(self, index: int, piece: Piece) -> list[Tensor]:
-        """Return the views of the slot for ``piece``, in the order of :meth:`_state`."""
         slot, views = self._slots[index % len(self._slots)], []
         for tensor, place in zip(self._state(piece.name), piece.places):
             num_bytes = (piece.stop - piece.start) * tensor.element_size()
@@ -247,7 +245,6 @@ class HostState:
         self._loaded[index] = self._loads.copy(self._pairs(index), after)
 
     def _on_device(self, index: int, piece: Piece, entry: Entry) -> Entry:
-        """Return ``entry`` for the range of ``piece``, with views of the slot as state."""
         views = self._views(index, piece)
         memory = None if entry.storage.kept is None else views.pop(0)
         part = None if piece.is_full else slice(piece.start, piece.stop)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 class ParameterState(MutableMapping[str, Any]):
     """Mutable mapping with the state of one parameter: its moments by kind, and ``step``, shared by all parameters. An
-    assigned moment replaces the tensor by reference, and the next update uses it. An assigned ``step`` applies to all
-    parameters. Deletion raises TypeError."""
+    assigned moment replaces the tensor by reference. Deletion raises TypeError."""
 
     def __init__(self, optimizer: MegatronOptimizer, name: str) -> None:
         self._optimizer, self._name = optimizer, name

@@ -127,7 +127,6 @@ class Muon:
         return self._scale(rows, columns) * self.config.muon_extra_scale_factor
 
     def _cost(self, shape: Sequence[int], spec: ParameterSpec) -> float:
-        """Return the relative cost of Newton-Schulz for all matrices of a parameter."""
         ranges, heights = row_ranges(shape, spec, self.splits), matrix_heights(shape, spec, self.splits)
         columns, blocks = shape[-1], math.prod(shape[:-1]) // sum(rows for rows, _ in ranges)
         return sum(

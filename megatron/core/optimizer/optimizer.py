@@ -299,7 +299,6 @@ class MegatronOptimizer(MegatronNames):
             torch.autograd.graph.increment_version(list(chunk.parameters()))
 
     def _factor(self, norm: Tensor, nonfinite: Tensor, unscale: Tensor | float | None) -> Tensor | None:
-        """Return the clipping times unscaling factor of the gradients (0-d), None if both are off."""
         if self.config.clip_grad > 0.0:
             clip = clip_coefficient(norm, self.config.clip_grad)
             clip = torch.where(nonfinite, 1.0, clip)  # a NaN norm must not spread into the gradients
@@ -383,10 +382,9 @@ class MegatronOptimizer(MegatronNames):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's shards by kind and parameter name. ``{"exp_avg": {name: tensor},
-        "exp_avg_sq": {…}, "main_param": {…}, "step": int, "grad_scaler": {…}}``. The tensors are live, except masters
-        with 16-bit remainders, which are new fp32 tensors; offloaded ones are in host memory. SGD has
-        ``momentum_buffer``. ``main_param`` contains only parameters whose weight is less exact than the master. Waits
+        """Return the state of this rank's shards: ``{"exp_avg": {name: tensor}, "exp_avg_sq": {…}, "main_param": {…},
+        "step": int, "grad_scaler": {…}}``. The tensors are live, except masters with 16-bit remainders; offloaded ones
+        are in host memory. ``main_param`` contains only parameters whose weight is less exact than the master. Waits
         for the device."""
         self.host_state.settle()
         stored = [name for name, storage in self.storage.items() if storage.saves_master]
@@ -449,9 +447,8 @@ class MegatronOptimizer(MegatronNames):
 
 
 def check_names(live: dict[str, Any], stored: dict[str, Any]) -> None:
-    """Compare the names in two optimizer states: keys, and the parameter names of every key but ``step`` and
-    ``grad_scaler``. Raises UserError if a name is only in ``live`` (missing) or only in ``stored`` (unknown); the
-    message lists all such names. Compares no shapes."""
+    """Raise UserError, with all names, if a parameter is only in ``live`` or only in ``stored``, two optimizer states.
+    Compares no shapes."""
     problems = []
     for key in sorted(set(live) | set(stored)):
         if key not in stored or key not in live:

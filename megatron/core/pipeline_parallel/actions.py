@@ -72,7 +72,6 @@ class Schedule:
         return self._neighbour(rank, action, {"F": 1, "B": -1, "W": 0}[action.kind])
 
     def _neighbour(self, rank: int, action: Action, step: int) -> RankAction | None:
-        """None for step 0 or beyond the ends."""
         stage = self.stage(rank, action.chunk) + step
         if step == 0 or not 0 <= stage < self.num_stages:
             return None

@@ -106,8 +106,7 @@ class PipelineRun:
 
     def _forward(self, action: Action) -> None:
         """Receive, compute, then send, or (last stage) compute the loss. Saves the input and the roots for backward.
-        The memory of the output is freed after the send. In training sets ``requires_grad`` of the received tensors in
-        place."""
+        The memory of the output is freed after the send."""
         work, chunk = self.work, self.work.chunks[action.chunk]
         train = self.schedule.has_backward
         received = self.messages.receive(action)
@@ -176,7 +175,6 @@ class PipelineRun:
                 compute()
 
     def _grad_sync_context(self, action: Action) -> AbstractContextManager:
-        """Return the chunk's ``no_sync()``, except in the last B and the last W of a chunk, which reduce gradients."""
         chunk = self.work.chunks[action.chunk]
         # a bucket that is reduced earlier would miss the gradients of later micro-batches
         return nullcontext() if action in self._final else getattr(chunk, "no_sync", nullcontext)()

@@ -139,10 +139,9 @@ def _forward_backward(
     **options: object,
 ) -> list[object]:
     """Run all micro-batches by ``runner`` and, after a backward, ``config.finalize_model_grads_func``. Return the last
-    value of ``loss_func`` per micro-batch, on stages with the loss. ``forward_only``: without ``loss_func`` the result
-    is the output. ``collect_non_loss_data``: return ``loss_func(output, non_loss_data=True)``; no backward.
-    ``options``: ``seq_length`` and ``micro_batch_size`` (with a pipeline), ``decoder_seq_length``, ``row_lengths``;
-    other Megatron-LM arguments are ignored, unknown ones raise TypeError."""
+    value of ``loss_func`` per micro-batch, on stages with the loss. ``options``: ``seq_length`` and
+    ``micro_batch_size`` (with a pipeline), ``decoder_seq_length``, ``row_lengths``; other Megatron-LM arguments are
+    ignored, unknown ones raise TypeError."""
     if unknown := sorted(options.keys() - _OPTIONS - _WITHOUT_EFFECT):
         raise TypeError(f"forward_backward_func() has no arguments {', '.join(unknown)}")
     options = {name: value for name, value in options.items() if name in _OPTIONS}

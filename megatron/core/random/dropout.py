@@ -58,7 +58,6 @@ class Dropout(nn.Module):
         return ScaleByMask.apply(x, mask, 1.0 / (1.0 - DropoutStream.exact_rate(self.rate)))
 
     def _checked(self, coordinates: DropoutCoordinates | None) -> DropoutCoordinates:
-        """Raise ValueError, with the site, without coordinates."""
         if coordinates is None:
             raise ValueError(
                 f"dropout at {self.site} needs the coordinates of its tokens: pass dropout=DropoutCoordinates(...), "

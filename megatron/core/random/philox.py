@@ -79,7 +79,6 @@ def _block_words(key: int, blocks: Tensor) -> Tensor:
 
 
 def _uniform_from_words(words: Tensor) -> Tensor:
-    """Map words to float64 in (0, 1)."""
     return (words.double() + 0.5) * 2.0**-32
 
 

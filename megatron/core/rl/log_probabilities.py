@@ -292,7 +292,6 @@ def _routes_problem(routes: Sequence[SequenceRoutes], sequences: Sequence[Sequen
 
 
 def _on_all_stages(results: list[Tensor], like: Tensor, groups: Any) -> Tensor:
-    """``like``: shape and dtype."""
     output = torch.stack(results) if results else like
     if groups.pp.size > 1:
         dist.broadcast(output, groups.pp.ranks[-1], group=groups.pp.handle)

@@ -60,9 +60,8 @@ def parse_token_count(text: str) -> int:
 
 def parse_step_schedule(text: str, seq_length: int) -> list[Plateau]:
     """Parse ``"0:16 2.4B:320"``: pairs (separated by spaces or commas) of threshold in tokens and batch size in
-    samples. A size applies from the first sample at which the consumed tokens reach its threshold; thresholds become
-    samples by ``seq_length``, rounded up. Raises ScheduleError for no or invalid entries, a first threshold other than
-    0, or thresholds that do not increase."""
+    samples. A size applies from the first sample at which the consumed tokens reach its threshold. Raises ScheduleError
+    for invalid entries, a first threshold other than 0, or thresholds that do not increase."""
     flag = f"{_STEPS} {text!r}"
     plateaus: list[Plateau] = []
     previous = -1
@@ -83,10 +82,9 @@ def parse_step_schedule(text: str, seq_length: int) -> list[Plateau]:
 
 
 def ramp_schedule(rampup: Sequence[int], final_size: int) -> list[Plateau]:
-    """Return the plateaus of ``--rampup-batch-size start increment samples``. Plateau j has size start + j * increment
-    and starts when ``consumed >= j * samples / number of increments``. Raises ScheduleError unless there are three
-    numbers, positive except the samples (>= 0), if ``final_size - start`` is not a nonnegative multiple of the
-    increment, or for more than 10,000 steps."""
+    """Return the plateaus of ``--rampup-batch-size start increment samples``: plateau j has size start + j * increment
+    and starts when ``consumed >= j * samples / number of increments``. Raises ScheduleError for numbers that do not fit
+    each other, or more than 10,000 steps."""
     flag = f"--rampup-batch-size {' '.join(map(str, rampup))}"
     if len(rampup) != 3:
         raise ScheduleError(flag, "needs three numbers, START INCREMENT SAMPLES")

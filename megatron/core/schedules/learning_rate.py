@@ -87,10 +87,6 @@ class SchedulePlan:
     lr_wsd_decay_style: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise UserError, with the flag and its value, unless: both styles are known; 0 <= min_lr <= max_lr; init_lr
-        <= max_lr; the decay is positive and longer than the warm-up (>= 0); 0 <= start_wd <= end_wd, equal if constant;
-        for WSD an annealing length is given that does not exceed the decay, and its style is known."""
-
         def refuse(flag: str, value: object, reason: str) -> None:
             raise UserError(f"{flag} {value}: {reason}")
 
@@ -194,9 +190,8 @@ def samples_at(config: ScheduleConfig, position: float) -> int:
 def learning_rate(
     plan: SchedulePlan, samples: float, *, max_lr: float | None = None, min_lr: float | None = None
 ) -> float:
-    """Return the learning rate at position ``samples``: linear warm-up from ``init_lr`` to the peak, then
-    the decay style (closed forms in the module docstring), and the minimum after the decay; the style "constant" keeps
-    the peak. ``max_lr`` and ``min_lr`` of a parameter group override the plan's peak and minimum, also in warm-up."""
+    """Return the learning rate at position ``samples`` (closed forms in the module docstring). ``max_lr`` and
+    ``min_lr`` of a parameter group override the plan's peak and minimum, also in warm-up."""
     peak = plan.max_lr if max_lr is None else max_lr
     low = plan.min_lr if min_lr is None else min_lr
     warmup, end = plan.lr_warmup_steps, plan.lr_decay_steps
@@ -231,9 +226,8 @@ def _annealing(style: str | None, share: float) -> float:
 def decay_weight(
     plan: SchedulePlan, samples: float, *, start_wd: float | None = None, end_wd: float | None = None
 ) -> float:
-    """Return the weight decay coefficient at position ``samples``: linear or cosine from start to end over
-    ``wd_incr_steps``, then the end value; constant style: always the end value. ``start_wd`` and ``end_wd`` of a
-    parameter group override the plan's values."""
+    """Return the weight decay coefficient at position ``samples``. ``start_wd`` and ``end_wd`` of a parameter group
+    override the plan's values."""
     start = plan.start_wd if start_wd is None else start_wd
     end = plan.end_wd if end_wd is None else end_wd
     if samples > plan.wd_incr_steps or plan.wd_incr_style == "constant":

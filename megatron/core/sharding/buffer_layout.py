@@ -119,8 +119,7 @@ def _bucket_stops(
     sizes: Sequence[int], separate: Sequence[bool], bucket_size: int | None, num_shards: int
 ) -> Iterator[int]:
     """Yield the index after the last parameter of each bucket: the one that fills it to ``bucket_size`` (None: never)
-    with at most :data:`_MAX_PADDING` of padding in full shards, and around ``separate`` parameters. Yields at least
-    one; empty parameters at the end belong to no bucket."""
+    with at most :data:`_MAX_PADDING` of padding in full shards, and around ``separate`` parameters."""
     members: list[int] = []
     last = 0
     for index, size in enumerate(sizes):

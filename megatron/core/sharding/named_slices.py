@@ -106,7 +106,6 @@ class SlicedState(nn.Module):
                 destination.update({key: part.as_subclass(Tensor) for key, part in named})  # type: ignore[arg-type]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Also read slices. torch passes a dict for this module only."""
         for name, parameter in self._parameters.items():
             keys = [f"{prefix}{name}{index}" for index in range(getattr(parameter, "num_slices", 0))]
             if parameter is not None and keys and all(key in state_dict for key in keys):

@@ -433,7 +433,6 @@ def _bound(spec: ParameterSpec, init: XavierUniform | Uniform) -> float:
 
 
 def _draw_dtype(param: Tensor) -> torch.dtype:
-    """fp32 for 16-bit parameters, which are rounded once."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 

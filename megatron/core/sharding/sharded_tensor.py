@@ -114,7 +114,6 @@ def flat_range_tensors(
 
 
 def _key(name: str, spec: ParameterSpec) -> str:
-    """Return the global name, or for a part of a global tensor the local name, which is unique."""
     return global_name(name, spec) if spec.part is None else name
 
 

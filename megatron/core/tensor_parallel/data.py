@@ -22,11 +22,10 @@ class _Form(NamedTuple):
 def broadcast_data(
     keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype, tp_group: AnyGroup = None
 ) -> dict[str, Tensor]:
-    """Return the tensors ``keys`` of the first tensor-parallel rank's ``data``, cast to ``datatype``, on every rank;
-    entries that are not in ``keys`` are not sent. A missing key raises KeyError on the first rank only, and the others
-    block. Collective over the group: one object broadcast of shapes, then one broadcast per key. The other ranks may
-    pass None. Results are on the training device; on the first rank they may be the input tensors themselves.
-    ``tp_group`` is a torch ``ProcessGroup`` or a ``Group``; None: the running program's tensor-parallel group."""
+    """Return the tensors ``keys`` of the first tensor-parallel rank's ``data``, cast to ``datatype``, on every rank's
+    training device. A missing key raises KeyError on the first rank only, and the others block. Collective: one object
+    broadcast of shapes, then one broadcast per key. The other ranks may pass None. ``tp_group``: a torch
+    ``ProcessGroup`` or a ``Group``; None: the running program's tensor-parallel group."""
     if resolve_group(tp_group).is_first:
         assert data is not None
         data = {name: data[name].to(datatype) for name in keys}
@@ -34,10 +33,9 @@ def broadcast_data(
 
 
 def broadcast_batch(batch: dict[str, Any] | None, tp_group: AnyGroup = None) -> dict[str, Any]:
-    """Broadcast the first tensor-parallel rank's ``batch`` to every rank of the group and return it in a new dict:
-    tensors on the training device, other values pickled. Collective: one object broadcast, then one broadcast per
-    tensor; none for a group of one. The other ranks' ``batch`` is ignored; the first rank's tensors are not copied if
-    they are on the device and contiguous. ``tp_group``: see :func:`broadcast_data`."""
+    """Broadcast the first tensor-parallel rank's ``batch`` and return it in a new dict: tensors on the training device,
+    other values pickled. Collective: one object broadcast, then one broadcast per tensor. The other ranks' ``batch`` is
+    ignored. ``tp_group``: see :func:`broadcast_data`."""
     group = resolve_group(tp_group)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     contents: list[Any] = [None]

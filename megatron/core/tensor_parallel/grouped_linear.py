@@ -264,7 +264,6 @@ class _GroupedLinear(torch.autograd.Function):
 def _weight_gradient(
     weight: Tensor, grad: Operand, x: Operand, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts
 ) -> Tensor | None:
-    """Return dW, or add it to ``main_grad`` in place and return None."""
     main_grad = linear.fused_gradient(weight, traits)
     if main_grad is None:
         return products.weight_gradient(grad, x, ends, None).view(weight.shape)

@@ -122,13 +122,11 @@ class ColumnParallelLinear(GemmLayer):
         self, x: Tensor | AutogradHandle, weight: Tensor | None = None, *, is_gathered: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return (output [..., out / tp], or all of it with ``gather_output``; the bias with ``skip_bias_add``, else
-        None). Under sequence parallelism all-gathers ``x`` [s / tp, b, i]; backward reduces the gradient of ``x``:
-        reduce-scatter under sequence parallelism, else all-reduce. ``x`` may be an all-gather in flight
-        (:meth:`gather`), which is awaited. With that or ``is_gathered`` (``x`` has the positions of all ranks) backward
-        does not reduce the gradient of ``x``: it is a partial sum over the group, which the handle of :meth:`gather`
+        None). Under sequence parallelism all-gathers ``x`` [s / tp, b, i]; backward reduces the gradient of ``x``.
+        ``x`` may be an all-gather in flight (:meth:`gather`). With that or ``is_gathered`` (``x`` has the positions of
+        all ranks) the gradient of ``x`` is a partial sum over the group, which the handle of :meth:`gather`
         reduce-scatters. ``weight`` replaces the layer's weight by another module's; its gradient is not deferred, and
-        that module must announce it (``LinearTraits.weight_has_other_uses``). It excludes gathered input, which is not
-        checked."""
+        that module must announce it (``LinearTraits.weight_has_other_uses``)."""
         traits, store = self.traits, self.weight_gradient_store
         if isinstance(x, AutogradHandle):
             x, is_gathered = x.wait(), True
@@ -168,9 +166,8 @@ def _shared_rows(
     size: StackedSize, rest: tuple[int, ...], name: str, *, groups: ProcessGroups, **further_settings: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Declare the weight or bias of a stacked size with fewer blocks than ranks as two parameters, parts of the global
-    tensor ``name``. Return (this rank's rows of its block, the rows that all ranks of the block hold). Gradients of the
-    latter are partial sums over those ranks, because each rank sees only its query heads. UserError if ``tp`` is not a
-    multiple of the blocks."""
+    tensor ``name``: this rank's rows of its block, and the rows that all ranks of the block hold, whose gradients are
+    partial sums. UserError if ``tp`` is not a multiple of the blocks."""
     blocks, rows = size.shape
     if groups.tp.size % blocks:
         raise UserError(
@@ -242,10 +239,9 @@ class RowParallelLinear(RowParallel, GemmLayer):
     product = staticmethod(parallel_linear)
 
     def forward(self, x: Tensor, *, in_flight: bool = False) -> tuple[Any, Tensor | None]:
-        """Return (output, bias for the caller to add or None). Splits ``x`` along the last dim first unless
-        ``input_is_parallel``. All-reduces the product, or reduce-scatters it along the sequence, and then adds the
-        bias. ``in_flight`` (sequence parallelism): return (the reduce-scatter in flight, bias); pass the handle to
-        :meth:`finish`, which adds the bias."""
+        """Return (output, bias for the caller to add or None): the product, all-reduced or reduce-scattered along the
+        sequence, plus the bias. ``in_flight`` (sequence parallelism): return (the reduce-scatter in flight, bias);
+        :meth:`finish` adds the bias."""
         if self._bias_is_fused:
             return self.product(x, self.weight, self.bias, self.traits, self.weight_gradient_store), None
         entered = self._enter(x, self.group)
@@ -410,7 +406,6 @@ class VocabParallelOutput(GemmLayer):
         return logits if self.soft_cap is None else in_full_vectors(torch.tanh, logits / self.soft_cap) * self.soft_cap
 
     def _logit_losses(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """From all logits at once; their gradient overwrites them."""
         return vocab_parallel_losses(
             self._logits(x, weight), labels, vocab_size=self.vocab_size, divisible_by=self.divisible_by,
             group=self.group, reuse_logits=True, batch_invariant=self.batch_invariant,

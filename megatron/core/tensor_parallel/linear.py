@@ -184,7 +184,6 @@ def _weight_gradient(weight: Tensor, grad: Operand, x: Operand, traits: LinearTr
 
 
 def _bias_gradient(bias: Tensor, grad: Tensor, traits: LinearTraits) -> Tensor | None:
-    """Return db, or add it to ``main_grad`` and return None."""
     main_grad = fused_gradient(bias, traits)
     grad_bias = traits.column_sum(grad.flatten(0, -2), main_grad)
     return grad_bias if main_grad is None else None

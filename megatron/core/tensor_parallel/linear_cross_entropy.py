@@ -115,8 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: AutogradContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Recompute the logits chunk by chunk. All-gathers ``x`` again, and reduces dX, overlapped with the last dW
-        GEMM. dW is None if it is in ``main_grad`` or deferred. The bias gradient, summed in fp32, goes through
-        autograd. The seventh result is a placeholder for the token."""
+        GEMM. dW is None if it is in ``main_grad`` or deferred. The seventh result is a placeholder for the token."""
         x, weight, label_t, maximum_t, total_t = ctx.saved_tensors
         traits, store = ctx.traits, ctx.store
         needs_x, needs_ready = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
@@ -156,7 +155,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _gathered_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
-    """X [t, h] of all positions."""
     gathered = all_gather_along_first_dim(x, traits.group) if traits.gather_input else x
     return gathered.detach().reshape(-1, x.shape[-1])
 
@@ -179,7 +177,6 @@ def _logits(
 
 
 def _gradient_sum(weight: Tensor, traits: linear.LinearTraits) -> Tensor:
-    """Return ``main_grad``, else zeros of at least fp32."""
     main_grad = linear.fused_gradient(weight, traits)
     if main_grad is not None:
         return main_grad

@@ -144,7 +144,6 @@ def _all_gather_parts(part: Tensor, group: Group, sizes: Sequence[int]) -> Tenso
 
 
 def _reduce_scatter_parts(full: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-    """Return a copy of this rank's ``sizes[rank]`` rows."""
     # all-reduce: gloo cannot reduce-scatter unequal shards, and torch emulates it on NCCL with broadcasts
     return operators.all_reduce_sum(full, group).split(list(sizes))[group.rank].contiguous()
 

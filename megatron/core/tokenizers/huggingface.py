@@ -179,8 +179,7 @@ def build_huggingface(
 ) -> BackendTokenizer:
     """Build a HuggingFaceTokenizer from a tokenizer.json, or from a folder that holds one. Adds ``special_tokens`` and
     ``extra_ids`` sentinels, unless the file has them. Truncation and padding of the file are switched off. Raises
-    UserError: a name instead of a path, no tokenizer.json, code in the folder, a broken file, wrong ids of added
-    tokens, no end-of-document token."""
+    UserError for a folder or file that cannot be used, or without an end-of-document token."""
     file = _locate(path)
     raw = read_tokenizer_file("--tokenizer-model", str(file), "HuggingFaceTokenizer", "a tokenizer.json")
     definition = _parse(raw, file)

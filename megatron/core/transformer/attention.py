@@ -68,9 +68,8 @@ class SelfAttention(Segmented):
         *,
         groups: ProcessGroups,
     ) -> None:
-        """Build ``linear_qkv``, head norms, ``core_attention`` and ``linear_proj`` from the slots. ``layer_number``
-        (from 1) decides about rotary embedding and sliding window. With fewer query groups than tensor-parallel ranks,
-        this rank has some query heads of one group."""
+        """Build the modules from the slots. ``layer_number`` (from 1) decides about rotary embedding and sliding
+        window. With fewer query groups than tensor-parallel ranks, this rank has some query heads of one group."""
         super().__init__()
         heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         heads_per_group = heads // kv_groups
@@ -159,8 +158,7 @@ def _head_norm(
     slot: Slot | None, norm: Slot, config: TransformerConfig, groups: ProcessGroups, num_heads: int
 ) -> nn.Module:
     """Return the norm of query or key heads that :func:`qk_norm` chooses. The standard one is ``slot``, or else
-    ``norm``, per head: its replicated weight has a partial gradient over TP, because each rank sees only its heads.
-    ``num_heads`` counts the heads of all ranks."""
+    ``norm``, per head: each rank sees only its heads of ``num_heads``, so that gradients are partial over TP."""
     kind = qk_norm(config, is_filled=slot is not None)
     if kind is None:
         return IdentityOp()

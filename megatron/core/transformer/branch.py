@@ -60,10 +60,9 @@ class Branch(Sited):
         *,
         reads_norm_of: Branch | None = None,
     ) -> None:
-        """Build norm or norms, mixer and dropout and register them on ``layer`` under the names of ``spec``. Without a
-        norm before the mixer a cast to the compute dtype takes its name. ``reads_norm_of``: the branch whose norm is
-        this branch's too. Raises UserError for a mixer with an
-        unsupported ``forward`` (:func:`accepts_context`) or, under context parallelism, without a declared layout."""
+        """Build norms, mixer and dropout and register them on ``layer`` under the names of ``spec``. Without a norm
+        before the mixer a cast to the compute dtype takes its name. ``reads_norm_of``: the branch whose norm is this
+        branch's too. Raises UserError as :func:`accepts_context` and :func:`build_token_mixer`."""
         self.layer, self.name, self.norm_name, self.dropout_name = layer, spec.name, spec.norm_name, spec.dropout_name
         self.post_norm_name = spec.post_norm_name
         if reads_norm_of is not None:
@@ -149,11 +148,9 @@ def _build_mixer(slot: Any, config: TransformerConfig, layer_number: int, groups
 
 @cache
 def accepts_context(forward: Callable[..., Any]) -> bool:
-    """Return whether a mixer's ``forward`` has a parameter ``ctx`` or ``*args``, so that it is called as ``forward(x,
-    ctx)``; else it is called as ``forward(x)``.
-
-    Raises: UserError: ``forward`` has ``attention_mask``, ``rotary_pos_emb`` or ``packed_seq_params`` but no ``ctx``;
-    nothing would fill them."""
+    """Return whether a mixer is called as ``forward(x, ctx)``, because its ``forward`` has ``ctx`` or ``*args``, or as
+    ``forward(x)``. Raises UserError if it has ``attention_mask``, ``rotary_pos_emb`` or ``packed_seq_params``, which
+    nothing would fill."""
     if _takes(forward, "ctx", inspect.Parameter.VAR_POSITIONAL):
         return True
     facts = ("attention_mask", "rotary_pos_emb", "packed_seq_params")

@@ -24,10 +24,8 @@ _COMPUTING = ("forward", "segments")
 
 
 def layout_problem(kind: type, order: str = ONE_RANK.order) -> str | None:
-    """Return why ``kind`` cannot run on a part of each sequence, with tokens in ``order``; None if it can.
-
-    A declaration covers its class and subclasses that do not override ``forward`` or ``segments``; a subclass that
-    overrides one of them must declare again."""
+    """Return why ``kind`` cannot run on a part of each sequence, with tokens in ``order``; None if it can. A subclass
+    that overrides ``forward`` or ``segments`` must declare again."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     for cls in kind.__mro__:
         declared = vars(cls)
@@ -48,9 +46,8 @@ FIX = (
 
 
 def build_token_mixer(slot: Any, *args: object, groups: ProcessGroups, **kwargs: object) -> Any:
-    """Build the module of ``slot``, which may mix tokens of a sequence, like :func:`build_module`; with context
-    parallelism then check its class by :func:`layout_problem` for the zig-zag order. Raises UserError: context
-    parallelism is on and the module does not take its layout."""
+    """Build the module of ``slot``, which may mix tokens of a sequence, like :func:`build_module`. Raises UserError if
+    :func:`layout_problem` has a reason against context parallelism."""
     module = build_module(slot, *args, groups=groups, **kwargs)
     ranks = groups.cp.size
     if ranks > 1 and (reason := layout_problem(type(module))):

@@ -97,9 +97,8 @@ class CrossAttention(Sited, nn.Module):
         return self.linear_q
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
-        """Return [s, b, h]: queries of ``hidden_states`` attend to ``ctx.encoder_output`` [e, b, h], cast to the
-        parameters' dtype, within ``ctx.encoder_documents``. Has no position bias and no mask. Both projections
-        all-gather their input under sequence parallelism. AssertionError without an encoder output."""
+        """Let the queries of ``hidden_states`` attend to ``ctx.encoder_output`` [e, b, h], cast to the parameters'
+        dtype, within ``ctx.encoder_documents``. Both projections all-gather their input under sequence parallelism."""
         assert ctx.encoder_output is not None, "a decoder's context brings encoder_output"
         query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.channels))
         pairs = self.linear_kv(ctx.encoder_output.to(self.dtype))[0].unflatten(-1, (-1, 2, self.channels))

@@ -11,11 +11,9 @@ from megatron.core.transformer.transformer_layer import branch_specs, layer_bran
 
 
 def describe_layer(spec: ModuleSpec | Callable[..., object], config: Config, place: LayerPlace) -> tuple[Piece, ...]:
-    """Return the pieces of a layer: one per branch, or a single piece for an indivisible layer.
-
-    An indivisible layer is described by its class's ``describe(config, place)`` if it has one, else by its branches in
-    one piece; without branch specs that piece is unknown and empty. Branches whose module has no ``describe`` are
-    unknown."""
+    """Return the pieces of a layer: one per branch, or a single piece for an indivisible layer: from its class's
+    ``describe(config, place)`` if it has one, else from its branches. Without branch specs, and for branches without
+    ``describe``, it is unknown."""
     apart = layer_branches(spec, config.use_parallel_residual)
     if apart is not None:
         return tuple(_describe_branch(branch, config, place) for branch in apart)
@@ -29,9 +27,8 @@ def describe_layer(spec: ModuleSpec | Callable[..., object], config: Config, pla
 
 
 def _describe_branch(spec: BranchSpec, config: Config, place: LayerPlace, reads_norm: bool = False) -> Piece:
-    """Return the description of one residual branch, from the ``describe`` attributes of the classes of its mixer and
-    its norm. A norm without the attribute is described as a built-in one. A mixer without it, or either with None,
-    makes the branch unknown (``is_known`` False), without parameters. ``reads_norm``: of the first branch."""
+    """Return the description of one residual branch by the ``describe`` attributes of its mixer and its norm (default:
+    of a built-in norm); None, or a mixer without it, makes the branch unknown. ``reads_norm``: of the first branch."""
     describe = getattr(getattr(spec.mixer, "module", spec.mixer), "describe", None)
     describe_norm = getattr(getattr(spec.norm, "module", spec.norm), "describe", norm)
     if describe is None or describe_norm is None:

@@ -47,9 +47,8 @@ class MLP(Segmented):
         groups: ProcessGroups,
         ffn_hidden_size: int | None = None,
     ) -> None:
-        """Build ``linear_fc1``, activation and ``linear_fc2`` from the slots. ``ffn_hidden_size`` is the width of the
-        full layer; None: ``config.ffn_hidden_size``. Gated activations double fc1. fc2 has the smaller initial weights
-        of output layers."""
+        """Build the modules from the slots. ``ffn_hidden_size`` is the width of the full layer; None:
+        ``config.ffn_hidden_size``."""
         super().__init__()
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         shared = {"config": config, "bias": config.add_bias_linear, "groups": groups}

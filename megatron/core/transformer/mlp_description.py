@@ -21,9 +21,8 @@ SETTINGS = (
 
 
 def describe_mlp(config: Config, place: LayerPlace, *, width: int | None = None) -> Piece:
-    """Describe fc1, activation and fc2: their parameters, FLOPs, memory traffic and saved activations per
-    tensor-parallel rank. ``width`` is the intermediate size of the full layer; None: ``ffn_hidden_size``. Gated
-    networks have a doubled fc1."""
+    """Describe fc1, activation and fc2, per tensor-parallel rank. ``width``: intermediate size of the full layer; None:
+    ``ffn_hidden_size``."""
     hidden, width, item = config.hidden_size, width or config.ffn_hidden_size, activation_bytes(config)
     gated, narrow = config.gated_linear_unit, width // config.tensor_model_parallel_size * item
     wide = narrow * (2 if gated else 1)

@@ -32,10 +32,9 @@ class MegatronModule(NamesSlices):
         return with_leading_dims(module_tensors(self, prefix=prefix, groups=groups), sharded_offsets)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict as torch does, and return torch's report. Keys may be global parameter names. If a shape
-        differs from the module's and the keys are those of ``sharded_state_dict``, every tensor is taken as this rank's
-        shard and copied in place; ``strict`` and ``assign`` are then ignored, and the report lists all keys as missing.
-        """
+        """Load a state dict as torch does; keys may be global parameter names. If a shape differs from the module's and
+        the keys are those of ``sharded_state_dict``, every tensor is taken as this rank's shard and copied in place,
+        and torch's report lists all keys as missing."""
         values = self.state_dict(keep_vars=True)
         specs = {name: getattr(value, "spec", None) for name, value in values.items()}
         names = {global_name(name, spec): name for name, spec in specs.items() if spec and spec.registered_as}

@@ -86,9 +86,7 @@ class MLASelfAttention(Segmented):
         *,
         groups: ProcessGroups,
     ) -> None:
-        """Build projections and latent norms (:meth:`_build_projections`), ``core_attention`` with the scale of
-        multi-latent attention, and ``linear_proj`` from the slots. AssertionError if a slot that the configuration
-        needs is None."""
+        """Build the modules from the slots. AssertionError if a slot that the configuration needs is None."""
         super().__init__()
         # head dims: unrotated and rotated channels of queries and keys, and values
         self._nope, self._rope, self._value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
@@ -126,9 +124,8 @@ class MLASelfAttention(Segmented):
     def _build_projections(
         self, config: TransformerConfig, slots: MLASelfAttentionSubmodules, groups: ProcessGroups
     ) -> None:
-        """Create the linear layers and latent norms from the slots. With a query rank: query down (or one fused down
-        projection), norm and up; else one full query projection. Key/value: down projection, norm, up. Sets
-        ``self._down``, the function that computes the latents."""
+        """Create the linear layers and latent norms from the slots: with a query rank query down (or one fused down
+        projection), norm and up. Sets ``self._down``, the function that computes the latents."""
         query_rank, rank = self._ranks
         hidden, heads = config.hidden_size, config.num_attention_heads
         query_width, width = heads * (self._nope + self._rope), heads * (self._nope + self._value)
@@ -200,7 +197,6 @@ class MLASelfAttention(Segmented):
         return finish(self.linear_proj, summing, ctx)
 
     def _stream_queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of the query projection, which is x, and the latent of keys and values with the rope key."""
         return x, self.linear_kv_down_proj(x)[0]
 
     def _latents_two_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +215,6 @@ class MLASelfAttention(Segmented):
         return query, *self._keys_values(self.linear_kv_up_proj(latent)[0], rope_key)
 
     def _gathered_heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, ctx: ForwardContext) -> Heads:
-        """Compute the heads as :meth:`_heads` from latents that are already all-gathered."""
         query = self._query(self.linear_query(source, is_gathered=True)[0], ctx.rotary_pos_emb)
         return query, *self.expand(latent, self._rotated_key(rope_key, ctx.rotary_pos_emb))
 
@@ -264,7 +259,6 @@ class MLASelfAttention(Segmented):
 
     @property
     def _up_weights(self) -> tuple[Tensor, ...]:
-        """Up projections of keys [a, nope, r] and of values [a, e, r]."""
         weight = cast("Tensor", self.linear_kv_up_proj.weight).unflatten(0, (-1, self._nope + self._value))
         return weight.split((self._nope, self._value), dim=1)
 

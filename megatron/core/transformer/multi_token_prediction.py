@@ -78,10 +78,9 @@ class Tokens(NamedTuple):
 def shifted_tokens(
     tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, layout: TokenLayout, packed: bool = False
 ) -> list[Tokens]:
-    """Return one :class:`Tokens` per depth 1 to ``depths``, shifted left by it: zeros past the end of a sequence, where
-    the mask is 0, as past the end of a packed document. ``tensors`` are ids, positions and labels [b, s] of this rank;
-    ``loss_mask`` None is all ones. ``packed``: each document of ``layout`` is a sequence, which the weights are for.
-    One all-gather of full sequences over the ranks of ``layout``, in fp64."""
+    """Return the tokens of depths 1 to ``depths``: zeros past the end of a sequence or packed document, where the mask
+    is 0. ``tensors`` are ids, positions and labels [b, s] of this rank. ``packed``: each document of ``layout`` is a
+    sequence, which the weights are for. One all-gather over the ranks of ``layout``, in fp64."""
     mask = torch.ones_like(tensors[0]) if loss_mask is None else loss_mask
     # fp64 represents every id exactly: one collective for all tensors
     full = layout.full(torch.stack([tensor.to(torch.float64) for tensor in (*tensors, mask)]), 2)

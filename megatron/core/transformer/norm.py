@@ -133,9 +133,6 @@ class NormAcrossHeads(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` [s, b, g, p, d] normalized over the last three dims of all tensor-parallel ranks (RMSNorm), in
-        the dtype of ``x``; computes in at least fp32. Collective: all-reduces the sums of squares over the group in
-        forward and backward."""
         wide = x if x.dtype == torch.float64 else x.float()
         squares = wide.square().sum((2, 3, 4), keepdim=True)
         # all-reduce in forward and in backward: every rank's output depends on every rank's squares

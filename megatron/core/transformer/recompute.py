@@ -63,10 +63,9 @@ _choices: ContextVar[_Choices | None] = ContextVar("choices", default=None)
 
 
 def choose(make: Callable[[], Tensor]) -> Tensor:
-    """Return ``make()``; during recomputation return the value of the first forward pass.
-
-    For decisions that rounding could flip, such as top-k routing: a flipped decision would give gradients to weights
-    that were not used in the forward pass."""
+    """Return ``make()``; during recomputation the value of the first forward pass, for decisions that rounding could
+    flip, such as top-k routing: a flipped one would give gradients to weights that were not used in the forward
+    pass."""
     current = _choices.get()
     if current is None:
         return make()
@@ -89,11 +88,9 @@ class _Split(NamedTuple):
 
 
 def recompute_from_split_input(group: Group, function: Callable, *args: object) -> object:
-    """Call ``function``, saving only this rank's shard of each floating-point argument that ``group`` replicates;
-    arguments whose size it does not divide, and others, are saved in full.
-
-    Backward all-gathers the arguments and calls ``function`` again, so the ranks must run the same functions in the
-    same order. Without gradients it is a plain call."""
+    """Call ``function``, saving only this rank's shard of each floating-point argument that ``group`` replicates
+    (others, and sizes that it does not divide, in full). Backward all-gathers them, so the ranks must run the same
+    functions in the same order. Without gradients it is a plain call."""
 
     def pack(x: Tensor) -> Tensor | _Split:
         if not x.is_floating_point() or x.numel() == 0 or x.numel() % group.size:
@@ -112,10 +109,9 @@ def recompute_from_split_input(group: Group, function: Callable, *args: object) 
 
 
 def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) -> list[tuple[Run, range]]:
-    """Return (policy, range of layer positions) for each group of a stage's layers, in order. Without full
-    recomputation one group that is called; ``uniform``: groups of ``recompute_num_layers``; ``block``: that many single
-    layers, then one group of the rest, possibly empty, that is kept. ``distribute_saved_activations`` with TP saves
-    split inputs. Raises UserError: full recomputation without a method or with fewer than 1 layer."""
+    """Return (policy, range of layer positions) for each group of a stage's layers, in order. ``uniform``: groups of
+    ``recompute_num_layers``; ``block``: that many single layers, then one group of the rest, possibly empty, that is
+    kept. Raises UserError for full recomputation without a method or with fewer than 1 layer."""
     if config.recompute_granularity != "full":
         return [(call, range(num_layers))]
     count = config.recompute_num_layers

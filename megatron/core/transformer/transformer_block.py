@@ -43,7 +43,6 @@ class LayerList(nn.Module):
         return iter(self._modules.values())  # type: ignore[arg-type]
 
     def __getitem__(self, position: int) -> nn.Module:
-        """Return the layer at ``position`` in this stage (not the global index)."""
         return self.get_submodule(str(self.indices[position]))
 
 
@@ -89,8 +88,7 @@ class TransformerBlock(Sited, nn.Module):
         groups: ProcessGroups,
     ) -> None:
         """Build this stage's layers (partial at its ends) under their index in this stack, and with ``post_layer_norm``
-        the final norm. Raises UserError for a block spec of another number of layers or, under context parallelism, a
-        layer class without a declared layout."""
+        the final norm. Raises UserError as :func:`layer_specs` and :func:`build_token_mixer`."""
         super().__init__()
         self.open_sites()
         specs = layer_specs(spec, num_layers or config.num_layers)

@@ -73,9 +73,8 @@ class TransformerLayer(Segmented):
         groups: ProcessGroups,
         branches: range | None = None,
     ) -> None:
-        """Build the branches of ``submodules`` in the range ``branches`` (None: all) and register their modules on this
-        layer. Raises UserError if two modules would have the same name, also outside of the range. With
-        ``embed_layernorm`` the first norm of layer 1 replaces the residual stream."""
+        """Build the branches of ``submodules`` in the range ``branches`` (None: all). With ``embed_layernorm`` the
+        first norm of layer 1 replaces the residual stream."""
         super().__init__()
         self.config, self.layer_number = config, layer_number
         specs = branch_specs(submodules)
@@ -128,10 +127,9 @@ class TransformerLayer(Segmented):
 
 
 def layer_branches(spec: ModuleSpec | Callable[..., Any], parallel: bool = False) -> Sequence[BranchSpec] | None:
-    """Return the branches of a layer if stages may split it between them, else None.
-
-    A layer is indivisible if its class overrides ``forward`` or ``segments``, has no parameter ``branches``, or if its
-    branches read the same stream (``parallel``)."""
+    """Return the branches of a layer if stages may split it between them: its class does not override ``forward`` or
+    ``segments`` and has a parameter ``branches``, and its branches do not read the same stream (``parallel``). Else
+    None."""
     if parallel or not isinstance(spec, ModuleSpec) or not isinstance(spec.module, type):
         return None
     kind = spec.module

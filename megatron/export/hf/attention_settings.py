@@ -142,8 +142,6 @@ class Rope(Rule):
         self.limits = (f"rotary scaling: {', '.join(f'`{kind}`' for kind in kinds)}",)
 
     def load(self, config: Table) -> dict[str, object]:
-        """Read ``rope_parameters`` or ``rope_scaling`` and the older keys. Raises UserError for a type that the family
-        lacks, a separate table per layer type, or scaling keys that are left over."""
         table = get(config, ("rope_parameters", "rope_scaling"), {})
         if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
             raise refuse("rope_parameters", table, "which cannot be represented: layers must rotate equally")

@@ -63,8 +63,7 @@ def read_config(path: Path, model_family: object = None) -> Table:
 
 def find_family(config: Mapping[str, object]) -> Family:
     """Return the family of a ``config.json`` by its model_type, or, only without one, by its architectures. Raises
-    UserError: the model_type is unknown or no architecture matches (lists the known ones), or ``architectures`` is not
-    a list or names none that this model_type converts; it may be missing or empty."""
+    UserError for an unknown model_type, or ``architectures`` that it does not convert; they may be missing or empty."""
     table, kind, names = known_families(), config.get("model_type"), config.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(f"config.json: architectures is {names!r:.200}, expected a list of names")
@@ -106,7 +105,6 @@ def family_for(settings: Mapping[str, object], preferred: str | None = None, *, 
 
 
 def _distance(reasons: str) -> tuple[int, int]:
-    """Sort key of a family: (unsupported layer types, number of reasons)."""
     return sum(f"{kind} is " in reasons for kind in KINDS), reasons.count("; ")
 
 

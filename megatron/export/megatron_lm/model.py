@@ -25,10 +25,8 @@ Named = Mapping[str, LazyTensor]
 
 
 def find_folder(folder: Path, step: int | None, marker: str) -> Path:
-    """Return the checkpoint directory: ``folder`` if ``step`` is None and it contains ``marker`` (a glob pattern).
-
-    Otherwise return the directory of ``step``, by default the tracker's iteration. Raises CheckpointError: no
-    checkpoint of this format exists there."""
+    """Return the checkpoint directory: ``folder`` if ``step`` is None and it contains ``marker`` (a glob pattern), else
+    of ``step``, by default the tracker's iteration. Raises CheckpointError if there is none."""
     if step is None and any(folder.glob(marker)):
         return folder
     try:

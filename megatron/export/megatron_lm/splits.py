@@ -66,5 +66,4 @@ def _joined(parts: Sequence[LazyTensor], dim: int, sizes: Sequence[int]) -> Tens
 
 
 def _sections(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Split ``tensor`` in proportion to ``sizes``."""
     return tensor.split([tensor.shape[dim] * size // sum(sizes) for size in sizes], dim)

@@ -82,7 +82,6 @@ class _Stored:
         return LazyTensor(self.global_shape[1:], self.dtype, lambda: self.read_rows(layer, layer + 1)[0])
 
     def _stored(self, rectangle: Rectangle) -> Tensor:
-        """Read a rectangle in the coordinates of the stored pieces."""
         out = torch.empty(rectangle.lengths, dtype=self.dtype)
         for piece, place in self.pieces.items():
             if (shared := piece.intersect(rectangle)) is not None:

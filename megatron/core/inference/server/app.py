@@ -178,7 +178,6 @@ class Server:
         return {"prompt": self.info.tokenizer.detokenize(ids)}
 
     async def _in_thread(self, request: Request, compute: Callable[[Fields], dict[str, object]]) -> Response:
-        """Return the JSON that ``compute`` returns for the fields of ``request``."""
         body = await self._body(request)
         return _response(await asyncio.to_thread(lambda: json_bytes(compute(Fields(body)))))
 
@@ -344,7 +343,6 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
 
 
 def _error(error: UserError) -> RequestError:
-    """Return ``error`` with its HTTP status."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, RequestFailed):

@@ -51,10 +51,6 @@ class Pooler(nn.Module):
         self.stream = groups.stream(config.sequence_parallel)
 
     def forward(self, hidden_states: Tensor, first_tokens: Tensor | None = None) -> Tensor:
-        """Return tanh(dense(x)) of the first position of each row, [b, h], or with ``first_tokens`` (indices in a
-        packed row of this context-parallel rank) of each document, [n, h]. Collective: all-reduces over the
-        sequence-parallel ranks; ranks without a position add zero. With context parallelism valid on the first rank
-        only."""
         if first_tokens is None:
             first = hidden_states[0] * float(self.stream.is_first)  # other ranks hold later positions and add zero
         else:

@@ -45,9 +45,8 @@ class LanguageModelEmbedding(nn.Module):
         divisible_by: int = 128,
         groups: ProcessGroups,
     ) -> None:
-        """Build the word embedding (split over TP by vocabulary, padded to a multiple of ``divisible_by``), and if
-        needed replicated tables of learned positions and ``num_tokentypes`` types. The scale is sqrt(h) with
-        ``apply_embedding_scaling``, times ``embedding_multiplier``."""
+        """Build the word embedding, split over TP by vocabulary, and if needed replicated tables of learned positions
+        and types. The scale is sqrt(h) with ``apply_embedding_scaling``, times ``embedding_multiplier``."""
         super().__init__()
         self.max_sequence_length, self.group = max_sequence_length, groups.tp
         self.word_embeddings = VocabParallelEmbedding(
@@ -97,5 +96,4 @@ class LanguageModelEmbedding(nn.Module):
         return self._dropped(embeddings, dropout)
 
     def _dropped(self, embeddings: Tensor, dropout: DropoutCoordinates | None) -> Tensor:
-        """Scale the embeddings if configured, then apply dropout."""
         return self.embedding_dropout(embeddings if self.scale == 1.0 else embeddings * self.scale, dropout)

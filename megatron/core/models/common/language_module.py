@@ -87,11 +87,9 @@ class LanguageModule(MegatronModule):
         self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def local_shape(self, input_ids: Tensor | None) -> tuple[int, int, torch.device]:
-        """Return (batch size, this context-parallel rank's tokens per row, device) of a micro-batch.
-
-        ``input_ids`` [b, s] may be None on later pipeline stages, for programs that read no data there; the shape is
-        then taken from the received hidden states. Raises UserError: ``input_ids`` is None on a stage with the
-        embedding."""
+        """Return (batch size, this context-parallel rank's tokens per row, device) of a micro-batch. Without
+        ``input_ids`` [b, s], on later pipeline stages of programs that read no data there, the shape is that of the
+        received hidden states. Raises UserError on a stage with the embedding."""
         if input_ids is not None:
             return (*input_ids.shape, input_ids.device)
         if self.pre_process:
@@ -275,9 +273,8 @@ class LanguageModule(MegatronModule):
     def dropout_coordinates(
         self, layout: TokenLayout, length: int, samples: Tensor, position_ids: Tensor | None = None
     ) -> DropoutCoordinates:
-        """Return sample index and position of each token of this rank's part of the residual stream, from which dropout
-        masks are computed. Packed rows have one sample index per token, and ``position_ids`` [1, s] replaces the
-        positions."""
+        """Return sample index and position of each token of this rank's part of the residual stream. Packed rows have
+        one sample index per token, and ``position_ids`` [1, s] replaces the positions."""
         if samples.dim() > 1:  # one entry per token of the packed row
             samples = layout.stream_part(samples[0])
         positions = layout.positions(length, samples.device) if position_ids is None else position_ids[0]
@@ -304,7 +301,6 @@ def check_groups(pg_collection: Any, groups: ProcessGroups | None) -> None:
 
 
 def _construction_device(config: TransformerConfig) -> torch.device:
-    """Return the device on which to build a model."""
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -67,10 +67,8 @@ class LanguageModelSettings:
         return Vocabulary(self.vocab_size, shared, self.make_vocab_size_divisible_by)
 
     def rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """Return the rotary embedding of ``config`` at ``rotary_base`` (an MLATransformerConfig has its own): with
-        latent attention over its rope dims for every kind, else over ``kv_channels`` for "rope" (scaled with
-        ``rope_scaling`` or ``config.rope_parameters``) and "yarn"; None for other kinds. Raises UserError for an
-        unknown kind."""
+        """Return the rotary embedding of ``config`` at ``rotary_base`` (an MLATransformerConfig has its own); None for
+        kinds of positions that do not rotate. Raises UserError for an unknown kind."""
         kind = self.position_embedding_type
         if kind not in ("learned_absolute", "rope", "yarn", "none"):
             raise UserError(f"position_embedding_type {kind!r}: choose learned_absolute, rope, yarn or none")

@@ -17,8 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 def spec_layers(cfg: Settings) -> Any:
     """Return the layers that ``--spec`` names: a spec for all layers, specs per layer, or the result of a function,
     which receives the library's configuration if it has a ``config`` parameter. None without ``--spec`` or with
-    ``--spec local``. Imports the named module and, for such a function, calls it each time; does not check the number
-    of layers. Raises UserError: ``--spec`` names another kind of object."""
+    ``--spec local``. Does not check the number of layers. Raises UserError if it names another kind of object."""
     if cfg.custom_layers.spec in (None, ["local"]):
         return None
     spec = import_module(cfg.custom_layers.spec)

@@ -49,10 +49,8 @@ def describe_gpt(
     spec: object = None,
 ) -> ModelDescription:
     """Return the description of the model that :class:`GPTModel` builds from the same arguments, for sequences of
-    ``seq_length`` tokens, with ``config.mtp_num_layers`` prediction depths after the output layer.
-
-    ``vocab_size`` is the unpadded size, or 0 if unknown. ``spec`` is one spec for all layers or one per layer
-    (UserError for another number); None describes layers of attention and a feed-forward network without importing
+    ``seq_length`` tokens. ``vocab_size`` is the unpadded size, or 0 if unknown. ``spec`` is one spec for all layers or
+    one per layer (UserError for another number); None: attention and a feed-forward network, without importing
     torch."""
     vocabulary = common.Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by)
     word, output = common.word_tables(config, vocabulary)

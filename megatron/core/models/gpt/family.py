@@ -49,10 +49,8 @@ if TYPE_CHECKING:
 
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
-    """Return (class, configuration) of the data set: GPTDataset, GPTFIMDataset with --fim-data, VarlenDataset with
-    --use-varlen-dataset, SFTDataset with --sft, PreferenceDataset with --dpo, or their mock forms with --mock-data,
-    with the document flags and the tokenizer's vocabulary size (None without tokenizer). ``options`` are the common
-    options. Reads no data."""
+    """Return (class, configuration) of the data set that the flags choose, with the document flags and the tokenizer's
+    vocabulary size (None without tokenizer). ``options`` are the common options. Reads no data."""
     from megatron.core.datasets import gpt_dataset, varlen_dataset  # imports numpy
 
     tuning = cfg.group(FineTuningConfig)

@@ -96,9 +96,8 @@ def describe_t5(
 def _layers(
     config: Config, sizes: EncoderDecoder, rotary: bool, specs: tuple[object, object]
 ) -> Iterator[tuple[Piece, ...]]:
-    """Yield the branches of each encoder layer, then of each decoder layer. The last encoder layer includes the
-    encoder's final norm. Layer numbers continue from encoder to decoder; parameter names count from 0 in each stack.
-    Costs are per encoder token."""
+    """Yield the branches of each encoder layer (the last with the final norm), then of each decoder layer. Layer
+    numbers continue; parameter names count from 0 in each stack. Costs are per encoder token."""
     for index, describe in enumerate(common.layer_descriptions(specs[0], config.num_layers, common.encoder_layer)):
         layer = describe(config, LayerPlace(index + 1, sizes.encoder_length, rotary, causal=False))
         branches = tuple(branch.under(f"encoder.layers.{index}.") for branch in layer)

@@ -73,9 +73,8 @@ class T5Model(LanguageModule):
         add_encoder: bool = True,
         add_decoder: bool = True,
     ) -> None:
-        """Build this stage's embedding, relative-position tables (first stage only), layers of both stacks and
-        ``lm_head``. Each stack's final norm is on the stage with its last layer. Raises UserError if ``add_encoder`` or
-        ``add_decoder`` is False."""
+        """Build this stage's part of both stacks and of ``lm_head``; relative positions are on the first stage. Raises
+        UserError if ``add_encoder`` or ``add_decoder`` is False."""
         if not (add_encoder and add_decoder):
             raise UserError("add_encoder and add_decoder: must be True; a pipeline stage has a range of both stacks")
         relative = settings.position_embedding_type == "relative"
@@ -221,9 +220,8 @@ class T5Model(LanguageModule):
     def _with_bias(
         self, context: ForwardContext, table: Tensor | None, stack: TransformerBlock, length: int
     ) -> ForwardContext:
-        """Return ``context`` with the relative-position bias of ``stack`` over full sequences (``length`` local
-        tokens), bidirectional for the encoder; ``context`` itself without a ``table`` or if the stack has no layers on
-        this stage."""
+        """Return ``context`` with the relative-position bias of ``stack`` over full sequences, bidirectional for the
+        encoder; unchanged without a ``table`` or layers of the stack."""
         if table is None or not len(stack.layers):
             return context
         full, both = context.layout.full_length(length), stack is self.encoder

@@ -62,9 +62,8 @@ def relative_position_buckets(cfg: Settings) -> Problems:
 
 
 def tokenizer_has_sentinels(cfg: Settings) -> Problems:
-    """For runs that read text (data, no --mock-data) and name a tokenizer type: reject types in
-    ``WITHOUT_SENTINELS``; for others not in ``WITH_SENTINELS`` require a nonzero --vocab-extra-ids or
-    --tokenizer-special-tokens. BertWordPieceCase may also leave --vocab-extra-ids unset."""
+    """Reject tokenizer types in ``WITHOUT_SENTINELS`` for runs that read text; for others not in ``WITH_SENTINELS``
+    require --vocab-extra-ids or --tokenizer-special-tokens."""
     if not reads_text(cfg) or cfg.tokenizer.tokenizer_type is None:
         return
     if cfg.tokenizer.tokenizer_type in WITHOUT_SENTINELS:
@@ -83,9 +82,8 @@ def tokenizer_has_sentinels(cfg: Settings) -> Problems:
 
 
 def decoder_holds_spans(cfg: Settings) -> Problems:
-    """Without --mock-data, require --decoder-seq-length to hold the expected masked tokens, one sentinel per span and a
-    start token. For WordPiece tokenizers without --tokenizer-special-tokens, require --vocab-extra-ids, if
-    set, to be at least the expected number of spans."""
+    """Require --decoder-seq-length to hold the expected masked tokens, a sentinel per span and a start token, and
+    --vocab-extra-ids of WordPiece tokenizers to be at least the expected number of spans."""
     if not reads_text(cfg) or (cfg.data.seq_length or 0) < 4:
         return
     from megatron.data.word_masking import expected_masks  # here: --help does without numpy

@@ -132,6 +132,5 @@ def declare_partial(tower: nn.Module) -> None:
 
 
 def _frequencies(channels: int) -> Tensor:
-    """Radians per row or column of each pair, fp64 [d / 4]."""
     pairs = torch.arange(0, channels // 2, 2, dtype=torch.float64) / (channels // 2)
     return ROTARY_BASE**-pairs

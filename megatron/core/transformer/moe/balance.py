@@ -98,8 +98,7 @@ def choice_counts(
     experts: Tensor, num_experts: int, dtype: torch.dtype = torch.float32, samples: Samples = None
 ) -> Tensor:
     """Return counts [b, e] of how often each sample chose each expert, in ``dtype`` (exact below 2^24 in fp32), from
-    ``experts`` int64 [s, b, k], distinct per token. Choices of the index ``num_experts`` are dropped and not counted.
-    """
+    ``experts`` int64 [s, b, k]. Choices of the index ``num_experts`` are dropped and not counted."""
     chosen_sbe = torch.zeros((*experts.shape[:2], num_experts + 1), dtype=dtype, device=experts.device)
     return sample_sums(chosen_sbe.scatter_(-1, experts, 1.0), samples)[:, :num_experts]
 

@@ -51,9 +51,8 @@ def _router(config: Config, place: LayerPlace) -> Piece:
 
 
 def _experts(config: Config, place: LayerPlace) -> Piece:
-    """Describe the routed experts: weights stacked over experts, split by EP in dim 0 and by ETP along the feed-forward
-    width, active for topk / experts of the tokens; permutation, fc1, activation, fc2 and combination with their traffic
-    and saved rows."""
+    """Describe the routed experts: weights split by EP in dim 0 and by ETP along the feed-forward width, active for
+    topk / experts of the tokens; permutation, fc1, activation, fc2 and combination."""
     count, top, width = config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size
     hidden, item, gated = config.hidden_size, activation_bytes(config), config.gated_linear_unit
     split = expert_tensor_ranks(config)

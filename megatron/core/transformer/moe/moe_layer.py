@@ -55,9 +55,8 @@ class MoELayer(Sited, nn.Module):
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int = 1, *, groups: ProcessGroups
     ) -> None:
-        """Build router, experts, dispatcher and, with ``moe_shared_expert_intermediate_size``, the shared experts.
-        ``submodules.experts`` None: grouped GEMMs, or one expert at a time without ``moe_fusion``. Raises UserError
-        with tensor but without sequence parallelism."""
+        """Build the modules. ``submodules.experts`` None: grouped GEMMs, or one expert at a time without
+        ``moe_fusion``. Raises UserError with tensor but without sequence parallelism."""
         super().__init__()
         self.open_sites()
         if groups.tp.size > 1 and not config.sequence_parallel:  # else every rank would route and count the same tokens
@@ -95,9 +94,8 @@ class MoELayer(Sited, nn.Module):
         return output + (yield from mixer_segments(self.shared_experts, hidden_states, ctx))
 
     def _through_experts(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Route, dispatch, compute the experts and combine, as a generator of three segments that yields while dispatch
-        and combine are in flight. With ``moe_shared_expert_overlap`` the shared expert runs during the dispatch and is
-        added to the output [s, b, h]; else the caller adds it."""
+        """Run three segments around dispatch and combine. With ``moe_shared_expert_overlap`` the shared expert runs
+        during the dispatch and is added to the output [s, b, h]; else the caller adds it."""
         routing = self.router(hidden_states, ctx)
         dispatching = self.dispatcher.start_dispatch(hidden_states.flatten(0, 1), routing)
         # the shared expert overlaps with the dispatch, in backward too (autograd_handle.py)

@@ -70,10 +70,9 @@ def record_routes(model: Sequence[nn.Module]) -> Iterator[dict[int, list[Tensor]
 
 @contextmanager
 def replay_routes(model: Sequence[nn.Module], routes: Routes) -> Iterator[None]:
-    """Context in which the routers of ``model`` take the experts of ``routes``, one entry per layer and forward pass.
-    Recomputation takes no further entry. Balancing losses count the replayed choices.
-
-    Raises UserError in a forward pass without recorded routes, or for another number of tokens or choices."""
+    """Context in which the routers of ``model`` take the experts of ``routes``, one entry per layer and forward pass
+    (recomputation takes none). Raises UserError in a forward pass without routes, or for another number of tokens or
+    choices."""
     entries = {layer: iter(passes) for layer, passes in routes.items()}
 
     def replaying(router: TopKRouter, select: Select) -> Select:

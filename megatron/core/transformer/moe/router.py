@@ -62,9 +62,6 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
-        """Return the gradients of x and weight in their dtypes. For bf16 inputs the fp32 gradient is split into two
-        bf16 halves (17 bits), so that bf16 GEMMs compute both gradients without an fp32 copy of x; else the GEMMs run
-        in the gradient's dtype."""
         x, weight = ctx.saved_tensors
         x_th, grad_te = x.flatten(0, -2), grad.flatten(0, -2)
         if grad.dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16:
@@ -91,9 +88,8 @@ class TopKRouter(nn.Module):
     loss; always present so that a run may change its balancing."""
 
     def __init__(self, config: TransformerConfig, *, layer_number: int, groups: ProcessGroups) -> None:
-        """Build weight, bias, buffers, the routing and loss rules (UserError for contradictions) and the step
-        statistics. Triton kernels are used where supported, with ``moe_fusion`` and without Sinkhorn, for the choice
-        also only without expert groups."""
+        """Build parameters, buffers, rules (UserError for contradictions) and statistics. Triton kernels are used where
+        supported, with ``moe_fusion`` and without Sinkhorn, for the choice also only without expert groups."""
         super().__init__()
         assert config.num_moe_experts is not None
         self.config, self.groups, self.layer_number = config, groups, layer_number
@@ -134,9 +130,8 @@ class TopKRouter(nn.Module):
         self.statistics = StepStatistics(f"layer {layer_number}", **sizes)
 
     def _register_buffers(self) -> None:
-        """Register ``expert_bias`` fp32 [e] (with ``moe_router_enable_expert_bias`` or quantile balancing, else None)
-        and ``last_choices`` int64 [e], both zeros; set ``counts_choices`` (global_aux_loss). Raises UserError for an
-        expert bias together with quantile balancing or softmax scores."""
+        """Register ``expert_bias`` and ``last_choices``, zeros. Raises UserError for an expert bias together with
+        quantile balancing or softmax scores."""
         biased = self.config.moe_router_enable_expert_bias
         if biased and self.rule.quantiles:
             raise UserError("quantile_balancing has a separate bias; disable moe_router_enable_expert_bias")
@@ -215,9 +210,8 @@ class TopKRouter(nn.Module):
         return forced or (self.expert_bias is None and self.rule.num_groups is None and not self.rule.sinkhorn)
 
     def _choose(self, logits: Tensor, layout: TokenLayout) -> Tensor:
-        """Return top-k experts int64 [s, b, k] by score plus ``expert_bias``; by logit plus bias for quantile
-        balancing, softmax after top-k and Sinkhorn in evaluation. Forced balancing: round-robin by position in the
-        full sequence, equal for all sequences and layouts. Sinkhorn in training, without bias, all-reduces over
+        """Return top-k experts int64 [s, b, k] by :meth:`RoutingRule.choose`. Forced balancing: round-robin by position
+        in the full sequence, equal for all layouts. Sinkhorn in training, without bias, all-reduces over
         ``sharers``."""
         length, batch = logits.shape[:2]
         if self.config.moe_router_force_load_balancing:
@@ -252,9 +246,8 @@ class TopKRouter(nn.Module):
         self, weights: Tensor, logits: Tensor, experts: Tensor, sums: Summary, ctx: ForwardContext
     ) -> Tensor:
         """Return ``weights`` with the auxiliary losses attached to their backward, and add the losses to the
-        statistics, except during recomputation. Without ``ctx.aux_losses`` attaches nothing and adds zero tokens;
-        without losses returns ``weights``. All-reduces choice counts over the layout's ``sharers`` for ``aux_loss`` and
-        ``seq_aux_loss``."""
+        statistics. Without ``ctx.aux_losses`` attaches nothing and adds zero tokens. All-reduces choice counts over the
+        layout's ``sharers`` for ``aux_loss`` and ``seq_aux_loss``."""
         rule, counting, shares = self.losses, not is_recomputing(), {}
         side, (length, batch), sharers = ctx.aux_losses, logits.shape[:2], ctx.layout.sharers
         if not rule.statistics:
@@ -280,9 +273,8 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def _count(self, logits: Tensor, sums: Summary, experts: Tensor, layout: TokenLayout) -> None:
-        """Add the statistics of one forward pass: choices per expert (within the capacity), non-finite logits, and with
-        a capacity factor dropped choices. With quantile balancing also computes each expert's threshold, collective
-        over the layout's ``sharers``. ``experts`` [t, k] are the choices after dropping."""
+        """Add the statistics of one forward pass. With quantile balancing also computes each expert's threshold,
+        collective over the layout's ``sharers``. ``experts`` [t, k] are the choices after dropping."""
         counts_e = sums.choices_be.sum(0)
         if self.config.moe_expert_capacity_factor:
             counts_e = choice_counts(experts[:, None], self.num_experts)[0]

@@ -92,9 +92,6 @@ class RoutingRule:
     """Number of best experts whose scores sum to a group's score; None: topk / group_topk."""
 
     def __post_init__(self) -> None:
-        """Raise UserError unless topk is in [1, experts] (below experts for quantile balancing), the number of groups
-        divides the experts, the selected groups exist, divide topk (without ``group_score_topk``) and hold at least
-        topk experts, and ``group_score_topk`` fits into a group."""
         if not 1 <= self.topk <= self.num_experts:
             raise UserError(f"moe_router_topk {self.topk}: choose 1 to {self.num_experts}, the number of experts")
         if self.quantiles and self.topk == self.num_experts:
@@ -145,9 +142,8 @@ class RoutingRule:
         return scores_g.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:
-        """Return differentiable weights [..., k] of ``experts`` [..., k] in the dtype of ``logits`` [..., e]: softmax
-        over the top-k logits (``pre_softmax``: over all), or scores normalized over the top-k if k > 1; times
-        ``scaling_factor``. Sinkhorn: softmax over all, or sigmoid for k = 1, without that factor."""
+        """Return differentiable weights [..., k] of ``experts`` [..., k] in the dtype of ``logits`` [..., e], as in the
+        module docstring."""
         z = logits.to(maths_dtype(logits))
         if self.sinkhorn:
             scores = z.sigmoid() if self.topk == 1 else z.softmax(-1)
