@@ -219,9 +219,8 @@ def _read_zip(file: _Range) -> tuple[object, dict[str, _Record]]:
 
 def _read_old(file: _Range) -> tuple[object, dict[str, _Record]]:
     """Return (the unpickled value, records by storage key) of a file in the legacy format: pickles of magic number,
-    version, system info, value and storage keys; then per key an int64 element count and the bytes. Raises
-    CheckpointDamagedError for another file, another byte order, or storages that do not match the keys. These records
-    have no checksums."""
+    version, system info, value and storage keys; then per key an int64 element count and the bytes, without checksums.
+    Raises CheckpointDamagedError for another file."""
     source, where = io.BytesIO(file.read(min(file.length, MAX_PICKLE_BYTES))), str(file.path)
     size = len(source.getbuffer())
     try:

@@ -81,7 +81,6 @@ def _size_problem(name: str, size: object, parent: Mapping[str, int]) -> str | N
 
 
 def _problems(sizes: Mapping[str, int], parent: Mapping[str, int], config: TransformerConfig) -> Any:
-    """Yield the problems of sizes that are single values of the permitted range."""
     heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
     most = parent["num_attention_heads"] // parent["num_query_groups"]
     if heads % groups:

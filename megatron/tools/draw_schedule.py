@@ -103,9 +103,8 @@ def configuration(argv: Sequence[str]) -> PretrainConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the pipeline rows (stages, bubble) of the flags ``argv``, then the schedule as text of --width columns,
-    or draw it to --output. Simulated by the FLOPs of each stage's layers, backward (B + W) twice forward, without
-    communication. Returns 0. Raises UserError for a pipeline of one rank, and for wrong flags."""
+    """Print the pipeline rows (stages, bubble) of the flags ``argv``, then the schedule, simulated by the FLOPs of each
+    stage's layers without communication. Raises UserError for a pipeline of one rank, and for wrong flags."""
     cfg = configuration(argv)
     if cfg.model.pipeline_model_parallel_size == 1:
         raise UserError("--pipeline-model-parallel-size 1: there is no pipeline to draw; give more than one")

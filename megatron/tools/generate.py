@@ -103,9 +103,8 @@ def check_ranges(args: argparse.Namespace) -> None:
 
 
 def texts(args: argparse.Namespace) -> Iterator[str]:
-    """Check flags and prompts, load the model, and yield the generated text of each prompt; nothing runs before the
-    first is requested. Each prompt uses the same seed. Raises UserError: a flag is out of range, the prompt file is
-    unreadable, or the checkpoint cannot be used."""
+    """Check flags and prompts, load the model, and yield the generated text of each prompt, with the same seed. Raises
+    UserError: a flag is out of range, the prompt file is unreadable, or the checkpoint cannot be used."""
     from megatron.core.inference.sampling import Sampling
     from megatron.training.trained_model import load_trained_model
 

@@ -59,8 +59,7 @@ def order_loss(train: Any, valid: Any, num_samples: int) -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Print the unigram loss on the evaluation samples of the run's flags ``argv``, for BERT's pairs also the loss of
-    the order, and with --metrics the model's last losses; return 0. Builds data and tokenizer, no model. Raises
-    UserError: wrong flags, or --metrics contains no validation loss."""
+    the order, and with --metrics the model's last losses. Builds data and tokenizer, no model."""
     parser = tool_parser(__doc__)
     parser.add_argument("--program", default="pretrain_gpt.py", help="program of these flags")
     parser.add_argument("--metrics", default=None, help="metrics.jsonl of a run to compare with")

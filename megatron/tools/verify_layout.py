@@ -264,11 +264,9 @@ def _small_batches(cfg: PretrainConfig) -> dict[str, object]:
 
 
 def one_rank(cfg: PretrainConfig) -> PretrainConfig:
-    """Return ``cfg`` without parallelism, with the global batch as one micro-batch (not of samples of different
-    lengths).
-
-    The micro-batch size is kept for MoE balancing methods that are computed per micro-batch, and for fp8, whose scales
-    are (with two-batch overlap per half of it)."""
+    """Return ``cfg`` without parallelism, with the global batch as one micro-batch, except with samples of different
+    lengths, MoE balancing methods that are computed per micro-batch, and fp8, whose scales are (with two-batch overlap
+    per half of it)."""
     defaults = FlatConfig()
     layout = [
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
@@ -297,9 +295,8 @@ def one_rank(cfg: PretrainConfig) -> PretrainConfig:
 
 
 def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, str], steps: int) -> None:
-    """Train in one process; save the trace as ``reference.pt`` if that file does not exist yet, else this rank's
-    comparison with it as ``<rank>.pt``, both in ``place["FOLDER"]``. ``place`` also holds the rendezvous variables,
-    which are set in this process with its ranks; GPUs are hidden."""
+    """Train in one process; save the trace as ``reference.pt`` in ``place["FOLDER"]``, or if it exists this rank's
+    comparison with it as ``<rank>.pt``. ``place`` also holds the rendezvous variables; GPUs are hidden."""
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
     import torch
 
@@ -384,9 +381,8 @@ def table(verdict: Verdict) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Shrink the model of the flags ``argv``, train it on one rank and in its layout on --world-size ranks (default:
-    the fewest that fit) for --steps steps, and print tables and verdict. Return the exit code: 0 equal, 1 different.
-    Raises UserError for flags that are invalid there."""
+    """Shrink the model of the flags ``argv``, train it on one rank and in its layout on --world-size ranks for --steps
+    steps, and print tables and verdict. Return the exit code: 0 equal, 1 different."""
     parser = tool_parser(__doc__)
     parser.add_argument("--world-size", type=int, help="ranks; default: the smallest number that the layout needs")
     parser.add_argument(

@@ -185,8 +185,7 @@ def _with_samples_of_epochs(cfg: PretrainConfig, world_size: int) -> PretrainCon
 @contextmanager
 def exit_on_config_error(prog: str = "") -> Iterator[None]:
     """Turn a :class:`ConfigError` in the body into ``SystemExit`` with status 2, after reporting it to the launcher.
-    Rank 0 prints the list of problems on stderr; other ranks only wait ``SECONDS_TO_SPEAK`` first, so that rank 0 can
-    print. Other errors pass."""
+    Rank 0 prints the problems; other ranks only wait ``SECONDS_TO_SPEAK`` first, so that it can."""
     try:
         yield
     except ConfigError as error:
@@ -240,9 +239,8 @@ def _problems_after_misread(cfg: PretrainConfig, problems: list[Problem]) -> lis
 
 
 def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, object], list[Problem]]:
-    """Read the file of --yaml-cfg; return (field -> value, problems), both empty for None. A missing PyYAML, an
-    unreadable file, or content that is no mapping gives one problem and no values; otherwise each bad entry gives a
-    problem with the path in front. Does not raise."""
+    """Read the file of --yaml-cfg; return (field -> value, problems), both empty for None. A file that cannot be read
+    gives one problem; otherwise each bad entry gives one with the path in front."""
     if path is None:
         return {}, []
     if importlib.util.find_spec("yaml") is None:
@@ -300,9 +298,8 @@ class _ExtraFlags:
         self.defaults = {name: value for name, value in changed.items() if value != fields[name]}
 
     def read(self, found: Sequence[Segment]) -> tuple[dict[str, object], list[Problem]]:
-        """Parse the segments ``found`` with the script's custom flags only. Return (values by dest, including defaults,
-        no problems), or ({}, [one problem]) if argparse rejects them. Without custom flags both are empty. Does not
-        exit."""
+        """Parse the segments ``found`` with the script's custom flags only. Return (values by dest, including defaults;
+        at most one problem, if argparse rejects them). Does not exit."""
         if not self.actions:
             return {}, []
         parser = _RaisingParser(add_help=False, allow_abbrev=False)

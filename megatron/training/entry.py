@@ -28,8 +28,7 @@ def with_program(arguments: Sequence[str]) -> list[str]:
 
 def read_settings(name: str, called: str, argv: Sequence[str] | None = None) -> PretrainConfig | None:
     """Parse and check the command line of :func:`pretrain`, without importing torch; return the settings, None after a
-    dry run. Raises SystemExit with status 2, after a list of problems on stderr, for a wrong configuration, and with 0
-    after --help or --version."""
+    dry run. Raises SystemExit with status 2 for a wrong configuration, and with 0 after --help or --version."""
     family, program = find_program(name)
     with exit_on_config_error(called):
         defaults = {"tokenizer_type": family.tokenizer_type}

@@ -122,9 +122,8 @@ def _strictly(given: PretrainConfig) -> Iterator[str]:
 
 
 def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
-    """Yield notices about flags that have no effect with the other settings: saving without --save, recompute sizes,
-    FSDP, latent attention, Muon, tokenizer files, relative positions, RoPE scaling, upcycling and expert flags. Also
-    notes extra learned positions with latent attention, and the flex dispatcher."""
+    """Yield notices about flags that have no effect with the other settings, extra learned positions with latent
+    attention, and the flex dispatcher."""
     names = {spec.field: spec.names[0] for spec in flags_of(FlatConfig)}
     for field, needed in NEEDS.items():
         value = getattr(given.flat, field)

@@ -84,12 +84,11 @@ TaskFactory = Callable[[PretrainConfig, Tokenizer | None], Task]
 
 
 def run(given: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
-    """Train ``make_task(cfg, tokenizer)`` with ``given`` (parsed, not resolved); return the exit code. First applies
-    the settings of a checkpoint or Hugging Face folder; a dry run prints its report and returns 0. ``hooks`` observe
-    the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A ``UserError``
-    (flags, data, checkpoints, environment) is reported as one message and a non-zero code; MEGATRON_LOGGING_LEVEL=DEBUG
-    adds the traceback. Any other exception is a bug and propagates. After training, waits for all ranks and destroys
-    the process groups, also those of torch.distributed."""
+    """Train ``make_task(cfg, tokenizer)`` with ``given`` (parsed, not resolved); return the exit code. ``hooks``
+    observe the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A
+    ``UserError`` is reported as one message and a non-zero code; MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback. Any
+    other exception is a bug and propagates. Afterwards waits for all ranks and destroys the process groups, also those
+    of torch.distributed."""
     initialize.configure_logging(given.logging.logging_level)
     initialize.show_crashes()
     try:
@@ -127,8 +126,7 @@ def run(given: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = (
 
 def _refuse(error: UserError) -> int:
     """Report an error that the user must fix to the launcher and, unless it was reported, on stderr; return its exit
-    code. Configuration errors, equal on all ranks, are printed by rank 0 only. MEGATRON_LOGGING_LEVEL=DEBUG adds the
-    traceback. Does not raise."""
+    code. Configuration errors, equal on all ranks, are printed by rank 0 only."""
     if os.environ.get("MEGATRON_LOGGING_LEVEL", "").upper() == "DEBUG":
         traceback.print_exc()
     notify_launcher(error_message(error))
@@ -219,7 +217,6 @@ def training(
 
 
 def _report_failures(parts: Components) -> int:
-    """Report requested results that hooks failed to produce; return the exit code."""
     failures = [hook.failure for hook in parts.hooks if hook.failure]
     for failure in failures:
         notify_launcher(failure)
@@ -262,8 +259,7 @@ def log_environment() -> None:
 
 def _checked_inputs(cfg: PretrainConfig, world: Group) -> Tokenizer | None:
     """Return the tokenizer. Before anything is built or written, raise a UserError with all problems of tokenizer, data
-    and --save, which the first rank checks for all, or with data or tokenizers that differ between ranks. Collective
-    over ``world``."""
+    and --save, or with data or tokenizers that differ between ranks. Collective over ``world``."""
     built: list[Tokenizer | None] = []
 
     def check() -> None:
@@ -308,9 +304,8 @@ def _final_evaluation(trainer: Trainer, reason: ExitReason | None) -> int:
 
 
 def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> Components:
-    """Build model, data-parallel wrappers, optimizer, schedule (None with --skip-train), checkpointer and data, and
-    load the initial checkpoint or Hugging Face weights. Logs kernels and parameter counts. Collective. Releases the
-    lock of --save if loading fails."""
+    """Build the components, and load the initial checkpoint or Hugging Face weights. Collective. Releases the lock of
+    --save if loading fails."""
     model = parallelize(build_model(task, initialize.training_device()), cfg, groups)
     report_choices(model, cfg.model.fp8)
     report_parameters(model, groups)
@@ -364,9 +359,8 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
 
 
 def _check_custom_data(task: Task, datasets: dict[str, Any]) -> None:
-    """Check the first sample of each data set from a task with a custom data set provider. Skips tasks that also have a
-    custom ``get_batch`` or ``make_batches``, the external loader, and lists of validation sets. Raises UserError for
-    missing keys, shapes or dtypes."""
+    """Check the first sample of each data set from a task with a custom data set provider, unless its batches are
+    custom too, or the loader external. Raises UserError for missing keys, shapes or dtypes."""
     cls = type(task)
     methods = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch", "make_batches")]
     provider, *batches = (getattr(method, "__module__", "").startswith("megatron.") for method in methods)
@@ -403,9 +397,8 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
 
 
 def train_iterator(task: Task, dataset: Any, state: TrainState, groups: ProcessGroups) -> Iterator[dict]:
-    """Return an iterator over this rank's micro-batches {name: tensor}, from the checkpoint's position on. ``single``
-    raises UserError when the samples are used up; ``cyclic`` reshuffles each epoch; ``external`` iterates ``dataset``
-    from its start. Raises UserError without data."""
+    """Return an iterator over this rank's micro-batches, from the checkpoint's position on. ``single`` raises UserError
+    when the samples are used up; ``cyclic`` reshuffles each epoch; ``external`` iterates ``dataset`` from its start."""
     cfg = task.cfg
     if cfg.data.dataloader_type == "external":
         return iter(dataset)

@@ -93,10 +93,9 @@ class TrainStep:
         }
 
     def _update(self, size: int, local: dict[str, Tensor], counts: Tensor, forward: Mark) -> StepMetrics:
-        """Reduce the gradients and step the optimizer, from this rank's loss sums and the counts over all ranks; return
-        the measurements, with a learning rate of 0. Waits for the device, or, with a delayed check, only for the values
-        of the previous iteration, for which it raises NonFiniteError. Raises UserError if no token contributes to the
-        loss."""
+        """Reduce the gradients and step the optimizer, from this rank's loss sums and the counts over all ranks. Waits
+        for the device, or, with a delayed check, only for the values of the previous iteration, for which it raises
+        NonFiniteError. Raises UserError if no token contributes to the loss."""
         parts, optimizer, start = self.parts, self.parts.optimizer, self.mark()
         sums, counts, statistics = self._reduce(local, counts)
         return_memory(self.cfg, self.device, 1)
@@ -145,7 +144,6 @@ class TrainStep:
         return StepValues(*before, losses, sums.pairs | invalid, counts.sum())
 
     def _nonfinite_ranks(self, batch: GlobalBatch) -> str:
-        """Return a sentence with the ranks whose gradients of ``batch`` are not finite. Collective."""
         return nonfinite_ranks(
             self.parts.model,
             self.parts.groups.world,

@@ -166,15 +166,10 @@ def check_width(args: Mapping[str, object], cfg: PretrainConfig, where: str) -> 
 
 
 def misfits(cfg: PretrainConfig, tokenizer: Tokenizer | None, *, consistent: bool) -> Iterator[str]:
-    """Yield a message for each reason why the checkpoint of --load or --pretrained-checkpoint does not fit the run.
-
-    Only the checkpoint that the tracker or --ckpt-step names is compared, and only if it is complete. In all other
-    cases the load decides, which also searches, repairs and reports.
-
-    Args:
-        cfg: resolved settings.
-        tokenizer: of this run; None to compare settings only.
-        consistent: whether the settings have passed all rules; if not, only their main sizes are compared."""
+    """Yield a message for each reason why the checkpoint of --load or --pretrained-checkpoint does not fit the run, if
+    the tracker or --ckpt-step names a complete one; else the load decides, which also searches, repairs and reports.
+    ``tokenizer`` None: compare settings only. ``consistent``: whether the settings have passed all rules; if not, only
+    their main sizes are compared."""
     directory, weights_only = _named_checkpoint(cfg.checkpoint.load, cfg.checkpoint.ckpt_step), cfg.checkpoint.finetune
     if directory is None:
         directory, weights_only = _named_checkpoint(cfg.checkpoint.pretrained_checkpoint, None), True
@@ -221,9 +216,8 @@ def _other_schedule(objects: Mapping[str, Any], cfg: PretrainConfig) -> Iterator
 
 
 def _named_checkpoint(folder: str | None, step: int | None) -> str | None:
-    """Return the checkpoint directory that ``step`` (--ckpt-step), or else the tracker of ``folder``, names. Returns
-    None if ``folder`` is None, the tracker is missing or unreadable, or the directory does not exist. Never raises
-    these errors."""
+    """Return the checkpoint directory that ``step`` (--ckpt-step), or else the tracker of ``folder``, names; None
+    without one. Never raises."""
     if folder is None:
         return None
     with suppress(OSError, CheckpointError):

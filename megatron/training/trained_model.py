@@ -158,7 +158,6 @@ def _tokenizer_flags(tokenizer: Mapping[str, str] | None, tokenizer_type: object
 
 
 def _start(cfg: PretrainConfig, layout: Sequence[str]) -> tuple[PretrainConfig, ProcessGroups]:
-    """Return the resolved settings and the groups of this process."""
     if not layout:
         return validate_args(cfg, 1, announce=False), SINGLE_PROCESS
     if cfg.model.num_moe_experts and (cfg.model.tensor_model_parallel_size or 1) > 1:
@@ -190,7 +189,6 @@ def _load_hugging_face(folder: str, tool: str, layout: Sequence[str], images: bo
 
 
 def _checked_family(settings: Mapping[str, object], folder: str, tool: str) -> ModelFamily:
-    """Return the model family of ``settings``; raise UserError if it is unknown or another tool serves it."""
     family = stored_family(settings, f"--load {folder}")
     served = {other.tool for other in families().values()}
     if family.tool != tool and tool in served:  # a program of the user takes every family

@@ -112,9 +112,8 @@ class Trainer:
         self.restart_timer()
 
     def _known_results(self, name: str, final: bool) -> list[EvalResult] | None:
-        """Return copies, marked as final, of the validation results of this same iteration: same weights and samples.
-        Returns None if another evaluation is needed: not final, not validation, none at this iteration, or external
-        data, whose iterators have advanced."""
+        """Return copies, marked as final, of the validation results of this iteration; None if another evaluation is
+        needed, also for external data, whose iterators have advanced."""
         if not final or name != "validation" or self.last_validation is None:
             return None
         iteration, results = self.last_validation

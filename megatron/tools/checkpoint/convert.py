@@ -111,10 +111,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str], input_scales: Mapping[str, float] | None = None) -> int:
-    """Convert --load-dir to --save-dir in the format --saver, published only when complete; print notes and how to load
-    it, then compare logits with transformers if one side is HF, unless --no-checking. Other flags are settings of the
-    model. ``input_scales`` replaces --quantize (see ``save_hf``). Return the exit code (1: the logits differ). Raises
-    UserError: the source, the flags or the target are unusable."""
+    """Convert --load-dir to --save-dir in the format --saver, published only when complete; then compare logits with
+    transformers if one side is HF, unless --no-checking. Other flags are settings of the model. ``input_scales``
+    replaces --quantize (see ``save_hf``). Return the exit code (1: the logits differ)."""
     args, flags = parser().parse_known_args([word for word in argv if word != "--"])
     if args.true_vocab_size is not None:
         flags += ["--vocab-size", str(args.true_vocab_size)]
@@ -192,10 +191,9 @@ def set_aside(folder: Path) -> Path:
 
 
 def completed(source: Interchange, flags: list[str], loader: str, where: str) -> PretrainConfig:
-    """Merge ``source.settings`` with training ``flags``, validate both, and return the config.
-
-    Checks that names and shapes of the tensors match the model. Writes the completed settings back to
-    ``source.settings``. Raises CheckpointError: settings contradict the flags, or the tensors do not match them."""
+    """Merge ``source.settings`` with training ``flags``, validate both, and return the config. Writes the completed
+    settings back to ``source.settings``. Raises CheckpointError: settings contradict the flags, or the tensors do not
+    match them."""
     tensors = source.tensors
     rows = embedding_rows(tensors, where)
     # native: the tensors' size replaces the stored flag, which a tokenizer may have overridden in training

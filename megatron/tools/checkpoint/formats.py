@@ -43,9 +43,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def detect_format(folder: Path) -> str:
     """Return the checkpoint format (one of ``LOADERS``) of a folder or file from the files present, in ``folder`` or in
-    its ``iter_…`` and ``release`` folders, before the folder's own config.json or safetensors. A --save folder without
-    a complete checkpoint is native. Raises CheckpointError: the path does not exist, is an unfinished conversion, or
-    matches no format."""
+    its ``iter_…`` and ``release`` folders, before the folder's own config.json or safetensors. Raises CheckpointError
+    if it does not exist, is an unfinished conversion, or matches no format."""
     if folder.name.endswith(HIDDEN) and folder.name.startswith("."):
         raise CheckpointError(f"{folder}: an unfinished conversion; repeat its command to complete it")
     if not os.path.lexists(folder):
@@ -78,11 +77,9 @@ def open_checkpoint(
     padded_vocabulary: bool = False,
     model_family: str | None = None,
 ) -> tuple[str, Interchange]:
-    """Open a checkpoint; return its format and its contents, whose tensors are read lazily.
-
-    ``padded_vocabulary`` keeps the padding rows of a Megatron-LM vocabulary; native and HF folders ignore it.
-    ``model_family`` reads a HF folder that several families read. Raises CheckpointError: the folder does not exist or
-    has no known format, or ``step`` is given for a format without iterations."""
+    """Open a checkpoint; return its format and its contents, whose tensors are read lazily. ``padded_vocabulary`` keeps
+    the padding rows of a Megatron-LM vocabulary; ``model_family`` reads a HF folder that several families read. Raises
+    CheckpointError for an unknown format, or ``step`` for one without iterations."""
     path, loader = Path(folder), LOADER_ALIASES.get(loader, loader)
     loader = detect_format(path) if loader == "auto" else loader
     if not os.path.lexists(path):

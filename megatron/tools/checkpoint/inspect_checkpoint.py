@@ -40,8 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a tree of the tensors of the checkpoint (any format) that ``argv`` names (--norms reads their values), or
-    the differences of two, beyond --tolerance; --json prints JSON. Return the exit code: 1 if names, shapes or values
+    """Print the tensors of a checkpoint, or the differences of two. Return the exit code: 1 if names, shapes or values
     of two differ, else 0. Raises UserError if one cannot be opened."""
     args = parser().parse_args(argv)
     kind, source = formats.open_checkpoint(args.folder, args.loader, args.ckpt_step)
@@ -146,10 +145,9 @@ def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> i
 
 
 def difference(one: LazyTensor, other: LazyTensor, tolerance: float) -> dict[str, object]:
-    """Read and compare two tensors in float64; return a summary of the differences, empty if equal.
-
-    Elements that differ by at most ``tolerance`` and pairs of NaN are equal. Only another dtype is no difference.
-    The relative norm is the norm of the difference divided by the norm of ``one``."""
+    """Read and compare two tensors in float64; return a summary of the differences beyond ``tolerance``, empty if
+    equal. Pairs of NaN are equal, and only another dtype is no difference. The relative norm is that of the difference
+    by that of ``one``."""
     if one.shape != other.shape:
         return {"shapes": f"{list(one.shape)} | {list(other.shape)}"}
     first, second, number, largest, squares, scale = one.read(), other.read(), 0, 0.0, 0.0, 0.0

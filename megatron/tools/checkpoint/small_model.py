@@ -29,9 +29,8 @@ THRESHOLD = re.compile(r"window|local_attention|original_max_position|max_distan
 
 
 def shrink(settings: Table) -> dict[str, object]:
-    """Return the settings of the small model, a new dict: fewer heads, layers and experts, narrow widths, no
-    multi-token prediction, shorter windows only from ``LIMIT`` on; ratios that have a meaning stay. ``settings`` must
-    be completed by ``family.complete``."""
+    """Return the settings of the small model: fewer heads, layers and experts, narrow widths, no multi-token
+    prediction, shorter windows only from ``LIMIT`` on. ``settings`` must be completed by ``family.complete``."""
     heads, groups, channels = (settings[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
     few_groups = min(groups, 2)
     few_heads = few_groups * min(heads // groups, 2)
@@ -90,10 +89,9 @@ def _few_experts(settings: Table, ffn: int) -> dict[str, object]:
 
 
 def tokens_needed(settings: Table, config: Table) -> int:
-    """Return a sequence length that exceeds every window and rotary threshold below ``LIMIT`` by 9 tokens.
-
-    Thresholds are taken from ``settings`` and from the integers of config.json (``config``), in case the conversion
-    missed one. At least 32; at most max_position_embeddings with learned absolute positions."""
+    """Return a sequence length that exceeds every window and rotary threshold below ``LIMIT`` by 9 tokens, also those
+    of config.json (``config``), in case the conversion missed one. At least 32; at most the learned absolute
+    positions."""
     sizes = [*_thresholds(config), *(settings["window_size"] or ())]
     sizes += [settings["yarn_original_max_position_embeddings"] or 0]
     sizes += [2048 if settings["use_rope_scaling"] else 0]  # RoPE scaling changes wavelengths from 2048 tokens on
@@ -131,10 +129,8 @@ def _spread(name: str, shape: tuple[int, ...]) -> float:
 def small_config(
     family: Family, config: Mapping[str, object], settings: Mapping[str, object], small: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return config.json of the small model, derived from ``config`` of the large one.
-
-    Keys of rules whose output changes from ``settings`` to ``small`` are replaced; all other keys, also those that no
-    rule reads, keep their values. Token ids outside the small vocabulary are removed."""
+    """Return config.json of the small model: ``config`` of the large one with other values for keys of rules whose
+    output changes from ``settings`` to ``small``. Token ids outside the small vocabulary are removed."""
     kept_keys = {name: value for name, value in config.items() if not _is_foreign_token(name, value)}
     dropped: set[str] = set()
     for rule in family.config:

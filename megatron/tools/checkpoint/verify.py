@@ -32,9 +32,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read all of the checkpoint that ``argv`` names (--ckpt-step, or --all iterations), print its problems, and return
-    the exit code: 1 if one is damaged, else 0. --no-names skips the comparison with the model, which other flags
-    complete. Raises UserError: the folder does not exist or contains no iteration."""
+    """Read all of the checkpoint that ``argv`` names, print its problems, and return the exit code: 1 if one is
+    damaged, else 0. Raises UserError: the folder does not exist or contains no iteration."""
     args, flags = parser().parse_known_args([word for word in argv if word != "--"])
     if not os.path.lexists(args.folder):
         raise UserError(f"{args.folder}: there is no such folder")

@@ -244,7 +244,6 @@ class Checkpointer:
         return dataclasses.replace(report, saved=True, seconds=seconds, stall=stall, num_bytes=num_bytes)
 
     def _prepare(self, folder: str) -> None:
-        """Move checkpoints of other histories to ``set-aside-…`` before the first save. First rank only."""
         remove_leftovers(folder)
         if not self._is_clear:
             for root in filter(None, (self.cfg.checkpoint.save, fast_folder(self.cfg.checkpoint))):
@@ -297,7 +296,6 @@ def _one_host(world_size: int) -> bool:
 
 
 def _previous(folder: str) -> int | None:
-    """None if there is no readable tracker."""
     try:
         latest = read_tracker(folder)
     except (OSError, CheckpointError):

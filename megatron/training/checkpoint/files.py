@@ -62,10 +62,9 @@ def is_hugging_face_folder(folder: str | os.PathLike) -> bool:
 def find_checkpoint(folder: str | os.PathLike | None, step: int | None = None, *, repair: bool = False) -> Found | None:
     """Return the checkpoint that --load and --ckpt-step select: of ``step``, else of the tracker, else (the tracker is
     unusable or names a missing one; logs a warning) the newest. None if ``folder`` is None, missing or holds no
-    checkpoint, without ``step``. Reads manifests and file sizes, no tensors. ``folder`` may be one checkpoint,
-    ``…/iter_0001000``, which must exist; a Hugging Face folder of that name is none. ``repair`` (one process only)
-    restores a checkpoint whose replacement was interrupted. CheckpointError, which names an earlier complete
-    checkpoint, if the selected one is missing or damaged."""
+    checkpoint, without ``step``. Reads no tensors. ``folder`` may be one checkpoint, ``…/iter_0001000``, which must
+    exist. ``repair`` (one process only) restores a checkpoint whose replacement was interrupted. CheckpointError, which
+    names an earlier complete checkpoint, if the selected one is missing or damaged."""
     one = None if folder is None or step is not None else _ITERATION.fullmatch(Path(folder).name)
     if folder is not None and one and is_hugging_face_folder(folder):
         return None

@@ -63,7 +63,6 @@ def identity(folder: str, *, make: bool = False) -> str | None:
 
 
 def _belongs(fast: files.Found, base: str) -> bool:
-    """Whether a fast checkpoint stores the identity of the --save folder ``base``."""
     return read_manifest(fast.directory)["objects"].get("folder") == identity(base) is not None
 
 

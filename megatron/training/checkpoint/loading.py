@@ -113,10 +113,9 @@ class Loading:
         """Stored names that :meth:`restore` skipped on request, such as with --no-load-optim."""
 
     def restore(self) -> TrainState:
-        """Fill the model in place and, unless flags exclude them, optimizer, scheduler (only with optimizer state) and
-        random states (only if ranks and generators match; else logs a warning); return the counters, new ones for
-        weights only. Without optimizer state sets the main parameters from the weights. Errors as
-        ``Checkpointer.load``."""
+        """Fill the model in place and, unless flags exclude them, optimizer, scheduler and random states (if ranks and
+        generators match; else logs a warning); return the counters, new ones for weights only. Without optimizer state
+        sets the main parameters from the weights. Errors as ``Checkpointer.load``."""
         cfg, world, reader, live = self.cfg, self.world, self.reader, self.live
         changes = from_first_rank(self._check_objects, world)
         wants_rng = self.wants_rng and self._same_world()
@@ -272,7 +271,6 @@ class Loading:
         return [f"{notice}, main parameters {masters}"]
 
     def _same_world(self) -> bool:
-        """Also logs that random states are not restored."""
         mine = rng_tensors(self.world.rank, self.world.size)
         stored = {name: self.reader.shape(name) for name in self.reader.names if name.startswith("rng.")}
         if stored == {name: tuple(tensor.global_shape) for name, tensor in mine.items()}:

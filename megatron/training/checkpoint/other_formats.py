@@ -141,7 +141,6 @@ def check_tensors(
 
 
 def _hint(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the most likely fix: tied or untied output layer, or another vocabulary; or an empty string."""
     if OUTPUT in expected and OUTPUT not in tensors and WORDS in tensors:
         return ". Its output layer is tied to the embedding: leave out --untie-embeddings-and-output-weights"
     if OUTPUT in tensors and OUTPUT not in expected:

@@ -93,7 +93,6 @@ def malformed(objects: dict[str, Any], *, release: bool = False) -> list[str]:
 
 
 def _impossible_schedule(scheduler: dict[str, Any] | None) -> list[str]:
-    """Valid types, but no schedule."""
     if scheduler is None:
         return []
     try:

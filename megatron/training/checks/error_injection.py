@@ -31,7 +31,6 @@ class ErrorInjection:
         self._key = seed, rank, first_iteration if self.kind == "transient_error" else 0
 
     def __call__(self, losses: dict[str, Tensor], iteration: int) -> dict[str, Tensor]:
-        """Return this rank's ``losses``, name -> [sum, count], with NaN sums if ``iteration`` has an error."""
         draw = np.random.default_rng((*self._key, iteration)).integers(self.rate)
         if draw or not losses:
             return losses

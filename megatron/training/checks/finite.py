@@ -42,12 +42,8 @@ class FiniteCheck:
         self._waiting: deque[_Iteration] = deque()
 
     def skip_update(self, losses: Mapping[str, Tensor], num_tokens: Tensor) -> Tensor:
-        """Return a 0-d bool tensor: whether a loss sum is not finite, no token contributes to the loss, or an earlier
-        iteration was skipped. No device sync.
-
-        Args:
-            losses: ``name -> [sum, count]`` over all ranks.
-            num_tokens: tokens that contribute to the loss, over all ranks."""
+        """Return a 0-d bool tensor: whether a loss sum is not finite, no token contributes to the loss (both over all
+        ranks), or an earlier iteration was skipped. No device sync. ``losses``: ``name -> [sum, count]``."""
         reasons = [num_tokens == 0, *(~pair[0].isfinite() for pair in losses.values())]
         reasons += [] if self._held is None else [self._held]
         return torch.stack(reasons).any()
@@ -55,9 +51,8 @@ class FiniteCheck:
     def note(
         self, iteration: int, consumed_samples: int, losses: Mapping[str, Tensor], num_tokens: Tensor, held: Tensor
     ) -> None:
-        """Queue the values of one iteration for `read`: loss sums (``name -> [sum, count]``, only sums are kept),
-        tokens and ``held`` (bool: update skipped). Starts an asynchronous copy to pinned host memory in fp64; no device
-        sync. Keeps ``held`` for the next `skip_update`."""
+        """Queue the values of one iteration for `read`: loss sums, tokens and ``held`` (bool: update skipped), which
+        the next `skip_update` reads. Starts an asynchronous copy to pinned host memory in fp64; no device sync."""
         self._held = held
         values = torch.stack([*(pair[0].double() for pair in losses.values()), num_tokens.double(), held.double()])
         copied = None

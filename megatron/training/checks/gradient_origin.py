@@ -64,13 +64,8 @@ def _is_of_worker(value: object) -> bool:
 
 
 def nonfinite_ranks(model: Sequence[DataParallel], world: Group, forward_backward: Callable[[], object]) -> str:
-    """Return a sentence that names the ranks of ``world`` with NaN or infinite gradients before the reduction.
-    Overwrites ``main_grad``. Collective; waits for the device.
-
-    Args:
-        model: model chunks of this rank.
-        world: all ranks.
-        forward_backward: runs the micro-batches of the failing iteration."""
+    """Return a sentence that names the ranks of ``world`` with NaN or infinite gradients before the reduction, in the
+    micro-batches that ``forward_backward`` runs. Overwrites ``main_grad``. Collective; waits for the device."""
     with ExitStack() as stack:
         chunks = [stack.enter_context(chunk.local_gradients()) for chunk in model]
         forward_backward()

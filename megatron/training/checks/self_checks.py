@@ -169,8 +169,7 @@ def _wrong_layers(held: Iterable[tuple[str, int]], stacks: Mapping[str, int]) ->
 
 def _differences(model: ModelDescription, built: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
     """Yield differences between built and described parameters: a branch or parameter on no rank, another number of
-    elements, or built names without a description. Layers that are missing completely are left to `_wrong_layers`; tied
-    parameters may be absent."""
+    elements, or built names without a description. Layers that are missing completely are left to `_wrong_layers`."""
     described = {each.name: each.shape for each in model.params() if each.tied_to is None}
     for index, branches in enumerate(model.layers):
         absent = [branch for branch in branches if not any(each.name in built for each in branch.params)]

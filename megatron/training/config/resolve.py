@@ -44,9 +44,8 @@ def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -
 
 
 def overlaps_without_halves(cfg: FlatConfig) -> dict[str, str]:
-    """Return the requested overlap fields (--tp-comm-overlap, --overlap-moe-expert-parallel-comm) that cannot split a
-    micro-batch into halves, each with the first applicable reason: --use-torch-fsdp2, recomputation of a full layer, or
-    routing that depends on the full micro-batch. `resolve` turns them off; results do not depend on them."""
+    """Return the requested overlap fields that cannot split a micro-batch into halves, each with the first applicable
+    reason. `resolve` turns them off; results do not depend on them."""
     whole = {"mlp", "layernorm", "mla_up_proj", "moe", "shared_experts"} & set(cfg.recompute_modules or ())
     reasons = {
         "--use-torch-fsdp2 gathers a layer's weights as a whole": cfg.use_torch_fsdp2,
@@ -82,10 +81,8 @@ def needs_built_in_layers(cfg: FlatConfig) -> list[str]:
 
 
 def _without_effect(cfg: FlatConfig) -> dict[str, object]:
-    """Return new values that switch off settings of features that are not enabled: save intervals without --save,
-    recompute method and layers without full recomputation, the distributed optimizer under --use-torch-fsdp2, delayed
-    weight gradients without a pipeline, offloading of recomputed modules, fp8 gathers of fp32 weights. Scripts vary one
-    flag and keep related flags."""
+    """Return new values that switch off settings of features that are not enabled: scripts vary one flag and keep
+    related flags."""
     values: dict[str, object] = {}
     if not cfg.save:
         values.update(save_interval=None, save_retain_interval=None, save_hf_interval=None, async_save=False)
@@ -106,8 +103,7 @@ def _without_effect(cfg: FlatConfig) -> dict[str, object]:
 
 def _implementations(cfg: FlatConfig, gpus: bool) -> dict[str, object]:
     """Return defaults and corrections: built-in layers where Transformer Engine lacks a flag, nccl or gloo by ``gpus``,
-    selective recomputation for --recompute-activations, no sequence parallelism or TP overlap with one tensor-parallel
-    rank, profile rank 0."""
+    no sequence parallelism or TP overlap with one tensor-parallel rank."""
     values: dict[str, object] = {}
     if cfg.transformer_impl == "transformer_engine" and needs_built_in_layers(cfg):
         values["transformer_impl"] = "local"
@@ -123,9 +119,6 @@ def _implementations(cfg: FlatConfig, gpus: bool) -> dict[str, object]:
 
 
 def _network(cfg: FlatConfig) -> dict[str, object]:
-    """Return the sizes that follow from others: encoder layers, FFN and expert width, head size, query groups (heads,
-    or 1 for --group-query-attention), embedding init, a vocabulary multiple of 1 if padding is disabled, and what the
-    model family derives."""
     num_layers = cfg.encoder_num_layers if cfg.num_layers is None else cfg.num_layers
     values: dict[str, object] = {"num_layers": num_layers, **following_sizes(cfg)}
     values["encoder_num_layers"] = cfg.encoder_num_layers or num_layers
@@ -166,9 +159,8 @@ def _data(cfg: FlatConfig) -> dict[str, object]:
 
 
 def _batches(cfg: FlatConfig) -> dict[str, object]:
-    """Return the data-parallel size (at least 1) and unset batch sizes. The global batch is the last size of a step
-    schedule, else micro-batch x DP; evaluation uses the training sizes, rounded down to a valid size with
-    --decrease-batch-size-if-needed. Needs the sequence length."""
+    """Return the data-parallel size (at least 1) and unset batch sizes. Evaluation uses the training sizes, rounded
+    down to a valid size with --decrease-batch-size-if-needed. Needs the sequence length."""
     replica = cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size * cfg.context_parallel_size
     data_parallel_size = max(cfg.world_size // replica, 1) if replica > 0 else 1
     values: dict[str, object] = {"data_parallel_size": data_parallel_size}

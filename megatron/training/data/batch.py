@@ -73,10 +73,9 @@ def sort_by_length(batch: dict[str, Tensor], lengths: Tensor) -> tuple[dict[str,
 
 def pack_rows(batch: dict[str, Tensor], lengths: Tensor, multiple: int) -> tuple[dict[str, Tensor], PackedSeqParams]:
     """Pack the first ``lengths[i]`` (int [b], at least 1) tokens of each row [b, s] into one row [1, n]; tensors [b]
-    stay, with a value per document. Return the batch with the document bounds. Adds per-token ``document`` and
-    ``position_ids`` (position within the document) [1, n]. n is a multiple of ``multiple``: padding forms one more
-    document of zeros, whose per-row values are 0 and whose ``sample_index`` is -1. On the CPU; needs ``loss_mask`` and
-    ``sample_index``."""
+    stay, with a value per document. Return the batch, with ``document`` and ``position_ids`` [1, n] of each token, and
+    the bounds. n is a multiple of ``multiple``: padding forms one more document of zeros, whose ``sample_index`` is -1.
+    On the CPU; needs ``loss_mask`` and ``sample_index``."""
     length = batch["loss_mask"].shape[1]
     if missing := -int(lengths.sum()) % multiple:
         lengths = F.pad(lengths, (0, 1), value=missing)

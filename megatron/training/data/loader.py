@@ -96,8 +96,7 @@ class TrainSampler:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Yield this rank's micro-batches as lists of (stream position, data set index), from ``consumed_samples`` on.
-        Follows batch-size changes. Ends before a global batch that exceeds ``total_samples``. Raises UserError if a
-        batch size does not divide."""
+        Ends before a global batch that exceeds ``total_samples``. Raises UserError if a batch size does not divide."""
         position = self.consumed_samples
         while True:
             size = self.batch_size_at(position)
@@ -167,10 +166,9 @@ class BatchReader:
         return waited
 
     def take(self, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
-        """Read the next ``number`` (at least 1) micro-batches, so far as they have not been read ahead. Return an
-        iterator over them and the sums of their counts, fp64 [losses]. The iterator reads up to ``following``
-        micro-batches of the next global batch. An error while reading ahead, or the end of the data (StopIteration), is
-        raised by the call that needs the batch."""
+        """Read the next ``number`` (at least 1) micro-batches. Return an iterator over them, which reads up to
+        ``following`` micro-batches of the next global batch, and the sums of their counts, fp64 [losses]. An error
+        while reading ahead, or the end of the data (StopIteration), is raised by the call that needs the batch."""
         while len(self._read) < number:
             if self._error is not None:
                 raise self._error
@@ -297,9 +295,8 @@ class Loader(DataLoader):
 def build_loader(
     dataset: DataSource, sampler: Iterable[list[tuple[int, int]]], num_workers: int, pin_memory: bool
 ) -> DataLoader:
-    """Return a torch DataLoader over ``dataset`` whose iterator yields {name: tensor [b, …]} on the host, with
-    ``sample_index``. ``sampler`` yields lists of (stream position, index). Does not advance torch's global generator.
-    Workers ignore the signals that the trainer catches."""
+    """Return a torch DataLoader over ``dataset`` whose iterator yields {name: tensor [b, …]} on the host. ``sampler``
+    yields lists of (stream position, index). Does not advance torch's global generator."""
     return Loader(
         KeyedDataset(dataset),  # type: ignore[arg-type]  # map-style by its keys, not by range(len)
         batch_sampler=sampler,

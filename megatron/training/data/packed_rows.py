@@ -34,9 +34,8 @@ class FullBatch(Shard):
 
 
 def balance(costs: Sequence[int], size: int, ranks: int) -> list[list[list[int]]]:
-    """Distribute rows of attention work ``costs``: return the micro-batches of ``size`` indices of each of ``ranks``.
-    Micro-batches of one step have similar costs on all ranks, which may wait for each other in each; the costlier row
-    goes to the rank with less work so far."""
+    """Distribute rows of attention work ``costs``: return the micro-batches of ``size`` indices of each of ``ranks``,
+    with similar costs on all ranks in each step; the costlier row goes to the rank with less work so far."""
     order = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     work = [0] * ranks

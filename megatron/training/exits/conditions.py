@@ -68,12 +68,11 @@ def is_save_iteration(save_interval: int | None, iteration: int, reason: ExitRea
 def decide(
     cfg: PretrainConfig, state: TrainState, elapsed: float, received: signal.Signals | None, first_iteration: int = 1
 ) -> ExitReason | None:
-    """Return the first reason to stop after ``state.iteration``, or None: a signal, --exit-duration-in-mins, the end of
-    --train-iters or --train-samples, --exit-interval (ignored before ``first_iteration`` of this process, else no job
-    would pass a multiple of it). Exit code: 128 + signal with neither --save nor --exit-signal-handler, else 0.
-    ``elapsed``: seconds since process start, maximum over ranks; ``received``: signal of any rank. All ranks must pass
-    the same arguments. Signal and time limit take precedence, because the final evaluation would exceed the time
-    slice."""
+    """Return the first reason to stop after ``state.iteration``, or None. --exit-interval is ignored before
+    ``first_iteration`` of this process, else no job would pass a multiple of it. Exit code: 128 + signal with neither
+    --save nor --exit-signal-handler, else 0. ``elapsed``: seconds since process start, maximum over ranks;
+    ``received``: signal of any rank. Signal and time limit take precedence, because the final evaluation would exceed
+    the time slice."""
     training = cfg.training
     if received is not None:
         # 0 if saved or if --exit-signal-handler scripts expect it; else the code of a process ended by the signal
@@ -235,7 +234,6 @@ def _is_free(number: signal.Signals) -> bool:
 
 @functools.cache
 def _stop_catching_in_children() -> None:
-    """For programs that a script starts."""
     os.register_at_fork(after_in_child=_restore_defaults)
 
 

@@ -47,7 +47,6 @@ class TaskScores:
         return [(TASK, {"dataset": name, **metrics}) for name, metrics in scores.items()]
 
     def _scores(self, engine: Engine) -> dict[str, dict[str, float]]:
-        """Return {task: {metric: score}}."""
         results = evaluate_tasks(engine, self._tokenizer, self._names, self._manager, limit=self._limit)["results"]
         return {name: _metrics(values) for name, values in results.items()}
 

@@ -80,9 +80,8 @@ def only_for(flag: str, hook: Hook) -> Hook:
 
 
 def sinks(cfg: PretrainConfig, files: FileSink | None) -> list[Hook]:
-    """Return the TensorBoard and wandb hooks that --tensorboard-dir and --wandb-project request, TensorBoard first.
-    Imports their packages only if requested; a failure later disables only that hook. Raises UserError without
-    --wandb-exp-name or a package. Does not check the rank."""
+    """Return the TensorBoard and wandb hooks that the flags request. Imports their packages only then; a failure later
+    disables only that hook. Raises UserError without --wandb-exp-name or a package."""
     hooks: list[Hook] = []
     if cfg.logging.tensorboard_dir:
         hooks.append(only_for(f"--tensorboard-dir {cfg.logging.tensorboard_dir}", TensorBoardSink(cfg.logging, files)))
@@ -120,8 +119,7 @@ def plain(value: object) -> object:
 
 def profilers(cfg: PretrainConfig, run: RunInfo) -> list[Hook]:
     """Return the hooks of --profile and --record-memory-history, or an empty list on ranks outside --profile-ranks
-    (default: rank 0). Uses torch's profiler with --use-pytorch-profiler or on a CPU, else CUDA markers for an external
-    profiler. On a CPU, warn that memory history is not recorded."""
+    (default: rank 0): torch's profiler with --use-pytorch-profiler or on a CPU, else CUDA markers."""
     hooks: list[Hook] = []
     if run.rank not in (cfg.profiling.profile_ranks or [0]):
         return hooks

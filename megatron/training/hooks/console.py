@@ -46,9 +46,8 @@ class StdoutHandler(logging.StreamHandler):
 
 
 def stdout_logger() -> logging.Logger:
-    """Return the logger that all printing hooks share, with one handler that writes plain message lines to
-    ``sys.stdout``. Sets its level to INFO and stops propagation, so that log files and the root logger do not receive
-    the lines."""
+    """Return the logger that all printing hooks share, whose one handler writes plain message lines to ``sys.stdout``
+    only."""
     lines = logging.getLogger("megatron.training.hooks.stdout")
     if not any(isinstance(handler, StdoutHandler) for handler in lines.handlers):
         lines.addHandler(StdoutHandler())

@@ -127,9 +127,8 @@ def materialize(steps: Iterable[StepMetrics]) -> None:
 def check_finite(
     values: Mapping[str, Scalar], *, iteration: int, rank: int, consumed_samples: int | None = None
 ) -> None:
-    """Raise :class:`NonFiniteError` for the first value that is NaN or infinite; names rank, iteration and element, and
-    sets ``elsewhere`` if the name ends with `OF_ANOTHER_RANK`. ``values``: numbers, or losses or gradients of any
-    shape, by name. Waits for the device once per tensor."""
+    """Raise :class:`NonFiniteError` for the first of ``values`` by name that is NaN or infinite; sets ``elsewhere`` if
+    the name ends with `OF_ANOTHER_RANK`. Waits for the device once per tensor."""
     for name, value in values.items():
         if isinstance(value, (int, float)):
             if math.isfinite(value):
@@ -171,9 +170,8 @@ def encode(record: Record) -> bytes:
 
 
 def decode(line: bytes) -> Record | None:
-    """Return the record of one line, with strings such as "nan" as floats again, except in fields of `TEXTS`.
-    Returns None for a line without a newline (torn), invalid JSON, or a record without an integer ``iteration`` or with
-    ``statistics`` that are no object."""
+    """Return the record of one line, with strings such as "nan" as floats again, except in fields of `TEXTS`; None for
+    a torn or invalid line."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -216,10 +214,9 @@ class MetricsFile:
         self._num_lost, self._warned, self._unsynced = 0, False, False
 
     def resume(self, iteration: int) -> int:
-        """Remove records that training after ``iteration`` will write again; return their number. These are records of
-        later iterations, final evaluations (written after the last iteration of a run that now continues) and torn or
-        unreadable lines. They move to the append-only ``<name>.cut-<iteration>``, so that a rollback loses nothing. The
-        file is replaced atomically; a missing one is not created. An OSError gives one warning; the records stay."""
+        """Remove records that training after ``iteration`` will write again, final evaluations (written after the last
+        iteration of a run that now continues) and torn lines; return their number. They move to the append-only
+        ``<name>.cut-<iteration>``, so that a rollback loses nothing. An OSError gives one warning; the records stay."""
         self.num_cut = 0
         try:
             if self.path.exists():

@@ -117,9 +117,8 @@ def cuda_memory_megabytes() -> dict[str, float]:
 
 
 def memory_bytes(device: str) -> dict[str, int]:
-    """Return memory values for TensorBoard and ``timing.jsonl``: bytes reserved, allocated and allocated at the peak,
-    and the number of allocations on ``cuda``; for any other device the current and peak resident set of this
-    process."""
+    """Return memory values for TensorBoard and ``timing.jsonl``: of the allocator on ``cuda``, else the current and
+    peak resident set of this process."""
     if device == "cuda":
         stats = torch.cuda.memory_stats()
         return {

@@ -55,8 +55,7 @@ def known_vocab_size(cfg: TokenizerConfig) -> tuple[int | None, str]:
 
 def preflight(cfg: PretrainConfig) -> bool:
     """Run all checks that need no torch, and --dry-run, which reports on rank 0; return whether the program is
-    finished. Rank 0 also looks at tokenizer, data files and stored settings; with --use-checkpoint-args or --load-hf
-    only at the folders. ``cfg``: not yet resolved. ConfigError lists every contradiction."""
+    finished. Rank 0 also looks at tokenizer, data files and stored settings. ``cfg``: not yet resolved."""
     if cfg.checkpoint.use_checkpoint_args or cfg.checkpoint.load_hf:  # the checkpoint's settings are not known yet
         resolved = resolve(cfg, 1)
         rules = load_folders_exist, save_folder_unused, save_folder_writable

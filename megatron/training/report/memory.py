@@ -275,7 +275,6 @@ def _fully_sharded_state(
 
 
 def _sum_ranks(cfg: PretrainConfig) -> int:
-    """Return the number of ranks that reduce gradients of dense parameters."""
     return cfg.data_parallel_size * cfg.model.context_parallel_size
 
 

@@ -101,9 +101,8 @@ def out_of_memory(
     pipeline_rank: int = 0,
     where: str,
 ) -> OutOfMemory:
-    """Return (not raise) the error that replaces a failed allocation: requested size, table of memory in use and
-    estimate, and the flags that save the most; general advice without an estimate (custom model). ``vocab_size``:
-    unpadded, 0: unknown. ``where``: phase of the rank, for the first line."""
+    """Return the error that replaces a failed allocation: requested size, table of memory in use and estimate, and the
+    flags that save the most. ``vocab_size``: unpadded, 0: unknown. ``where``: phase of the rank."""
     match = _REQUEST.search(str(error))
     request = f" for {_size(match)}" if match else ""
     total = (

@@ -133,9 +133,8 @@ def check_inputs(
 
 
 def read_sample_prompts(values: Sequence[str], tokenizer: Tokenizer, length: int) -> list[tuple[str, list[int]]]:
-    """Return the prompts of --sample-prompts with their tokens: texts, and the lines of @FILE that are not blank; an
-    empty text has the token that starts a document. UserError for unreadable or empty files and prompts over ``length``
-    tokens, the generated ones included."""
+    """Return the prompts of --sample-prompts with their tokens: texts, and the lines of @FILE that are not blank.
+    UserError for unreadable or empty files and prompts over ``length`` tokens, the generated ones included."""
     prompts: list[str] = []
     for value in values:
         if not value.startswith("@"):

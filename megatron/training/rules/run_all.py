@@ -50,7 +50,6 @@ def check(cfg: PretrainConfig) -> list[Problem]:
 
 
 def _companion_problems(cfg: PretrainConfig) -> Problems:
-    """Yield the problems of the frozen models next to the trained one, with their names in front."""
     try:
         companions = cfg.companions
     except UserError as error:  # a folder that cannot be read

@@ -88,11 +88,9 @@ class GraphedForwardBackward:
         **options: object,
     ) -> list[MicroBatchResult]:
         """Run all micro-batches of one iteration and accumulate local gradients in ``main_grad``, without reducing them
-        over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``; then micro-batches are
-        replayed, after the first one of each form is recorded. Copies batches to the device. ``loss_weights`` is the
-        same object in every call. ``options`` reach the warm-up calls only; replays take one model chunk. Waits for
-        pending updates of weights. Returns replayed results as clones, since replays overwrite their outputs. Raises
-        UserError for one form of micro-batches more than ``MOST_RECORDINGS``."""
+        over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``, with ``options``; then micro-batches
+        of one model chunk are replayed, after the first one of each form is recorded. ``loss_weights`` is the same
+        object in every call. Raises UserError for one form of micro-batches more than ``MOST_RECORDINGS``."""
         for chunk in map(trained_chunk, model):
             if isinstance(chunk, DataParallel):
                 chunk.finish_updates()  # replays call no hooks that would wait
@@ -126,8 +124,7 @@ class GraphedForwardBackward:
         self, batch: dict[str, Tensor], forward_step: Callable, chunk: nn.Module, loss_weights: LossWeights
     ) -> _Recording:
         """Capture forward and backward of one micro-batch with a static copy of ``batch`` and the tensors of
-        ``loss_weights``. Computes nothing and leaves ``main_grad`` unchanged; the first replay does. Backward runs in
-        ``no_sync``, without data-parallel reduction."""
+        ``loss_weights``. Computes nothing; the first replay does. Backward runs in ``no_sync``."""
         inputs = {name: value.clone() for name, value in batch.items()}
         for state in fp8_stacks(chunk).values():
             state.begin_recording()

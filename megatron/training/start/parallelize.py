@@ -70,9 +70,8 @@ def building_chunk(chunk: int | None) -> Iterator[None]:
 
 
 def parallelize(model_chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups) -> list[DataParallel]:
-    """Wrap every chunk for data parallelism over ``dp_cp``, whose ranks reduce gradients. Uses ``fully_shard`` with
-    --use-torch-fsdp2 and more than one such rank, else gradient buffers with full weights (with
-    --use-distributed-optimizer, sharded optimizer state). Declares update rules that own matrices first."""
+    """Wrap every chunk for data parallelism over ``dp_cp``: ``fully_shard`` with --use-torch-fsdp2 and more than one
+    such rank, else gradient buffers with full weights. Declares update rules that own matrices first."""
     for chunk in model_chunks:  # before shards are cut
         declare_update_rules(chunk, cfg.optimizer)
     distributed = cfg.distributed
@@ -112,8 +111,7 @@ def report_choices(model_chunks: Sequence[nn.Module], fp8: str | None) -> None:
 
 def report_parameters(model_chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
     """Log the parameter count of each model-parallel rank, one line each, in Megatron-LM's form that scripts parse.
-    Collective over ``tp_pp`` (all-gather); waits for the device. Counts this rank's local parameters, FSDP shards at
-    their global size."""
+    Collective over ``tp_pp``; waits for the device. FSDP shards count at their global size."""
     count = sum(parameter.numel() for chunk in model_chunks for parameter in chunk.parameters())
     counts = torch.tensor([count], device=training_device())
     if groups.tp_pp.size > 1:

@@ -54,9 +54,8 @@ class LaunchInfo:
 
     @classmethod
     def from_environment(cls) -> LaunchInfo | None:
-        """Read rank, world size and store address from the launcher's variables. Return None without RANK or
-        MASTER_ADDR, or with fewer than two ranks. Raises RendezvousError for a bad RANK or MASTER_PORT, ``ValueError``
-        for other values that are no integers."""
+        """Read rank, world size and store address from the launcher's variables; None without RANK or MASTER_ADDR, or
+        with fewer than two ranks. Raises RendezvousError or ValueError for bad values."""
         if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2 or "MASTER_ADDR" not in os.environ:
             return None
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -238,6 +237,5 @@ def _sign_in(store: dist.Store, place: LaunchInfo) -> None:
 
 
 def _missing(store: dist.Store, keys: list[str]) -> tuple[int, str]:
-    """Return the number of missing ranks, and a list of the first ones as text."""
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     return len(missing), listed(missing, most=16)

@@ -78,7 +78,6 @@ def _num_entries(cfg: PretrainConfig, vocab_size: int) -> int:
 
 
 def _batch_sizes(cfg: PretrainConfig) -> list[int]:
-    """Return the sizes of all global batches of training."""
     sizes: list[int] = []
     for _ in range(cfg.training.train_iters or 0):
         sizes.append(batch_size_at(cfg)(sum(sizes)))
@@ -86,7 +85,6 @@ def _batch_sizes(cfg: PretrainConfig) -> list[int]:
 
 
 def _with_places(batch: Batch) -> Batch:
-    """Add ``places``, the index of each token in its row, int64 [b, s], and ``digests`` [b] of full rows."""
     tokens = batch["tokens"]
     return {**batch, "places": torch.arange(tokens.shape[1]).repeat(len(tokens), 1), "digests": digests(tokens)}
 

@@ -47,7 +47,6 @@ def num_pairs(batch: dict[str, Tensor]) -> Tensor:
 
 
 def _valid(batch: dict[str, Tensor]) -> Tensor:
-    """Return ``completions`` [b, s], -1 also where rows only pad a batch, with a loss mask of 0."""
     return torch.where(batch["loss_mask"] > 0, batch["completions"], -1)
 
 
@@ -79,7 +78,6 @@ def preference_losses(settings: PreferenceConfig, batch: Batch, output: PairedOu
 
 
 def _sums(batch: Batch, losses: Tensor) -> Completions:
-    """Return the completions of full rows from the token losses [b, s] of this rank's tokens."""
     cp = parallel_state.get_process_groups().cp
     sums = sum_completions(-losses, batch["completions"], batch["num_completions"])
     return Completions(*(reduce_from_region(values, cp) for values in sums))

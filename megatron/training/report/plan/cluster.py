@@ -85,10 +85,9 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     def collective(self, size: float, ranks: int, stride: int, kind: str = "shard") -> float:
-        """Return the seconds of an all-gather or reduce-scatter of ``size`` bytes in total per rank, an ``all_reduce``
-        or an ``all_to_all``. The group has ``ranks`` ranks, ``stride`` apart. Groups across nodes use a network card
-        per rank of the node, at most the speed of NVLink. In an all-to-all the card of a rank carries the messages
-        of this rank to other nodes, while NVLink carries the rest."""
+        """Return the seconds of a collective of ``size`` bytes in total per rank. The group has ``ranks`` ranks,
+        ``stride`` apart. Groups across nodes use a network card per rank of the node, at most the speed of NVLink. In
+        an all-to-all the card of a rank carries its messages to other nodes, while NVLink carries the rest."""
         if ranks == 1 or not size:
             return 0.0
         on_node = max(1, min(ranks, self.gpus_per_node // stride))
