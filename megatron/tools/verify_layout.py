@@ -183,7 +183,9 @@ def _small_heads(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     """The same ratio and the same split over ``ranks``."""
     ratio = heads // groups
     small = next(
-        n for n in range(1, groups + 1) if _same_split(n, groups, ranks) and (n * ratio) % _part(heads, ranks) == 0
+        n
+        for n in range(1, groups + 1)
+        if math.gcd(n, ranks) == math.gcd(groups, ranks) and (n * ratio) % _part(heads, ranks) == 0
     )
     return small * ratio, small
 
@@ -191,10 +193,6 @@ def _small_heads(heads: int, groups: int, ranks: int) -> tuple[int, int]:
 def _part(heads: int, ranks: int) -> int:
     """Return the number of ranks over which heads can be split evenly."""
     return math.gcd(heads, ranks)
-
-
-def _same_split(small: int, groups: int, ranks: int) -> bool:
-    return math.gcd(small, ranks) == math.gcd(groups, ranks)
 
 
 def _few_layers(cfg: PretrainConfig) -> int:

@@ -39,7 +39,7 @@ _SUPPORTS: dict[str, Callable[[Request], str | None]] = {
     "cudnn": torch_sdpa.cudnn_supports,
     "flash": torch_sdpa.flash_supports,
     "efficient": torch_sdpa.efficient_supports,
-    "math": torch_sdpa.math_supports,
+    "math": lambda request: request.unusual_scores,
     "unfused": lambda request: None,
     "triton": relative.supports,
     "flash-attn 2": lambda request: flash_attn.supports(2, request),

@@ -82,7 +82,7 @@ class DistributedDataParallel(DataParallel):
         if not config.use_distributed_optimizer:
             return BufferLayout(ranks.reduce, bucket_size=bucket_size, pad_for_bus=pad)
         accumulating = config.reduce_scatter_with_fp32_accumulation and not config.grad_reduce_in_fp32
-        reduce = reductions.reduce_scatter_accumulating_in_fp32 if accumulating else reductions.reduce_scatter_in_place
+        reduce = reductions.ReduceScatterInFp32 if accumulating else reductions.reduce_scatter_in_place
         return BufferLayout(
             ranks.shard, reduce, sharded=True, replicas=ranks.replica, bucket_size=bucket_size, pad_for_bus=pad,
             separate=_may_be_tied(self.module, self.groups),

@@ -35,9 +35,9 @@ def reduce_scatter_in_place(data: Tensor, group: Group) -> AsyncHandle:
     return _started(reduce_scatter(local_shard(data, group), data, group=group.handle, async_op=True))
 
 
-class _RoundedOnce:
-    """All-to-all in flight of all ranks' contributions to this rank's shard; ``wait`` sums them in fp32
-    and writes the rounded sum to the shard of ``data``."""
+class ReduceScatterInFp32:
+    """Reduce-scatter in flight of half-precision ``data``, in place, that rounds once: an all-to-all exchanges the
+    elements in half precision; ``wait`` sums them in fp32 and rounds the sum. Allocates as much as ``data``."""
 
     def __init__(self, data: Tensor, group: Group) -> None:
         self._shard, self._received = local_shard(data, group), torch.empty_like(data).view(group.size, -1)
@@ -48,12 +48,6 @@ class _RoundedOnce:
     def wait(self) -> None:
         self._exchange.wait()
         self._shard.copy_(self._received.sum(dim=0, dtype=torch.float32))
-
-
-def reduce_scatter_accumulating_in_fp32(data: Tensor, group: Group) -> AsyncHandle:
-    """Start an in-place reduce-scatter of half-precision ``data`` that rounds once. The elements are exchanged in half
-    precision (all-to-all); ``wait`` sums them in fp32 and rounds the sum. Allocates as much as ``data``."""
-    return _RoundedOnce(data, group)
 
 
 def _started(work: dist.Work | None) -> AsyncHandle:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,8 @@ class TorchFullyShardedDataParallel(DataParallel):
             spec = spec_or_replicated(parameter)
             if start < stop or spec.owns_matrices:
                 dtype = parameter.compute_dtype  # type: ignore[attr-defined]
-                gradient, rows_over = _main_grad_getter(parameter), data_parallel_groups(spec, self.groups).shard
+                gradient = partial(getattr, parameter, "main_grad", None)
+                rows_over = data_parallel_groups(spec, self.groups).shard
                 shards[parameter] = ParameterShard(parameter, start, stop, local, gradient, dtype, rows_over)
         return shards
 
@@ -202,10 +204,6 @@ class ObservedReduceScatter:
     ) -> dist.Work | None:
         self.is_finite = input_tensor.isfinite().all() & self.is_finite
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-
-
-def _main_grad_getter(parameter: nn.Parameter) -> Any:
-    return lambda: getattr(parameter, "main_grad", None)
 
 
 def _the_dtype(module: nn.Module) -> torch.dtype:

@@ -270,17 +270,14 @@ def virtual_pipeline_size(config: PipelineShape) -> int:
     embedding and loss if these count as layers); else 1. Raises LayoutError for a layout with a syntax error."""
     ranks = config.pipeline_model_parallel_size
     if config.pipeline_model_parallel_layout is not None:
-        return max(1, _num_stages(config.pipeline_model_parallel_layout) // ranks)
+        symbols = _LayoutParser(config.pipeline_model_parallel_layout).items("")
+        return max(1, (1 + sum(symbol == "|" for symbol, _ in symbols)) // ranks)
     if config.num_virtual_stages_per_pipeline_rank is not None:
         return config.num_virtual_stages_per_pipeline_rank
     if config.num_layers_per_virtual_pipeline_stage is not None:
         accounted = config.account_for_embedding_in_pipeline_split + config.account_for_loss_in_pipeline_split
         return math.ceil((config.num_layers + accounted) / (ranks * config.num_layers_per_virtual_pipeline_stage))
     return 1
-
-
-def _num_stages(layout: str) -> int:
-    return 1 + sum(symbol == "|" for symbol, _ in _LayoutParser(layout).items(""))
 
 
 def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> list[StageContents]:

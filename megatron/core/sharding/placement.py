@@ -413,7 +413,9 @@ def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, gro
         target.fill_(float(isinstance(spec.init, Ones)))
         return
     starts, length = _contiguous_runs(spec.shape, rectangle)
-    values = torch.empty((len(starts), length), dtype=_draw_dtype(param), device=param.device)
+    values = torch.empty(
+        (len(starts), length), dtype=torch.promote_types(param.dtype, torch.float32), device=param.device
+    )
     distribution = "normal" if isinstance(spec.init, Normal) else "uniform"
     philox.fill_runs_(values, philox.key(seed, "init", name), starts.to(param.device), distribution)
     if isinstance(spec.init, Normal):
@@ -430,10 +432,6 @@ def _bound(spec: ParameterSpec, init: XavierUniform | Uniform) -> float:
     if isinstance(init, Uniform):
         return init.bound
     return math.sqrt(6.0 / (math.prod(spec.shape[init.stacked : -1]) + spec.shape[-1]))
-
-
-def _draw_dtype(param: Tensor) -> torch.dtype:
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 def _contiguous_runs(shape: tuple[int, ...], rectangle: Rectangle) -> tuple[Tensor, int]:

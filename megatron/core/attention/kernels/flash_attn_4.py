@@ -76,12 +76,8 @@ def supports(request: Request) -> str | None:
     if request.capability[0] == 10 and 128 < request.channels < 256:
         return "on Blackwell it takes head dims up to 128, and 256"
     by_name = request.backend != "auto" or request.flash_version is not None
-    return None if by_name else _unmeasured(request)
-
-
-def _unmeasured(request: Request) -> str | None:
-    """Return why ``request`` is outside the measured cases (sm_90, head dim 128, no window, not deterministic); None if
-    inside."""
+    if by_name:
+        return None
     if request.capability != (9, 0) or request.channels != MEASURED_CHANNELS:
         return f"it was measured on sm_90 with head dim {MEASURED_CHANNELS}"
     if request.window is not None or request.deterministic:

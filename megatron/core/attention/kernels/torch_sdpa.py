@@ -89,11 +89,6 @@ def efficient_supports(request: Request) -> str | None:
     return None
 
 
-def math_supports(request: Request) -> str | None:
-    """Return why torch's math kernel does not support ``request``; None if it does."""
-    return request.unusual_scores
-
-
 class TorchAttention(FlashKernel):
     """``torch.nn.functional.scaled_dot_product_attention``, on a GPU restricted to kernel ``name``. For lengths that
     cuDNN does not support, ``cudnn`` uses the flash kernel; with ``by_name`` (``--attention-backend fused``) it raises

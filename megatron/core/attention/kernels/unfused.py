@@ -10,6 +10,7 @@ head dim, e head dim of values; q, k queries and keys of a tile."""
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,14 +38,11 @@ class UnfusedAttention:
         """Dropout of key blocks; see :meth:`with_mask`. On full sequences the mask carries it."""
         self.bias: Tensor | None = None
         """Position bias [a, n] of key blocks, likewise."""
-        self._softmax = self._softmax_in_fp32 if softmax_in_fp32 else self._softmax_in_input_dtype
+        self._softmax = self._softmax_in_fp32 if softmax_in_fp32 else partial(torch.softmax, dim=-1)
 
     def _softmax_in_fp32(self, scores: Tensor) -> Tensor:
-        dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(scores.dtype, torch.float32)
         return torch.softmax(scores.to(dtype) * self.layer_scale, dim=-1).to(scores.dtype)
-
-    def _softmax_in_input_dtype(self, scores: Tensor) -> Tensor:
-        return torch.softmax(scores, dim=-1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e] in the inputs' dtype;

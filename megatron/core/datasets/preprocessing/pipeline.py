@@ -79,7 +79,7 @@ class Totals:
         """Count one part."""
         for name in ("documents", "sentences", "tokens", "text_bytes", "empty_documents"):
             setattr(self, name, getattr(self, name) + getattr(record, name))
-        self.bad_lines += record.num_bad_lines
+        self.bad_lines += sum(count for _, count, _ in record.bad_lines)
 
 
 class TooManyBadLines(UserError):
@@ -363,7 +363,7 @@ class _Run:
                 entry = {"file": part.file, part.unit: before + first + 1, "count": count, "reason": reason}
                 self.bad_entries.append(entry)
             self.totals.add(part)
-            limit = self.cfg.bad_line_limit
+            limit = 0 if self.cfg.strict else self.cfg.max_bad_lines  # None: any number
             if part.bad_lines and limit is not None and self.totals.bad_lines > limit:
                 raise TooManyBadLines(
                     f"{self._describe(self.bad_entries[0])}; "

@@ -113,8 +113,3 @@ class PreprocessConfig:
     def level(self) -> str:
         """The last part of the output names."""
         return "sentence" if self.split_sentences else "document"
-
-    @property
-    def bad_line_limit(self) -> int | None:
-        """Unusable lines that are tolerated; None: any number."""
-        return 0 if self.strict else self.max_bad_lines

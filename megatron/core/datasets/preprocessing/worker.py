@@ -50,11 +50,6 @@ class PartRecord:
     bad_lines: list[tuple[int, int, str]] = field(default_factory=list)  # first line within the part, how many, why
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)  # by key, of .bin and .idx
 
-    @property
-    def num_bad_lines(self) -> int:
-        """Lines that were skipped."""
-        return sum(count for _, count, _ in self.bad_lines)
-
     def add_bad_line(self, line: int, reason: str) -> None:
         """Record bad line number ``line`` (from 0, within the part; in ascending order). Consecutive lines with the
         same reason become one entry (first, count, reason). ``lines`` is not counted here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.config.layer_kinds import BRANCHES, STANDARD
@@ -56,20 +57,15 @@ def _self_attention(backend: Backend, qk_norm: Callable[..., object] | None, mas
     return ModuleSpec(SelfAttention, {"attn_mask_type": mask}, slots)
 
 
-def _gated_delta_net(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
+def _two_projections(kind: type, backend: Backend, qk_norm: object, mask: AttnMaskType) -> ModuleSpec:
     slots = MixerSubmodules(in_proj=backend.column_parallel_linear, out_proj=backend.row_parallel_linear)
-    return ModuleSpec(GatedDeltaNet, submodules=slots)
+    return ModuleSpec(kind, submodules=slots)
 
 
 def _kimi_delta_attention(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
     column, row = backend.column_parallel_linear, backend.row_parallel_linear
     slots = KimiDeltaAttentionSubmodules(in_proj=column, out_proj=row, down=ReplicatedLinear, up=column)
     return ModuleSpec(KimiDeltaAttention, submodules=slots)
-
-
-def _mamba(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
-    slots = MixerSubmodules(in_proj=backend.column_parallel_linear, out_proj=backend.row_parallel_linear)
-    return ModuleSpec(MambaMixer, submodules=slots)
 
 
 def _mlp(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
@@ -87,9 +83,9 @@ def _linears(backend: Backend) -> MLPSubmodules:
 MIXERS: dict[str, Callable[[Backend, Callable[..., object] | None, AttnMaskType], ModuleSpec]] = {
     "attention": _self_attention,
     "latent_attention": _latent_attention,
-    "gated_delta_net": _gated_delta_net,
+    "gated_delta_net": partial(_two_projections, GatedDeltaNet),
     "kimi_delta_attention": _kimi_delta_attention,
-    "mamba": _mamba,
+    "mamba": partial(_two_projections, MambaMixer),
     "mlp": _mlp,
     "experts": _experts,
 }

@@ -32,7 +32,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.moe import MoEConfig
 from megatron.core.fusions.routing import Summary
 from megatron.core.groups.process_groups import Group
-from megatron.core.transformer.moe.routing import ScoreFunction, balanced_scores, maths_dtype
+from megatron.core.transformer.moe.routing import ScoreFunction, balanced_scores
 
 STATISTICS = {
     "aux_loss": "load_balancing_loss",
@@ -137,7 +137,7 @@ def summarize(logits: Tensor, experts: Tensor, function: ScoreFunction, samples:
     """Return sums over the tokens of ``logits`` [s, b, e] and their ``experts`` int64 [s, b, k], per sample, in fp32
     (fp64 for fp64 logits): normalized scores [b, e], choices [b, e], squared log-sum-exp [b], non-finite logits [b].
     Reference of ``weigh_triton``; differentiable in scores and log-sum-exp."""
-    dtype = maths_dtype(logits)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     return Summary(
         sample_sums(balanced_scores(logits, function), samples),
         choice_counts(experts, logits.shape[-1], dtype, samples),

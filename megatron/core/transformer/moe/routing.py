@@ -43,15 +43,10 @@ class Routing(NamedTuple):
     """Whether choices may be dropped; if not, permutations need no masks."""
 
 
-def maths_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of score computations: fp64 for fp64 logits, else fp32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def expert_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
     """Return the scores of all experts (last dim), fp32 or fp64. Softmax normalizes over experts; the others are
     elementwise."""
-    z = logits.to(maths_dtype(logits))
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if function == "softmax":
         return z.softmax(-1)
     if function == "sigmoid":
@@ -125,7 +120,7 @@ class RoutingRule:
         """Return the top-k experts int64 [..., k] of ``logits`` [..., e], best first; ties go to the lower index.
         Compares scores, but logits for softmax after top-k, Sinkhorn and quantile balancing, plus ``bias`` [e], which
         does not affect weights; limited to each token's best groups if there are groups. Does not compute Sinkhorn."""
-        z = logits.to(maths_dtype(logits))
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = z if self.choice_kind == "softmax" else expert_scores(z, self.score_function)
         if bias is not None:
             scores = scores + bias
@@ -144,7 +139,7 @@ class RoutingRule:
     def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:
         """Return differentiable weights [..., k] of ``experts`` [..., k] in the dtype of ``logits`` [..., e], as in the
         module docstring."""
-        z = logits.to(maths_dtype(logits))
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.sinkhorn:
             scores = z.sigmoid() if self.topk == 1 else z.softmax(-1)
             return scores.gather(-1, experts).to(logits.dtype)
@@ -164,7 +159,7 @@ def sinkhorn_scores(logits: Tensor, sharers: Group) -> Tensor:
     ``sharers`` hold the other tokens of its sequences; each of the 32 iterations all-reduces over them. Scales are
     frozen once the mean change is at most 1e-4, decided on the device. Megatron-LM stops at that point, but it waits
     for the device in every iteration and sees only local tokens."""
-    z = logits.to(maths_dtype(logits)).flatten(0, -2)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     cost_te = (z - z.amax(-1, keepdim=True)).exp()  # a token's scale is free: subtract its maximum against overflow
     num_tokens, num_experts = cost_te.shape[0] * sharers.size, cost_te.shape[1]
     scale_e, moving = cost_te.new_ones(num_experts), torch.ones((), dtype=torch.bool, device=z.device)
