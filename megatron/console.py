@@ -141,8 +141,7 @@ def check_folders(name: str, arguments: Sequence[str]) -> None:
 
 def pretrain(arguments: Sequence[str]) -> int:
     """Run the pretraining program ``arguments[0]``, or the one of --model, in this process; return the exit code. With
-    --nproc, check the settings, and replace this process by torchrun. Help, an unknown program or a bad --nproc value
-    prints a message."""
+    --nproc, check the settings, and replace this process by torchrun. Help and wrong names print a message."""
     if arguments and arguments[0] not in programs():
         from megatron.training.entry import with_program
 

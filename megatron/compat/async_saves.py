@@ -126,8 +126,7 @@ class AsyncCallsQueue:
 
 class FileSystemWriterAsync(FileSystemWriter):
     """torch's writer of distributed checkpoints in two steps: :meth:`prepare_write_data` collects the data,
-    :meth:`get_save_function_and_args` returns the functions that copy and write it. The files are torch's. One writer
-    per save."""
+    :meth:`get_save_function_and_args` returns the functions that copy and write it. The files are torch's."""
 
     def __init__(
         self,
@@ -137,8 +136,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_msc: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Take the arguments of torch's ``FileSystemWriter``; ``separation_hint`` has no effect. Raises ValueError for
-        ``use_msc``."""
+        """Arguments of torch's ``FileSystemWriter``; ``separation_hint`` has no effect. ``use_msc``: ValueError."""
         if use_msc:
             raise ValueError("FileSystemWriterAsync(use_msc=True): not available here; write to a file system")
         super().__init__(path, *args, **kwargs)
@@ -166,8 +164,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             raise
 
     def retrieve_write_results(self) -> list[WriteResult]:
-        """Empty if this rank writes no data. Raises the error of a failed write, and RuntimeError if it has not
-        ended."""
+        """Empty if this rank writes no data. Raises the error of a failed write, RuntimeError before its end."""
         if self.write_buckets is None or not self.write_buckets.plan.items:
             return []
         try:

@@ -341,9 +341,8 @@ def initialize_megatron(
     args_defaults: dict[str, object] | None = None,
     **unused: object,
 ) -> None:
-    """Parse ``sys.argv`` and initialize this process (logging, process groups, seeds, tokenizer, micro-batch schedule),
-    for programs with their own training loop. Raises errors of wrong flags; ``unused`` arguments are ignored.
-    Collective."""
+    """Parse ``sys.argv`` and initialize this process for programs with their own training loop. Raises errors of wrong
+    flags; ``unused`` arguments are ignored. Collective."""
     cfg = validate_args(parse_script_args(args_defaults, extra_args_provider), launched_world_size() or 1)
     initialize.configure_logging(cfg.logging.logging_level)
     parallel_state.start_single_process_group()

@@ -13,8 +13,7 @@ __all__ = ["StragglerDetector", "divide", "get_attr_wrapped_model", "get_model_c
 
 
 class StragglerDetector:
-    """Measures nothing: ``--timing-log-level`` and the minimum and maximum over ranks that it prints show slow
-    ranks."""
+    """No-op: ``--timing-log-level`` shows slow ranks."""
 
     def __call__(self, bdata: bool = False) -> StragglerDetector:
         """``bdata`` marks the loading of a batch."""

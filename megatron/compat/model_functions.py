@@ -61,8 +61,7 @@ def get_bias_dropout_add(training: bool, fused: bool = False) -> Callable[..., T
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
     """Set ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` on ``tensor`` where they are missing:
-    for our parameters from the declaration (whether tensor-parallel ranks hold parts, and along which dim), else False,
-    -1 and 1."""
+    for our parameters from the declaration, else False, -1 and 1."""
     spec: ParameterSpec | None = getattr(tensor, "spec", None)
     placement = None if spec is None else spec.mesh.get("tp") or spec.mesh.get("etp")
     split = isinstance(placement, Shard)
@@ -75,8 +74,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 
 def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_check: bool = False) -> bool:
-    """Return whether all data-parallel ranks hold the same parameters, bit for bit. Collective. Copies each parameter
-    to the CPU."""
+    """Return whether all data-parallel ranks hold the same bits of parameters. Collective. Copies each to the CPU."""
     digest = hashlib.sha256()
     for chunk in model:
         for _, param in chunk.named_parameters():

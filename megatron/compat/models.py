@@ -69,8 +69,7 @@ _construct_t5 = takes_fields(
 
 
 class T5Model(t5.T5Model):
-    """T5 with Megatron-LM's arguments. Without ``encoder_config``, which releases before 0.9 did not pass, encoder
-    and decoder share one."""
+    """T5 with Megatron-LM's arguments. Without ``encoder_config`` (before 0.9) encoder and decoder share one."""
 
     def __init__(
         self, config: TransformerConfig, encoder_config: TransformerConfig | None = None, *args: object, **named: object

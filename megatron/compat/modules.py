@@ -66,9 +66,8 @@ def roll_tensor(
     cp_group: AnyGroup = None,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (``tensor`` shifted one place to the left along ``dims``, with zeros at the end and at the end of each
-    document; the sum of the result). ``tensor`` is not changed. Raises ValueError for other shifts, or with context
-    parallelism."""
+    """Return (``tensor`` shifted one place to the left along ``dims``, zeros at the end of each document; the sum of
+    the result). ``tensor`` is not changed. Raises ValueError for other shifts, or with context parallelism."""
     if shifts != -1 or parallel_state.resolve_group(cp_group, "cp").size > 1:
         raise ValueError("roll_tensor: only shifts of -1 without context parallelism are available here")
     rolled = tensor.roll(-1, dims)

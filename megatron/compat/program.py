@@ -89,8 +89,7 @@ def get_timers() -> Timers:
 
 def as_namespace(cfg: PretrainConfig, tokenizer: Tokenizer | None) -> Namespace:
     """Return a resolved configuration as a new namespace under the names that entry scripts read: its fields, the
-    script's own flags, names of older releases and derived names. ``vocab_size`` is the tokenizer's, if there is
-    one."""
+    script's own flags, names of older releases and derived names. ``vocab_size`` is the tokenizer's."""
     values = {**RETIRED_ARGS, **absent.defaults(), **cfg.flat.values()}
     values |= cfg.extra | _derived(cfg)
     if tokenizer is not None:

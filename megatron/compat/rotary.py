@@ -40,8 +40,7 @@ class RotaryEmbedding(nn.Module):
         **options: Any,
     ) -> None:
         """Compute the frequencies fp32 [d / 2] of the first ``kv_channels * rotary_percent`` channels, with LLaMA 3's
-        scaling if ``rope_scaling``. ``options`` may hold ``use_cpu_initialization`` (ignored) and ``cp_group``; else
-        TypeError."""
+        scaling if ``rope_scaling``. ``options`` may hold ``use_cpu_initialization`` (ignored) and ``cp_group``."""
         super().__init__()
         if unknown := options.keys() - {"use_cpu_initialization", "cp_group"}:
             raise TypeError(f"RotaryEmbedding() has no arguments {', '.join(sorted(unknown))}")

@@ -42,8 +42,7 @@ def parse_args(
 
 def validate_args(args: Namespace, defaults: Mapping[str, object] | None = None) -> Namespace:
     """Replace None by ``defaults``, check the settings for ``args.world_size`` ranks and write the derived ones into
-    ``args``, in place. Returns ``args``; ``rank`` and names that are no settings stay. Raises ConfigError: lists every
-    contradiction."""
+    ``args``, in place. Returns ``args``; ``rank`` and names that are no settings stay. Raises ConfigError."""
     for name, value in (defaults or {}).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)

@@ -99,8 +99,7 @@ def get_ltor_masks_and_position_ids(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(attention_mask bool [b or 1, 1, s, s] True where hidden, loss_mask fp32 [b, s], position_ids int64 [b,
     s])`` for ``data`` int64 [b, s], on its device. A document ends with its ``eod_token``: resets apply after it,
-    ``eod_mask_loss`` at it. The mask has one row per sample only with ``reset_attention_mask``; our own models never
-    need it."""
+    ``eod_mask_loss`` at it. The mask has one row per sample only with ``reset_attention_mask``."""
     is_eod = data == eod_token
     documents = torch.cumsum(torch.nn.functional.pad(is_eod.long(), (1, 0))[:, :-1], dim=1)
     causal = torch.ones(data.shape[1], data.shape[1], dtype=torch.bool, device=data.device).tril()

@@ -15,8 +15,7 @@ from megatron.core.config.errors import UserError
 
 
 def copied(x: Tensor, device: torch.device) -> Tensor:
-    """Return ``x`` on ``device``. A copy to a GPU goes through pinned memory, so that the host does not wait for the
-    kernels before it."""
+    """Return ``x`` on ``device``. A copy to a GPU goes through pinned memory: the host does not wait for kernels."""
     # the pinned copy may be freed at once: torch's host allocator reuses it only after the copy to the device
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)
 

@@ -424,8 +424,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> Any:
-    """Return the group of this rank only: one stage holds the position embeddings. None before initialization if
-    ``check_initialized`` is False."""
+    """Return the group of this rank only: one stage holds the position embeddings."""
     return None if _state is None and not check_initialized else _handle(process_groups.SINGLE_PROCESS.embedding)
 
 
@@ -433,8 +432,7 @@ def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> dist.ProcessGroup:
     """Return the group of ranks that hold the same parameters with other data. ``with_context_parallel`` adds the
-    context-parallel ranks; ``partial_data_parallel``: the ranks, context-parallel ones included, that share one copy of
-    the optimizer state."""
+    context-parallel ranks; ``partial_data_parallel``: all that share one copy of the optimizer state."""
     return _handle(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
@@ -466,8 +464,7 @@ def _data_parallel(with_context_parallel: bool, partial: bool = False) -> proces
 
 def get_expert_data_parallel_group(check_initialized: bool = True, partial_expert_data_parallel: bool = False) -> Any:
     """Return the group of ranks that hold the same expert parameters; ``partial_expert_data_parallel``: the ranks that
-    share one copy of their optimizer state. None before initialization if ``check_initialized`` is False (else
-    RuntimeError)."""
+    share one copy of their optimizer state. ``check_initialized`` False: None before initialization."""
     if _state is None and not check_initialized:
         return None
     return _handle(_current().groups.edp_shard if partial_expert_data_parallel else _current().groups.edp)
@@ -486,8 +483,7 @@ def get_tensor_and_data_parallel_group(check_initialized: bool = True, with_cont
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> dist.ProcessGroup:
     """Return the group over which fp8 statistics are reduced: tensor-parallel ranks, and data-parallel ranks unless
-    ``tp_only_amax_red``; ``with_context_parallel`` adds context-parallel ranks. The first call may create the group
-    collectively."""
+    ``tp_only_amax_red``; ``with_context_parallel`` adds context-parallel ranks. The first call may be collective."""
     if tp_only_amax_red:
         return _handle(_current().groups.tp_cp if with_context_parallel else _current().groups.tp)
     return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
@@ -507,8 +503,7 @@ def _find_group(ranks: list[int]) -> dist.ProcessGroup:
 
 def _host_handle(group: process_groups.Group) -> dist.ProcessGroup:
     """Return a torch.distributed group of ``group``'s ranks that moves CPU tensors: its gloo handle, its handle if that
-    supports gloo, or a new gloo group, created at the first call and cached. Creating it is collective over these
-    ranks."""
+    supports gloo, or a new gloo group, created at the first call and cached. Creating it is collective."""
     if group.size > 1 and group.host_handle is not None:
         return group.host_handle
     handle, state = _handle(group), _current()

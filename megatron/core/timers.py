@@ -45,8 +45,7 @@ class Timer:
 
     def stop(self, barrier: bool = False) -> None:
         """Stop the timer and add the seconds since ``start`` to both sums; close the profiler range. ``barrier``: first
-        wait for all ranks; with ``synchronize`` also wait for the device. Raises RuntimeError if the timer does not
-        run."""
+        wait for all ranks; with ``synchronize`` also wait for the device. RuntimeError if it does not run."""
         if not self.active:
             raise RuntimeError(f"timer {self.name!r} is not started")
         self._wait(barrier)
@@ -102,8 +101,7 @@ class Timer:
             self._range = None
 
     def _wait(self, barrier: bool) -> None:
-        """Wait for all ranks (``barrier``, if torch.distributed is initialized), then for the device if
-        ``synchronize``."""
+        """Wait for all ranks (``barrier``, with torch.distributed), then for the device if ``synchronize``."""
         if barrier and dist.is_available() and dist.is_initialized():
             dist.barrier()
         if self.synchronize:
@@ -148,8 +146,7 @@ class Timers:
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """Return the timer ``name``, the same object at each call. The first call sets its level (default: 2, the
         highest); above ``Timers.log_level`` the timer measures nothing. Raises ValueError for a level outside of 0 to
-        2, or another level than in the first call. Only at log level 1 or 2, with CUDA initialized at that call, do
-        timers wait for the device."""
+        2, or another level than in the first call. Timers wait for the device only at log level 1 or 2."""
         known = self._levels.get(name)
         if known is None:
             known = MAX_LOG_LEVEL if log_level is None else log_level

@@ -127,8 +127,7 @@ class BlendSettings(Protocol):
 def get_blend_and_blend_per_split(args: BlendSettings) -> tuple[Blend | None, list[Blend | None] | None]:
     """Return the data source that the flags name, as ``(blend, None)`` or ``(None, blend of each split)``; ``(None,
     None)`` without one or with mock data. Reads the files of ``data_args_path`` and ``per_split_data_args_path``.
-    Raises UserError for more than one source, or a malformed one; the three per-split paths count as one source and may
-    be None."""
+    Raises UserError for more than one source, or a malformed one; the per-split paths are one source."""
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     sources = {
         "--data-path": args.data_path is not None,

@@ -157,8 +157,7 @@ class IndexCache:
 
     def save(self, arrays: Arrays) -> None:
         """Write each array, then the description with checksums, each to a temporary name that is renamed, without
-        fsync. Readers ignore a cache without description. The lock must be held. Raises OSError and leaves partial
-        files then."""
+        fsync. Readers ignore a cache without description. The lock must be held. Raises OSError."""
         for name, array in arrays.items():
             with self._renamed(f"{self.base}-{name}.npy") as stream:
                 np.lib.format.write_array(stream, array, allow_pickle=False)

@@ -166,8 +166,7 @@ def _refuse_size(idx_path: str, actual: int, expected: int, num_sequences: int, 
 
 
 def _check_tokens(idx_path: str, index: Index, bin_bytes: int) -> None:
-    """Raise the index error unless byte offsets are the running sum of lengths and end at ``bin_bytes``. Reads the
-    index in chunks, never the .bin."""
+    """Raise the index error unless byte offsets are the running sum of lengths and end at ``bin_bytes``."""
     bin_path = idx_path.removesuffix(".idx") + ".bin"
     lengths, pointers, size = index.sequence_lengths, index.sequence_pointers, index.dtype_size
     count = len(lengths)

@@ -89,8 +89,7 @@ class IndexedDataset:
         IndexedDatasetError: a ValueError; the files are damaged or do not belong together."""
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True):
-        """Raises MissingDatasetError (a FileNotFoundError), or IndexedDatasetError for damaged files. Reads no
-        tokens."""
+        """Raises MissingDatasetError, or IndexedDatasetError for damaged files. Reads no tokens."""
         self.path_prefix, self.multimodal, self.mmap = str(path_prefix), multimodal, mmap
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         for path in (idx_path, bin_path):

@@ -76,8 +76,7 @@ class IndexedDatasetBuilder:
         ValueError: a token does not fit ``dtype``, or lengths do not sum to the number of tokens."""
 
     def __init__(self, bin_path: str, dtype: DTypeLike = np.int32, multimodal: bool = False):
-        """The temporary files are next to ``bin_path``; an older data set stays until ``finalize``. Raises KeyError for
-        an unknown dtype."""
+        """Temporary files are next to ``bin_path``; an older data set stays until ``finalize``."""
         self.bin_path, self.dtype, self.multimodal = str(bin_path), np.dtype(dtype).type, multimodal
         self._np_dtype = np.dtype(dtype)
         DType.code_from_dtype(dtype)
@@ -133,9 +132,8 @@ class IndexedDatasetBuilder:
                     self._modes.append(mode)
 
     def add_documents(self, tensor: ArrayLike, lengths: ArrayLike) -> None:
-        """Append many documents of one sequence each: the tokens of all, and the length of each; modes are 0. Raises
-        ValueError for negative lengths, or if they do not sum to the number of tokens; UserError for ids that do not
-        fit the dtype."""
+        """Append many documents of one sequence each: all tokens, and each length; modes are 0. Raises ValueError for
+        negative lengths, or if they do not sum to the number of tokens; UserError for ids that do not fit the dtype."""
         tokens, sizes = self._as_tokens(tensor), np.asarray(lengths, dtype=np.int32)
         if int(sizes.sum(dtype=np.int64)) != tokens.size or (len(sizes) and int(sizes.min()) < 0):
             raise ValueError(f"the lengths sum to {int(sizes.sum(dtype=np.int64))}, but there are {tokens.size} tokens")

@@ -139,8 +139,7 @@ def build_mapping_numpy(
     min_sentences: int,
 ) -> np.ndarray:
     """Return the same shuffled rows as ``build_mapping`` in C++: (first sentence, end, target length). Ends after the
-    epoch that reaches ``max_samples``, or one that adds none; a target is short with probability 1 /
-    ``short_ratio``."""
+    epoch that reaches ``max_samples``, or one that adds none; a target is short once in ``short_ratio``."""
     draws = _words(np.random.RandomState(seed % 2**32))
 
     def target(document: int) -> int:
@@ -214,8 +213,7 @@ def _shuffled(rows: list[Any], width: int, dtype: type, seed: int) -> np.ndarray
 
 
 def mt19937_64(seed: int) -> Iterator[int]:
-    """Yield the outputs (ints) of C++'s 64-bit Mersenne twister (Nishimura and Matsumoto 2004), without end; ``seed``
-    is taken modulo 2^64."""
+    """Yield the outputs (ints) of C++'s 64-bit Mersenne twister (Nishimura and Matsumoto 2004)."""
     size, middle = 312, 156
     first = [seed % 2**64]
     for i in range(1, size):

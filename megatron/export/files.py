@@ -62,8 +62,7 @@ def paused_collection() -> Iterator[None]:
 
 @paused_collection()
 def read_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
-    """Return the lazy tensors of one file; reads only the header. Raises CheckpointDamagedError, with the tensor's
-    name."""
+    """Return the lazy tensors of one file; reads only the header. Raises CheckpointDamagedError."""
     path = Path(path)
     return {name: _StoredTensor(path, name, entry).lazy() for name, entry in read_header(path).items()}
 
@@ -245,8 +244,7 @@ class Target:
         os.fsync(self._journal.fileno())
 
     def _matches(self, name: str, entry: WrittenFile) -> bool:
-        """Compare size and all checksums with the journal entry; False for a missing file, a link or a malformed
-        entry."""
+        """Compare size and checksums with the journal entry; False for a missing file, a link or a bad entry."""
         try:
             with open_regular(self.folder / name, follow=False) as file:
                 right = os.fstat(file.fileno()).st_size == entry["bytes"]
@@ -330,8 +328,7 @@ def _is_entry(line: object) -> bool:
 
 
 def _write(file: BinaryIO, name: str, tensor: LazyTensor) -> Iterator[int]:
-    """Append the bytes of ``tensor`` and yield the CRC-32 of each block. Raises CheckpointError for another shape or
-    dtype."""
+    """Append the bytes of ``tensor`` and yield the CRC-32 of each block. CheckpointError for another shape or dtype."""
     values = tensor.read()
     if tuple(values.shape) != tuple(tensor.shape) or values.dtype != tensor.dtype:
         raise CheckpointError(

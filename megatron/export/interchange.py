@@ -60,8 +60,7 @@ def with_counters(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def differences(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Describe missing tensors, then wrong shapes, then extra tensors; empty if all match. Counters in ``tensors`` are
-    ignored."""
+    """Describe missing tensors, wrong shapes and extra tensors. Counters in ``tensors`` are ignored."""
     missing = [f"{name} is missing, expected {list(expected[name])}" for name in expected if name not in tensors]
     shapes = [(name, list(tensor.shape)) for name, tensor in tensors.items() if not name.endswith(COUNTER)]
     misshapen = [

@@ -60,8 +60,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _entries(header: dict[str, object], origin: int, total: int) -> dict[str, Entry]:
-    """Removes the metadata entry. Raises _MalformedError unless tensors fill bytes ``origin`` to ``total`` without
-    gaps."""
+    """Drops metadata. Raises _MalformedError unless tensors fill bytes ``origin`` to ``total`` without gaps."""
     metadata = header.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _MalformedError(f"{METADATA} is not a table of texts")

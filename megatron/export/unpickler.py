@@ -263,8 +263,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
             raise CheckpointDamagedError("a pickle that expands to far more than its bytes")
 
     def _call(self, kind: object, args: object) -> object:
-        """Make a tensor or plain data for known names, else an inert Record; never calls a function that the file
-        names."""
+        """Make a tensor or plain data for known names, else an inert Record; calls nothing of the file."""
         if not isinstance(kind, Kind) or not isinstance(args, tuple):
             raise CheckpointDamagedError(f"a pickle that calls a {type(kind).__name__}")
         sized = (value for value in args if isinstance(value, str | bytes | list | tuple | dict))

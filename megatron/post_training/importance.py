@@ -29,8 +29,7 @@ Importance = dict[str, Tensor]
 @torch.no_grad()
 def measure(model: nn.Module, samples: Iterable[Tensor], num_heads: int) -> Importance:
     """Return the importance of the parts of a GPT with ``num_heads`` query heads, which holds all layers and channels,
-    from ``samples`` of token ids int64 [s], all of one length. Runs one forward pass per sample. Raises ValueError
-    without samples."""
+    from ``samples`` of token ids int64 [s], all of one length. One forward pass per sample."""
     squares, sums = defaultdict[str, Any](float), defaultdict[str, Any](float)
     handles = list(_watch(model, squares, sums))
     try:

@@ -75,9 +75,8 @@ class Card:
         self.model_flags = ["--load-hf", folder, *([] if has_tokenizer else null)]
 
     def command(self, name: str, words: Sequence[str], figures: Sequence[str] = (), *, optional: bool = False) -> bool:
-        """Record the result of ``megatron WORDS`` as check ``name``. ``optional``: exit code 2 (settings that
-        contradict each other) means not applicable. ``figures`` select lines of the output. Return whether it
-        passed."""
+        """Record the result of ``megatron WORDS`` as check ``name``. ``optional``: exit code 2 means not applicable.
+        ``figures`` select lines of the output. Return whether it passed."""
         start = time.perf_counter()
         code, output = self.run(words)
         rejected = "not applicable" if optional else "failed"

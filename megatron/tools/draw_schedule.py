@@ -26,8 +26,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def text_table(timeline: Timeline, width: int) -> str:
-    """One line per rank: a column shows the action (F, B, W) at its midpoint, in lower case for odd chunks, or a
-    dot."""
+    """One line per rank: a column shows the action (F, B, W; lower case: odd chunks) at its midpoint, or a dot."""
     column = timeline.duration / width
     lines = []
     for rank, events in enumerate(timeline.events):

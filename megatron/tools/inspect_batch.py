@@ -48,8 +48,7 @@ Part = tuple[int, int, int]
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of this tool. Exits with code 2 for unknown, abbreviated or malformed flags. Raises UserError: a
-    number below 1."""
+    """Return the flags of this tool. Exits with code 2 for wrong ones. Raises UserError for a number below 1."""
     parser = tool_parser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to start from; default: the latest")
@@ -88,8 +87,7 @@ def build(
     saved: Saved, paths: Sequence[str] | None, other: Mapping[str, str]
 ) -> tuple[PretrainConfig, Tokenizer, DataSource]:
     """Return settings, tokenizer and training data of a run; ``paths`` replace its data sets, settings in ``other`` its
-    tokenizer. Raises UserError: another tokenizer; data that is missing, written after the checkpoint, or made by the
-    program."""
+    tokenizer. Raises UserError: another tokenizer; data that is missing, written after the checkpoint."""
     cfg = saved.cfg if paths is None else moved(saved.cfg, paths)
     if cfg.data.dataloader_type == "external" or not cfg.needs_data:
         raise UserError(f"{saved.directory}: its training program makes the data itself; only that program can read it")

@@ -84,8 +84,7 @@ def docstrings(document: dict[str, str]) -> Iterator[dict[str, str]]:
 
 
 def groups(kind: str, files: Iterator[dict[str, str]], seed: int) -> Iterator[Iterable[dict[str, str]]]:
-    """Docs are read completely first and yielded in an order from ``seed``. Stories come from ``seed`` and never
-    end."""
+    """Docs are read first and yielded in an order from ``seed``. Stories come from it and never end."""
     if kind == "stories":
         yield from ([document] for document in stories(seed))
     if kind == "docs":

@@ -19,8 +19,7 @@ from megatron.data.sidecar import SidecarInfo, read_sidecar, same_tokenizer, sid
 
 
 def find_prefixes(folder: str) -> list[str]:
-    """Return the sorted path prefixes of all .bin/.idx pairs in ``folder``. Raises UserError: no pair exists, or one
-    file of a pair is missing."""
+    """Return the sorted path prefixes of all .bin/.idx pairs in ``folder``. UserError for incomplete or no pairs."""
     if not os.path.isdir(folder):
         raise UserError(f"--input {folder} is no folder: give the folder that holds the .bin and .idx files")
     names = {os.path.splitext(name) for name in os.listdir(folder)}
@@ -35,8 +34,7 @@ def find_prefixes(folder: str) -> list[str]:
 
 
 def common_dtype(prefixes: list[str], multimodal: bool) -> type:
-    """Open and check every data set; return their common token dtype. Raises UserError: a data set is damaged, or the
-    dtypes differ."""
+    """Open and check every data set; return their common token dtype. UserError if one is damaged or they differ."""
     dtypes = {prefix: IndexedDataset(prefix, multimodal=multimodal).index.dtype for prefix in prefixes}
     if len(set(dtypes.values())) > 1:
         listing = ", ".join(f"{prefix} {np.dtype(dtype).name}" for prefix, dtype in dtypes.items())

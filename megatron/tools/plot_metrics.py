@@ -215,8 +215,7 @@ def cut_spikes(axes: Axes, runs: list[Run], key: str, limit: float) -> None:
 
 
 def draw_line(axes: Axes, series: Series, color: str, label: str, smooth: float | None, limit: float) -> None:
-    """Draw a curve; with ``smooth`` (half-life; 0: 1% of the points) also its average over values up to ``limit``. A
-    single point is drawn as a dot."""
+    """Draw a curve; with ``smooth`` (half-life; 0: 1% of the points) also its average over values up to ``limit``."""
     marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(series.x) == 1 else {}
     if smooth is None or len(series.x) < 3:
         axes.plot(series.x, series.y, color=color, linewidth=1.4, label=label, **marker)
@@ -280,8 +279,7 @@ def column_means(series: Series, first: float, last: float, columns: int) -> lis
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Exits with code 2 without --output and --text, unless --labels has one name per run, or for a negative
-    half-life."""
+    """Exits with code 2 without --output and --text, for a wrong number of --labels or half-life."""
     parser = tool_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory with metrics.jsonl, or the file")
     parser.add_argument("--output", type=Path, help="picture to write; its ending (.png, .pdf, .svg) is the format")

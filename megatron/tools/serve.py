@@ -91,8 +91,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def read_token(args: argparse.Namespace) -> str | None:
-    """Return the secret, or None. Raises UserError for an unreadable file, or a secret that is no text of an HTTP
-    header."""
+    """Return the secret, or None. Raises UserError for an unreadable file or text that no HTTP header has."""
     if args.token_file is not None and args.token is not None:
         raise UserError("--token: must not be given with --token-file; remove it")
     source, token = "--token", args.token
@@ -167,8 +166,7 @@ class Progress:
 
 
 def image_parts(trained: TrainedModel, folder: str | None) -> ImageParts | None:
-    """Return the reader of images of requests; None for a model of text. Raises UserError for ``folder`` without a
-    use."""
+    """Return the reader of images of requests; None for a model of text. UserError for a useless ``folder``."""
     from megatron.core.inference.server.image_parts import ImageParts
 
     loader = trained.image_loader

@@ -55,8 +55,7 @@ def parse_command_line(argv: Sequence[str], about: str) -> tuple[argparse.Namesp
 def run_flags(
     options: argparse.Namespace, rest: Sequence[str], kind: str = "--sft", values: Mapping[str, str] = DEFAULTS
 ) -> list[str]:
-    """Return the flags of pretrain_gpt.py: ``kind`` and ``rest``, after default ``values`` of flags that it does not
-    have."""
+    """Return the flags of pretrain_gpt.py: ``kind`` and ``rest``, after default ``values``."""
     defaults = dict(values)
     if config := model_config(options.load_hf):
         length = config.get("text_config", config).get("max_position_embeddings")

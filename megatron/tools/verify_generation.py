@@ -62,8 +62,7 @@ MIN_LENGTH = 96
 
 
 def small_settings(cfg: PretrainConfig, world_size: int, generator_tp: int) -> PretrainConfig:
-    """Return ``cfg`` with a small model, as :func:`shrink`, in the user's precision, whose heads the generator's ranks
-    can divide."""
+    """Return ``cfg`` with a small model (:func:`shrink`) whose heads the generator's ranks can divide."""
     small = shrink(cfg, world_size)
     wider = generator_tp // math.gcd(small.model.num_query_groups or small.model.num_attention_heads or 1, generator_tp)
     names = ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size")

@@ -263,8 +263,7 @@ def _small_batches(cfg: PretrainConfig) -> dict[str, object]:
 
 def one_rank(cfg: PretrainConfig) -> PretrainConfig:
     """Return ``cfg`` without parallelism, with the global batch as one micro-batch, except with samples of different
-    lengths, MoE balancing methods that are computed per micro-batch, and fp8, whose scales are (with two-batch overlap
-    per half of it)."""
+    lengths, MoE balancing methods that are computed per micro-batch, and fp8, whose scales are."""
     defaults = FlatConfig()
     layout = [
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
@@ -324,8 +323,7 @@ def launch(
     cfg: PretrainConfig, world_size: int, folder: str, *arguments: Any, target: Callable[..., None] = run_rank
 ) -> None:
     """Run ``target(rank, cfg, world_size, place, *arguments)`` in ``world_size`` new processes of this machine, with
-    rendezvous on a free port, and wait; raise the first failure with its traceback, after which the others are
-    ended."""
+    rendezvous on a free port, and wait; raise the first failure with its traceback, and end the others."""
     import torch.multiprocessing as mp
 
     with socket.socket() as free:

@@ -153,8 +153,7 @@ def parse_args(
 def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
     """Resolve and check the settings of a run on ``world_size`` ranks; return a frozen copy with all derived settings.
     A dry run uses its own world size. If a rule fails, also looks at tokenizer, data files and stored settings.
-    ``announce``: log overridden and ineffective flags. Raises ConfigError: lists every contradiction and every setting
-    that is not available."""
+    ``announce``: log overridden and ineffective flags. Raises ConfigError with all problems."""
     if cfg.program.dry_run:
         world_size = cfg.program.dry_run_world_size or max(world_size, smallest_world_size(cfg))
     if problems := impossible_values(cfg):
@@ -169,8 +168,7 @@ def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True
 
 
 def _with_samples_of_epochs(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
-    """Set ``train_samples`` from --num-epochs and the size of the training data. Rules report other lengths next to it
-    and data without a size."""
+    """Set ``train_samples`` from --num-epochs and the size of the training data."""
     resolved = resolve(cfg, world_size)
     lengths = {"train_iters", "train_samples"} & cfg.explicit
     unknown = cfg.validation.skip_train or lengths or not resolved.data.seq_length or not reads_data_files(resolved)

@@ -35,8 +35,7 @@ class EvalSet:
 
 def eval_sets(dataset: object, names: list[str] | None = None) -> list[EvalSet]:
     """Return a provider's validation or test data (None, one data set or a list) as named sets. A single data set has
-    no name; lists use ``names`` or their indices and drop None entries. Raises UserError if the number of names
-    differs."""
+    no name; lists use ``names`` or their indices and drop None entries. UserError for too few names."""
     if dataset is None:
         return []
     if not isinstance(dataset, list | tuple):
@@ -62,8 +61,7 @@ class Evaluator:
         self.shard = task.batches.shard(cfg.validation.eval_micro_batch_size, groups)
 
     def num_samples(self, eval_set: EvalSet) -> int:
-        """Return the number of samples per evaluation: the full set with --full-validation, else --eval-iters
-        batches."""
+        """Return the samples per evaluation: all with --full-validation, else --eval-iters batches."""
         if self.cfg.validation.full_validation:
             return len(eval_set.dataset)
         return min(eval_samples(self.cfg.validation), len(eval_set.dataset))
@@ -86,8 +84,7 @@ class Evaluator:
 
     def _losses(self, eval_set: EvalSet) -> dict[str, float]:
         """Run forward passes over one set; return the mean of each loss as floats, equal on all ranks. Sums are
-        broadcast over the pipeline and all-reduced over ``dp_cp``; waits for the device. Raises UserError if no token
-        contributes to the loss."""
+        broadcast over the pipeline and all-reduced over ``dp_cp``; waits for the device. UserError without tokens."""
         device = training_device()
         sampler = EvalSampler(self.shard, self.cfg.validation.eval_global_batch_size, self.num_samples(eval_set))
         sums = LossSums(device)

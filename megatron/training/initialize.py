@@ -63,8 +63,7 @@ def show_crashes() -> None:
 
 def configure_logging(level: int | None = None) -> None:
     """Send the log of the ``megatron`` loggers to stdout at ``level`` (None: INFO): rank 0 in full, other ranks only
-    warnings and errors with a rank prefix. Replaces the handler of an earlier call and stops propagation to the root
-    logger."""
+    warnings and errors with a rank prefix. Replaces the handler of an earlier call."""
     library = logging.getLogger("megatron")
     library.setLevel(logging.INFO if level is None else level)
     library.propagate = False

@@ -160,8 +160,7 @@ def _buckets(units: Sequence[_Unit], catalog: _Catalog, bucket_bytes: int) -> It
 def _gathered(
     bucket: Sequence[_Unit], catalog: _Catalog, groups: ProcessGroups, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the Hugging Face tensors of ``bucket``: each rank writes its pieces between zeros, and an all-reduce of the
-    bits as integers adds them."""
+    """Yield the Hugging Face tensors of ``bucket``: an all-reduce adds all ranks' bits between zeros."""
     sizes = [catalog.num_bytes(unit) for unit in bucket]
     memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     full = [

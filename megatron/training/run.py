@@ -137,8 +137,7 @@ def _refuse(error: UserError) -> int:
 
 
 def build(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> Components:
-    """Initialize the process, check the inputs and build all parts of the run. Collective. A failed allocation becomes
-    an OutOfMemory report."""
+    """Initialize the process, check the inputs and build the run. Collective. May raise an OutOfMemory report."""
     initialize.start_process(cfg, watchdog.store)
     check_settings(cfg.flat)  # first, because ranks of different layouts cannot create process groups
     groups = initialize.initialize_megatron(cfg)
@@ -304,8 +303,7 @@ def _final_evaluation(trainer: Trainer, reason: ExitReason | None) -> int:
 
 
 def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> Components:
-    """Build the components, and load the initial checkpoint or Hugging Face weights. Collective. Releases the lock of
-    --save if loading fails."""
+    """Build the components, and load the initial checkpoint or Hugging Face weights. Collective."""
     model = parallelize(build_model(task, initialize.training_device()), cfg, groups)
     report_choices(model, cfg.model.fp8)
     report_parameters(model, groups)

@@ -160,8 +160,7 @@ class TrainStep:
         return batch_sizes.running_global_batch_size(self.cfg.flat, consumed, self.parts.groups.dp.size)
 
     def _read(self, size: int) -> tuple[Iterator[dict], Tensor]:
-        """Return this rank's micro-batches of a global batch, and their counts. Reads the next global batch too, unless
-        this one is the last."""
+        """Return this rank's micro-batches of a global batch, and their counts. Reads the next ones too."""
         if self.parts.on_forward is not None:
             self.parts.on_forward("reads", True)
         following = 0

@@ -79,8 +79,7 @@ class TrainedModel:
         return ImageLoader(tower_kind(vision).images(vision), vision.image_token_id)
 
     def with_images(self, paths: Sequence[str]) -> TrainedModel:
-        """Return the model with the images of ``paths`` in every prompt. Raises UserError: the model reads text only,
-        or an image cannot be read."""
+        """Return the model with the images of ``paths`` in every prompt. UserError if it cannot read them."""
         if (loader := self.image_loader) is None:
             raise UserError(f"--image {paths[0]}: the model reads text only; remove it")
         return replace(self, images=loader.load(paths, loader.sizes(paths)))
@@ -148,8 +147,7 @@ def load_trained_model(
 
 
 def _tokenizer_flags(tokenizer: Mapping[str, str] | None, tokenizer_type: object) -> list[str]:
-    """Return the flags of another ``tokenizer``; its type is by default ``tokenizer_type``, if this is a type with a
-    file."""
+    """Return the flags of another ``tokenizer``; by default of type ``tokenizer_type``, if that has a file."""
     if not tokenizer:
         return []
     default = tokenizer_type if tokenizer_type not in (None, *TOKENIZER_FILES) else "HuggingFaceTokenizer"

@@ -87,8 +87,7 @@ class Trainer:
 
     def evaluate(self, sets: list[EvalSet] | None = None, name: EvalName = "validation", final: bool = False) -> None:
         """Evaluate ``sets`` (None: the validation sets) and report the results; does nothing without sets. First raises
-        for non-finite losses so far. A final validation reuses results of this iteration. Collective; waits for the
-        device."""
+        for non-finite losses so far. A final validation reuses results of this iteration. Collective."""
         sets = self.parts.valid_sets if sets is None else sets
         if sets:
             self.measure(lambda: evaluation_records(self._evaluate(sets, name, final)))

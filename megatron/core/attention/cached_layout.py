@@ -147,8 +147,7 @@ def index_arrays(
     direct: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return the fields of :class:`StepIndices` for a step with ``chunks``. Tables have at least ``num_sequences`` rows
-    and ``num_pages`` columns. ``direct``: all rows read pages directly, not only the rows of direct chunks at
-    the front."""
+    and ``num_pages`` columns. ``direct``: all rows read pages directly, not only of direct chunks."""
     count = len(chunks)
     starts, num_new, page_counts = (
         np.fromiter(values, np.int64, count)
@@ -247,14 +246,12 @@ class CachedLayout(TokenLayout):
             pool.flatten(0, 1).index_copy_(0, self._at.slots, x[:, 0].to(pool.dtype))
 
     def _read(self, layer: int, like: tuple[Tensor, Tensor], first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return the cached and new entries [t, 1, g, .] of the sequences of chunks ``first`` to ``last``, one after
-        another."""
+        """Return the cached and new entries [t, 1, g, .] of the sequences of chunks ``first`` to ``last``."""
         at, (keys, values) = self._key_slots(first, last), self.cache.tensors(layer, like)
         return tuple(pool.flatten(0, 1).index_select(0, at).unsqueeze(1) for pool in (keys, values))  # type: ignore[return-value]
 
     def _key_slots(self, first: int, last: int) -> Tensor:
-        """Return the index in the flattened pages of each key of these sequences, int64 [t]; computed once for all
-        layers."""
+        """Return the index in the flattened pages of each key of these sequences, int64 [t]; cached for all layers."""
         if (first, last) not in self._slots_of_keys:
             size, tables = self.cache.page_size, self._at.tables
             slots = tables[first:last].unsqueeze(-1) * size + torch.arange(size, device=tables.device)

@@ -66,9 +66,8 @@ def build_request(
     *,
     biased: bool = False,
 ) -> Request:
-    """Build the request of a layer of ``config`` with ``window`` on this machine. Reads the current GPU's capability
-    and may import flash-attn 4, which takes seconds. ``channels``: head dim if not ``config.kv_channels``. ``biased``:
-    scores get a bias by distance."""
+    """Build the request of a layer of ``config`` with ``window`` on this machine. May import flash-attn 4, which takes
+    seconds. ``channels``: head dim if not ``config.kv_channels``. ``biased``: scores get a bias by distance."""
     return Request(
         backend=str(config.attention_backend),
         dtype=config.params_dtype,

@@ -113,9 +113,8 @@ PHILOX_BYTES = 203.0
 
 
 def unfused_traffic(config: Config) -> tuple[float, float]:
-    """Return the bytes per head and query-key pair that the torch operations of unfused attention move in the forward
-    and the backward pass, without GEMMs. Key blocks are computed in fp32, and their backward pass recomputes scores and
-    dropout masks."""
+    """Return the bytes per head and query-key pair that unfused attention moves in the forward and the backward pass,
+    without GEMMs. Key blocks are computed in fp32, and their backward pass recomputes scores and dropout masks."""
     dropout, capped = bool(config.attention_dropout), bool(config.attn_logit_softcapping)
     if in_blocks(config):
         return 37 + 44 * capped + dropout * (PHILOX_BYTES + 20), 63 + 52 * capped + dropout * (PHILOX_BYTES + 32)
@@ -126,16 +125,14 @@ def unfused_traffic(config: Config) -> tuple[float, float]:
 
 
 def _computed_keys(config: Config, place: LayerPlace, num_keys: int) -> float:
-    """Return the keys per query that unfused attention computes: all keys of a full sequence, and of zig-zag key blocks
-    those with a visible pair."""
+    """Return the keys per query that unfused attention computes, of zig-zag key blocks only visible ones."""
     if num_keys or not in_blocks(config) or not place.causal:
         return num_keys or place.seq_length
     return visible_pairs(config, place) / place.seq_length * (1 + 0.5 / config.context_parallel_size)
 
 
 def mixed_values(config: Config, elements: int) -> tuple[Saved, ...]:
-    """Describe the saved output of core attention, ``elements`` per token: attention itself saves it, and in fp8 the
-    output projection saves a copy."""
+    """Describe the saved output of core attention, ``elements`` per token, and in fp8 a copy."""
     copy = input_bytes(config) if input_bytes(config) < activation_bytes(config) else 0
     return (Saved("mixed values", elements * (activation_bytes(config) + copy), offload=("core_attn", "attn_proj")),)
 

@@ -123,9 +123,8 @@ class CoreAttention(nn.Module):
         return Mask(self.visibility, documents, hidden, self._weight_dropout(ctx), bias, self.softmax_offset)
 
     def form(self, layout: TokenLayout) -> Attention:
-        """Return the attention over the ranks of ``layout``, padding heads where the kernel needs equal head dims;
-        built once per (group, order, levels) and cached. Raises ValueError for the default layout if the program has
-        several context-parallel ranks."""
+        """Return the attention over the ranks of ``layout`` (cached), padding heads where the kernel needs equal dims.
+        Raises ValueError for the default layout if the program has several context-parallel ranks."""
         ranks = layout.group, layout.order, layout.levels
         if (form := self._forms.get(ranks)) is None:
             if layout.is_default and self._static.group.size > 1:

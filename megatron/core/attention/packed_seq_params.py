@@ -164,8 +164,7 @@ class PackedSeqParams:
 
     def all_bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return (query bounds, key bounds) as tuples of integers, equal without separate key bounds; None without
-        documents. The first call copies from the device and waits for a GPU; the result is stored in ``bounds`` and
-        ``key_bounds``."""
+        documents. The first call may wait for a GPU; the result is stored."""
         queries = self.document_bounds()
         if queries is None or self.cu_seqlens_kv is None or self.cu_seqlens_kv is self.cu_seqlens_q:
             return None if queries is None else (queries, queries)

@@ -56,8 +56,7 @@ class StateCache:
 
 
 class SlotPool:
-    """Slots of running sequences and of snapshots, by the key of the page that ends there. The least recently used
-    snapshot is replaced."""
+    """Slots of running sequences and of snapshots (by page key); the oldest unused one is replaced."""
 
     def __init__(self, num_sequences: int, num_snapshots: int) -> None:
         first = NUM_RESERVED + num_sequences
@@ -87,8 +86,7 @@ class SlotPool:
         return self._snapshots.get(key)
 
     def snapshot(self, key: bytes) -> int:
-        """Return the slot to which the state of ``key`` must be copied in the next step; :data:`UNUSED` if a snapshot
-        exists."""
+        """Return the slot to which the state of ``key`` must be copied next; :data:`UNUSED` if one exists."""
         if self.find(key) is not None or not (self._free_snapshots or self._snapshots):
             return UNUSED
         slot = self._free_snapshots.pop() if self._free_snapshots else self._snapshots.popitem(last=False)[1]

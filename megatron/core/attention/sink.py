@@ -27,8 +27,7 @@ def has_sink(config: TransformerConfig) -> bool:
 
 def add_sink(module: nn.Module, config: TransformerConfig, groups: ProcessGroups) -> None:
     """Set ``module.softmax_offset`` [a] for this rank's heads: None (vanilla), a non-persistent fp32 buffer of zeros
-    (off-by-one), or a parameter sharded over the tensor-parallel group, in the parameters' dtype, initialized with
-    ``init_method_std`` (learnable)."""
+    (off-by-one), or a parameter sharded over the tensor-parallel group (learnable)."""
     heads = config.num_attention_heads
     if config.softmax_type == "learnable":
         module.softmax_offset = parameter(

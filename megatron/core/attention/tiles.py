@@ -64,8 +64,7 @@ class Visibility(NamedTuple):
 
 def full_tile(num_queries: int, num_keys: int, visibility: Visibility) -> Tile:
     """Return the tile of all queries and all keys of one sequence, all rows; the last query has the last key's
-    position. Limits that hide nothing become None. Without causality and window positions are unrelated, and the tile
-    is full from position 0."""
+    position. Limits that hide nothing become None. Without any the tile is full from position 0."""
     if visibility == Visibility(False):  # positions are unrelated: queries and keys may belong to two sequences
         return Tile(None, 0, num_queries, 0, num_keys, None, None, 0, 0)
     (before, after), shift = visibility.limits, num_keys - num_queries
@@ -172,8 +171,7 @@ def _clipped(start: int, stop: int, document: tuple[int, int] | None) -> tuple[i
 def _visible_part(tile: Tile, before: int | None, after: int | None) -> Iterator[Tile]:
     """Yield tiles of the visible pairs of ``tile`` (at most ``before`` and ``after`` positions from the query; None: no
     limit), with the band in local indices: without queries and keys that have no visible pair, cut so that a tile with
-    a left limit has no more queries than keys, and causal ones split at the diagonal. Nothing if all pairs are
-    hidden."""
+    a left limit has no more queries than keys, and causal ones split at the diagonal."""
     distance = tile.query_position - tile.key_position
     low = -tile.num_queries if before is None else distance - before  # visible: low <= j - i <= high
     high = tile.num_keys if after is None else distance + after

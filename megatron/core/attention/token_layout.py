@@ -138,8 +138,7 @@ class TokenLayout:
 
     @property
     def table_length(self) -> int | None:
-        """Length of the position tables that :meth:`positions` indexes; None: positions ascend, and tables hold exactly
-        these rows."""
+        """Length of the position tables that :meth:`positions` indexes; None: tables hold exactly these rows."""
         return None
 
     def output_rows(self, x: Tensor) -> Tensor:
@@ -149,8 +148,7 @@ class TokenLayout:
     # ---- attention
 
     def attention(self, core: Core) -> Attention:
-        """Return the function (query [s, b, a, d], key [t, b, g, d], value [t, b, g, e], mask) -> [s, b, a, e] of
-        ``core`` for these ranks."""
+        """Return the attention (query, key, value, mask) -> output [s, b, a, e] of ``core`` for these ranks."""
         return core.form(self)
 
     def mix_latents(self, mixer: Any, heads: Any, parts: Sequence[Tensor], ctx: AttentionContext) -> Tensor:
@@ -173,8 +171,7 @@ class TokenLayout:
     # ---- exchanges over the group
 
     def local(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens of ``x``, full sequences along ``dim``: a copy, or ``x`` itself for one rank. No
-        communication."""
+        """Return this rank's tokens of ``x``, full sequences along ``dim``, without communication."""
         return zigzag.local_part(x, self.group.rank, self.group.size, dim, self.order)
 
     def full(self, x: Tensor, dim: int) -> Tensor:

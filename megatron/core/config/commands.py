@@ -59,8 +59,7 @@ def tool_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def help_with_default(action: argparse.Action) -> str:
-    """Return the help of an option, with its default in brackets if it has one that is no bool and the text does not
-    state it after "default:"."""
+    """Return the help of an option, with its default in brackets unless that is a bool or stated."""
     text, default = action.help or "", action.default
     if default in (None, argparse.SUPPRESS, []) or isinstance(default, bool) or "default:" in text:
         return text

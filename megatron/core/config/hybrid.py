@@ -23,8 +23,7 @@ STAGE, DEPTH = "|", "/"
 
 
 def check_hybrid_pattern(pattern: str) -> None:
-    """Raise ValueError for a symbol that is unknown or not supported, a pattern without layers, and prediction depths
-    that differ."""
+    """Raise ValueError for unknown symbols, a pattern without layers, and prediction depths that differ."""
     if unknown := sorted({*pattern} - {*SYMBOLS, STAGE, DEPTH}):
         symbols = f"{' '.join(SYMBOLS)}, | between stages and / before prediction depths"
         raise ValueError(f"has {', '.join(map(repr, unknown))}; symbols are {symbols}")

@@ -49,8 +49,7 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
 
 
 def following_sizes(settings: ModelSettings) -> dict[str, object]:
-    """Return {name: value} for sizes that are None in ``settings`` and follow from the others; None if these are
-    missing too."""
+    """Return {name: value} for sizes that are None in ``settings`` and follow from the others."""
     hidden, heads = settings.hidden_size, settings.num_attention_heads
     values = {
         "num_query_groups": heads,

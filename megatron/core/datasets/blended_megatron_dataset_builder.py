@@ -161,8 +161,7 @@ class BlendedMegatronDatasetBuilder:
     def _build_weighted(
         self, prefixes: list[str], weights: list[float], split: Split, bounds: tuple[float, float], size: int
     ) -> BlendedDataset:
-        """Each source builds ceil(size * weight) samples plus the surplus; the blend has the sum without the
-        surplus."""
+        """Each source builds ceil(size * weight) samples plus the surplus; the blend has their sum without it."""
         weights = normalize(weights)
         surplus = 1 + self.config.mid_level_dataset_surplus
         counts = [math.ceil(size * weight) for weight in weights]
@@ -200,8 +199,7 @@ class BlendedMegatronDatasetBuilder:
         sizes: Sequence[int | None],
         skip_empty: bool = False,
     ) -> list[Any]:
-        """Build in parallel threads, which all finish before an error is raised. ``skip_empty``: warn about empty
-        sources."""
+        """Build in threads, which all finish before an error is raised. ``skip_empty``: warn about empty sources."""
 
         left_out: list[EmptySplitError] = []
 

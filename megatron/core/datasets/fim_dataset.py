@@ -43,8 +43,7 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
 
 
 class GPTFIMDataset(GPTDataset):
-    """See the module; arguments and samples as for ``GPTDataset``. Raises UserError for a token that the tokenizer does
-    not have."""
+    """See the module; as ``GPTDataset``. Raises UserError for a token that the tokenizer does not have."""
 
     config: GPTFIMDatasetConfig
 
@@ -91,8 +90,7 @@ class GPTFIMDataset(GPTDataset):
         return self._permute_parts(ids, self._separator, draw, lambda part, draw: self._permute(part, draw, rate))
 
     def _permute(self, ids: np.ndarray, draw: np.random.Generator, rate: Any) -> np.ndarray:
-        """Permute with probability ``rate``, in the order of the module's docstring. Control tokens are left out of the
-        text."""
+        """Permute with probability ``rate``. Control tokens are left out of the text."""
         if draw.random() >= rate:
             return ids
         tokenizer = self.config.tokenizer

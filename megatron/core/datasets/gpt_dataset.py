@@ -287,8 +287,7 @@ def _end_of_document(config: GPTDatasetConfig) -> int | None:
 
 
 def _padding_id(config: GPTDatasetConfig) -> int:
-    """Without padding, or if it equals end-of-document, return an id that no data contains, so that only real padding
-    is masked."""
+    """Without padding, or if it equals end-of-document, return an id that no data contains: else text is masked."""
     pad = special_id(config.tokenizer, "pad")
     if pad is None:
         return NO_PAD

@@ -130,8 +130,7 @@ class ImageDataset(SFTDataset):
         return chosen
 
     def _patches(self, sample: Sample, document: slice, number: int, path: str, size: tuple[int, int]) -> np.ndarray:
-        """Return the patches of an image. A damaged one, whose header was readable, is an error, or grey and its
-        conversation without a loss."""
+        """Return the patches of an image. A damaged one is an error, or grey without a loss."""
         try:
             return self.config.images.patches(self.dataset.images.place(path), size)
         except ImageError as error:

@@ -48,8 +48,7 @@ class Images:
         raise NotImplementedError
 
     def read(self, source: Source, size: tuple[int, int]) -> np.ndarray:
-        """Return the pixels of an image file with this ``size`` in patches, uint8 [height, width, 3]. Raises
-        ImageError."""
+        """Return an image file's pixels with this ``size`` in patches, uint8 [height, width, 3]. Raises ImageError."""
         raise NotImplementedError
 
     def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -61,8 +60,7 @@ class Images:
         return self.size(*image_size(path))
 
     def patches(self, source: Source, size: tuple[int, int]) -> np.ndarray:
-        """Return the patches of an image file, fp32 [n, channels * frames * rows * columns], square by square. ``size``
-        in patches. Raises ImageError."""
+        """Return the patches of an image file, fp32 [n, channels * frames * rows * columns], square by square."""
         (rows, columns), merge, patch = size, self.merge, self.patch
         pixels = self.read(source, size).astype(np.float32) / np.float32(255)
         normed = (pixels - np.array(self.mean, dtype=np.float32)) / np.array(self.std, dtype=np.float32)

@@ -69,8 +69,7 @@ class MegatronDataset(ABC):
 
     @classmethod
     def unbuilt(cls: type[T], *source: Any) -> T:
-        """Return the data set without indices. Raises EmptySplitError where the constructor, called with these
-        arguments, would."""
+        """Return the data set without indices. Raises EmptySplitError as the constructor."""
         unbuilt = cls.__new__(cls)
         MegatronDataset.__init__(unbuilt, *source)
         unbuilt.check_documents()
@@ -118,8 +117,7 @@ class MegatronDataset(ABC):
         return IndexCache(folder, f"{name}-{self.index_split.name}", identity, layout, bounds)
 
     def check_tokens(self, tokens: np.ndarray, vocab_size: int, sequences: Any, offset: int = 0) -> None:
-        """Raise UserError for ids outside of the vocabulary, which begin at token ``offset`` of the first of
-        ``sequences``."""
+        """Raise UserError for ids outside of the vocabulary, from token ``offset`` of ``sequences`` on."""
         # as unsigned, negative ids are the largest: one pass finds both kinds
         if not len(tokens) or int(tokens.view(np.uint64).max()) < vocab_size:
             return

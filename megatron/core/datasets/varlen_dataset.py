@@ -103,8 +103,7 @@ class LengthStatistics:
 
 class VarlenDataset(GPTDataset):
     """See the module; arguments as for ``GPTDataset``. ``dataset[i]`` has tokens and labels int64 [n], loss_mask
-    float32 [n], position_ids int64 [n]; n = ``sample_lengths([i])[0]``. Raises EmptySplitError: a ValueError; the
-    documents give no sample."""
+    float32 [n], position_ids int64 [n]; n = ``sample_lengths([i])[0]``. Raises EmptySplitError."""
 
     config: VarlenDatasetConfig
 

@@ -57,8 +57,7 @@ class Staging:
             self._filled.put(None)
 
     def _copy(self, data: Tensor) -> None:
-        """Only enqueues copies from a GPU. A block that does not fit in the current slab goes to another one, for which
-        :meth:`_slab` may wait."""
+        """Only enqueues copies from a GPU. :meth:`_slab` may wait for a slab into which a block fits."""
         for start in range(0, data.numel(), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
             places = self._copied[-1][1] if self._copied else []
@@ -130,8 +129,7 @@ def _fields(path: str | Path) -> dict[str, int]:
 
 def default_limit(num_bytes: int) -> float:
     """Return a staging limit in bytes for a rank: 1.25 ``num_bytes`` plus a slab, if that times the host's
-    ``LOCAL_WORLD_SIZE`` ranks (default 1) is at most half of the free memory; else 1 GB. Ranks may get different
-    limits."""
+    ``LOCAL_WORLD_SIZE`` ranks (default 1) is at most half of the free memory; else 1 GB."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit = 1.25 * num_bytes + SLAB_BYTES  # 25% more, because blocks are not split across slabs
     return limit if limit * ranks <= SHARE_OF_MEMORY * free_host_memory() else 1e9

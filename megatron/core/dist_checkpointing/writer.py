@@ -370,8 +370,7 @@ def make_durable_folder(path: Path) -> None:
 
 
 def _publish(temporary: Path, final: Path, fault: Fault) -> None:
-    """Rename and fsync. An existing ``final`` is renamed first and deleted last; after a crash between the renames,
-    :func:`recover` restores it."""
+    """Rename and fsync. An existing ``final`` is renamed first and deleted last (see :func:`recover`)."""
     replaced = final.with_name(f".{final.name}{REPLACED}")
     if final.exists():
         remove(replaced)

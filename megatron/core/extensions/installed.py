@@ -7,8 +7,7 @@ from pathlib import Path
 
 
 def is_installed(module: str) -> bool:
-    """Return whether ``import module`` finds a package or module, not only a folder. Imports the module's parents
-    only."""
+    """Return whether ``import module`` finds a package or module, not only a folder. Imports parents only."""
     try:
         spec = importlib.util.find_spec(module)
     except ValueError:  # already imported, and not from a file

@@ -117,8 +117,7 @@ class ExpertProducts(GroupedProducts):
         return self._multiply(grad, weight, ends, columns=True)
 
     def _multiply(self, x: Quantized, weight: Tensor, ends: Tensor, *, columns: bool) -> Tensor:
-        """``x`` [r, i] with weights [o, i] transposed, or with ``columns`` ``x`` [r, o] with the weights; zeros after
-        the last end."""
+        """``x`` [r, i] with weights [o, i] transposed, or with ``columns`` ``x`` [r, o] with the weights."""
         casts, ranges = self.casts, row_ranges(ends)
         copies = [
             casts.weight_copies(expert, columns=columns) for expert in weight

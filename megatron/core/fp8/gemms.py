@@ -220,8 +220,7 @@ class PerTensorGemms(Fp8Gemms):
     def _cast(
         self, x: Tensor, row: int | None, dtype: torch.dtype, *, rows: bool, columns: bool, observes: bool
     ) -> Copies:
-        """Cast and, if ``observes``, record the magnitude for ``row`` of the history in one pass. Collective without a
-        history or until it has a scale."""
+        """Cast and, if ``observes``, record the magnitude in the same pass. Collective until ``row`` has a scale."""
         history = self.history
         if history is not None and row is not None and (scale := history.scale(row, x.device)) is not None:
             noted = history.noted(row, x.device) if observes else None

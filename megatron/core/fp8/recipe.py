@@ -83,8 +83,7 @@ class Fp8Stack:
 
     def begin_recording(self) -> None:
         """Prepare the recording of a micro-batch as a CUDA graph: it must contain the casts of the weights, which
-        replays repeat. Raises UserError if a matrix has no delayed scale yet, because later scales would not be
-        used."""
+        replays repeat. Raises UserError if a matrix has no delayed scale yet."""
         self.epoch.advance()
         if self.history is not None and not all(self.history.known):
             name = self.history.names[self.history.known.index(False)]

@@ -24,8 +24,7 @@ _ALIGNED = 4
 
 
 def raise_over(amax: Tensor, groups: Iterable[Group]) -> Tensor:
-    """Raise the fp32 ``amax`` >= 0 in place to its maximum over the ranks of ``groups``; NaN is the largest.
-    Collective."""
+    """Raise the fp32 ``amax`` >= 0 in place to its maximum over ``groups`` (NaN is the largest). Collective."""
     for group in groups:
         if group.size > 1:
             # as integers: bits of non-negative numbers are ordered, and NaN is above infinity
@@ -64,10 +63,9 @@ class ScaleHistory:
         return len(self.names) - 1
 
     def state(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the state, fp32 on ``device``; allocated by the first call. ``history`` [n, length], newest first;
-        ``factor`` [n], which multiplies values, 0: no scale yet; ``inverse`` [n]; ``observed`` [n] and ``noted`` int32
-        [n, NOTED], whose maximum is the largest magnitude since the last update. Every inverse is aligned to 16 bytes,
-        as GEMMs require."""
+        """Return the state, fp32 on ``device``; ``history`` [n, length], newest first; ``factor`` [n], which multiplies
+        values, 0: no scale yet; ``inverse`` [n]; ``observed`` [n] and ``noted`` int32 [n, NOTED], whose maximum is the
+        largest magnitude since the last update. Every inverse is aligned to 16 bytes, as GEMMs require."""
         if not self._state:
             rows = len(self.names)
             self._state = {name: torch.zeros(rows, device=device) for name in ("factor", "observed")}

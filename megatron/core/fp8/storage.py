@@ -122,8 +122,7 @@ class GatheredCopy:
         return -(-self.shape[0] // BLOCK), -(-self.shape[1] // BLOCK)
 
     def _blocks(self, values: Tensor, start: int) -> tuple[Tensor, int]:
-        """Return fp32 [rows of blocks, 128, blocks per row, 128] that ``values`` touch (else zeros), and the first
-        row."""
+        """Return fp32 [rows of blocks, 128, blocks per row, 128] that ``values`` touch (else zeros), first row."""
         width = self.shape[1]
         stripe = BLOCK * width
         first, stop = start // stripe, -(-(start + values.numel()) // stripe)

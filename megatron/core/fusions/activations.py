@@ -35,8 +35,7 @@ _QUICK_GELU_SLOPE = 1.702
 def select_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     """Return the function between fc1 and fc2: [..., f] -> [..., f], or [..., 2 f] -> [..., f] if gated. On GPUs Triton
     kernels compute gated activations (if ``bias_swiglu_fusion`` is set) and squared ReLU (if ``bias_gelu_fusion`` is),
-    except GELU ones and fp64; else torch operations do. In 16 bits the two differ: kernels round once, torch also the
-    intermediate results."""
+    except GELU ones and fp64; else torch operations do. In 16 bits kernels round once, torch also in between."""
     plain = _plain_activation(config)
     is_gated = config.gated_linear_unit
     if config.batch_invariant_mode:

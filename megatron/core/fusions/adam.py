@@ -128,6 +128,5 @@ def _device_scalars(step: AdamStep) -> Tensor:
 
 
 def choose_adam(storages: Sequence[Storage]) -> AdamUpdate:
-    """Return the update for ``storages``: the Triton kernel if it can read them (:func:`fits_kernels`), else torch's
-    fused operator."""
+    """Return the Triton kernel if it can read ``storages`` (:func:`fits_kernels`), else torch's operator."""
     return TritonAdam() if fits_kernels(storages) else adam_reference_

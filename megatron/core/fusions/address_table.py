@@ -39,8 +39,7 @@ if triton is not None:
 
     @triton.jit
     def load_master(weight, extra, at, inside, KEPT_BITS: tl.constexpr, ALIGNMENT: tl.constexpr):
-        """Return the fp32 masters from the addresses of weight and extra storage. KEPT_BITS: extra storage, 0, 16
-        (remainder) or 32 (fp32 copy)."""
+        """Return the fp32 masters. KEPT_BITS of extra storage: 0, 16 (remainder) or 32 (fp32 copy)."""
         if KEPT_BITS == 16:
             # the stored weight is one too high where its low half is at least 2^15 (rounded up): undo it, as join_fp32
             low = tl.load(pointers(extra, tl.int16, at, ALIGNMENT), mask=inside, other=0).to(tl.int32)
@@ -128,8 +127,7 @@ class AddressTables:
         self._known: dict[int, tuple[object, list[Table]]] = {}
 
     def find(self, group: Operands) -> list[Table]:
-        """Rebuild and copy to the device if an address, size or dtype differs (every step if tensors get new
-        memory)."""
+        """Rebuild and copy to the device if an address, size or dtype differs (each step with new memory)."""
         rows = [_row(*operands) for operands in group]
         key = rows, [_dtypes(*operands) for operands in group]  # the same memory may hold a tensor of another dtype
         first = rows[0][0]

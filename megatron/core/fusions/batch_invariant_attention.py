@@ -131,8 +131,7 @@ if triton is not None:
         KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr,
         MASKED: tl.constexpr, CONSECUTIVE: tl.constexpr,
     ):  # fmt: skip
-        """Update the largest exponent of 2 (``shift``), and sums relative to it. MASKED: some rows do not see all
-        keys."""
+        """Update the largest exponent of 2 (``shift``), and sums relative to it. MASKED: rows may not see all keys."""
         channel = tl.arange(0, PADDED)
         for start in range(begin, end, KEYS):
             place = start + tl.arange(0, KEYS)
@@ -173,8 +172,7 @@ if triton is not None:
         PADDED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, CONSECUTIVE: tl.constexpr,
     ):  # fmt: skip
         """Attend the HEADS heads of one group, for the tokens of one of ``blocks`` [., 4] (row, count, position, first
-        key), with a count of at most ROWS // HEADS. Writes outs [n, a, E] and lses [n, a] fp32. ``unit`` times a score
-        is an exponent of 2."""
+        key), with a count of at most ROWS // HEADS. Writes outs [n, a, E] and lses [n, a] fp32."""
         # the last blocks of a sequence have the most keys: they start first
         block, group = blocks + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4, tl.program_id(1)
         first_row, count = tl.load(block), tl.load(block + 1)

@@ -224,9 +224,8 @@ def product_cublas(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor, halves: int = 1) -> Tensor:
-    """Apply the elementwise ``function`` to ``x`` [..., f]; with two ``halves`` to ``x`` [..., 2 f], which it
-    combines to [..., f]. Differentiable. On CPUs f is padded to a multiple of ROWS, so that an element's bits do not
-    depend on its place."""
+    """Apply the elementwise ``function`` to ``x`` [..., f]; with two ``halves`` to ``x`` [..., 2 f], which it combines
+    to [..., f]. Differentiable. On CPUs f is padded to a multiple of ROWS: bits must not depend on the place."""
     width = x.shape[-1] // halves
     missing = -width % ROWS
     if x.is_cuda or not missing:

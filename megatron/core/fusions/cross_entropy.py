@@ -92,8 +92,7 @@ def statistics_reference(logits_tv: Tensor, label_t: Tensor, num_true: int) -> T
 
 def gradient_reference(logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
     """Write the gradient of the logits [t, v] to ``out_tv``, which may be ``logits_tv``, zero for padding; see
-    :class:`Gradient`. ``label_t`` and ``softmax.num_true`` are relative to this slice. Torch operations, one block of
-    rows at a time."""
+    :class:`Gradient`. ``label_t`` and ``softmax.num_true`` are relative to this slice."""
     num_true = softmax.num_true
     out_tv[:, num_true:] = 0
     if num_true == 0:

@@ -46,8 +46,7 @@ if triton is not None:
     def _add_runs(
         grad, sorted_ids, order, ends, total, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        """If a run of equal ids starts here, add the fp32 sum of its rows, in token order, to ``total``, rounded
-        once."""
+        """If a run of equal ids starts here, add the fp32 sum of its rows in token order to ``total``."""
         # one program per sorted token, though only the first of a run works: the number of runs needs a host sync
         first = tl.program_id(0)
         row = tl.load(sorted_ids + first).to(tl.int64)

@@ -93,8 +93,7 @@ def cast_factor(amax: Tensor, largest: float) -> Tensor:
 
 
 def block_factors(amax: Tensor, largest: float) -> Tensor:
-    """Return the factors of blocks with the largest magnitudes ``amax``: the largest power of two in each
-    :func:`cast_factor`."""
+    """Return the factors of blocks: the largest power of two in each :func:`cast_factor` of ``amax``."""
     return (cast_factor(amax, largest).view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
@@ -384,8 +383,7 @@ def _casts_on_gpu(x: Tensor) -> bool:
 
 
 def amax_parts(x: Tensor) -> Tensor:
-    """Return fp32 [n] whose maximum is the largest magnitude of ``x``; NaN if ``x`` contains NaN. n does not depend on
-    the shape. No host sync."""
+    """Return fp32 [n] whose maximum is the largest magnitude of ``x`` (NaN counts). n is fixed. No host sync."""
     noted = noted_amax(x)
     if noted is not None:
         return noted

@@ -85,8 +85,7 @@ def _can_describe(x: Tensor) -> bool:
 
 def grouped_weight_gradient_triton(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
     """Add ``grad`` [r, o]^T ``x`` [r, i] of each group of rows, by ``ends`` int32 [g], to the contiguous ``total`` [g,
-    o, i] in place: fp32 sums, rounded once to the dtype of ``total``. One launch, no host sync. Groups without rows are
-    not touched."""
+    o, i] in place: fp32 sums, rounded once to the dtype of ``total``. One launch, no host sync."""
     assert total.is_contiguous(), "the sum's elements lie one after the other"
     if not len(x):
         return
@@ -111,8 +110,7 @@ def grouped_weight_gradient_triton(grad: Tensor, x: Tensor, ends: Tensor, total:
 
 def add_grouped_weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
     """Add ``grad``^T ``x`` of each group to ``total`` [g, o, i] in place; ``grad`` [r, o], ``x`` [r, i], ``ends`` int32
-    [g] (end rows). Without Triton, on CPUs, for fp32 inputs or a strided ``total``, torch operations that wait for
-    ``ends``."""
+    [g] (end rows). Without Triton, on CPUs, for fp32 inputs or a strided ``total``, torch waits for ``ends``."""
     fits = triton is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
     add = grouped_weight_gradient_triton if fits and total.is_contiguous() else grouped_weight_gradient_reference
     add(grad, x, ends, total)

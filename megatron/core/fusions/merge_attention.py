@@ -70,8 +70,7 @@ def _merge_triton_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tenso
 
 def merge_attention_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge ``block_out`` (any float dtype) and ``block_lse`` of a further key block into ``out`` [b, a, q, d] and
-    ``lse`` [b, a, q] (fp32 or fp64, any strides), in place. For each query one of the two must have a key: two lse of
-    -inf give NaN."""
+    ``lse`` [b, a, q] (fp32 or fp64, any strides), in place. Two lse of -inf give NaN."""
     fits = out.is_cuda and out.dim() == 4 and out.dtype == torch.float32 and out.stride(-1) == block_out.stride(-1) == 1
     merge = _merge_triton_ if triton is not None and fits else merge_attention_reference_
     merge(out, lse, block_out, block_lse)

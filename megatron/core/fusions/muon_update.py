@@ -150,6 +150,5 @@ def _device_scalars(step: MuonStep) -> Tensor:
 
 
 def choose_muon_update(storages: Sequence[Storage]) -> MuonUpdate:
-    """Return the update for ``storages``: Triton kernels if they can read them (:func:`fits_kernels`), else torch
-    operations."""
+    """Return Triton kernels if they can read ``storages`` (:func:`fits_kernels`), else torch operations."""
     return TritonMuonUpdate() if fits_kernels(storages) else MuonUpdate()

@@ -80,8 +80,7 @@ def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutati
 
 
 def gather_plain(x: Tensor, source_r: Tensor) -> Tensor:
-    """Return copies of rows ``source_r`` [r] of ``x`` [t, h] in the dtype of ``x``, zeros for -1; zeros only if ``x``
-    is empty. Torch operations."""
+    """Return copies of rows ``source_r`` [r] of ``x`` [t, h], zeros for -1. Torch operations."""
     if not len(x):
         return x.new_zeros((len(source_r), *x.shape[1:]))
     return x.index_select(0, source_r.clamp(min=0)).masked_fill_((source_r < 0).unsqueeze(-1), 0)

@@ -63,8 +63,7 @@ def normalize_plain(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
 ) -> tuple[Tensor, Tensor]:
     """Return (s, y): the residual stream s = x + branch (``x`` itself without a branch) and its normalized values y in
-    the weight's dtype, see the module docstring. Torch operations; statistics in fp32 for 16-bit inputs, else in the
-    dtype of ``x``."""
+    the weight's dtype. Torch operations; statistics in fp32 for 16-bit inputs, else in the dtype of ``x``."""
     stream = x if branch is None else x + branch
     gain = weight + traits.offset if traits.offset else weight
     gain = gain.to(stream.dtype)  # an fp32 residual stream over 16-bit weights
@@ -224,8 +223,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, skip: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """``skip``: gradient of s, added to the result (None: unused). Weight and bias sums are fp32 in a fixed
-        order."""
+        """``skip``: gradient of s, added to the result (None: unused). Sums are fp32 in a fixed order."""
         stream, weight, means, rstds = ctx.saved_tensors
         if grad is None:
             return skip, _in_dtype(skip, ctx.branch_dtype), None, None, None, None

@@ -57,8 +57,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Return rotated ``x`` as :func:`apply_rotary`, in plain torch with autograd; tables are not cast, so that the
-    result may have a wider dtype."""
+    """Rotate as :func:`apply_rotary`, in torch with autograd; tables are not cast: the result may be wider."""
     width = 2 * cos.shape[-1]
     x1, x2 = _pairs(x, width, interleaved)
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin

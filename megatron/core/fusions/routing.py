@@ -205,8 +205,7 @@ def _tile(num_experts: int) -> dict[str, int]:
 
 def choose_triton(logits: Tensor, bias: Tensor | None, kind: str, k: int) -> Tensor:
     """Return the k experts with the highest scores of ``logits`` [s, b, e], int64 [s, b, k], highest first; ties: lower
-    index first. ``kind`` selects the scores (see :func:`weigh_triton`; logits for ``softmax``); ``bias`` [e] is added
-    if given. Not differentiable."""
+    index first. ``kind`` selects the scores (see :func:`weigh_triton`; logits for ``softmax``), plus ``bias`` [e]."""
     logits = logits.detach().contiguous()
     *tokens, num_experts = logits.shape
     experts = torch.empty(*tokens, k, dtype=torch.int64, device=logits.device)
@@ -266,8 +265,7 @@ class _Weigh(torch.autograd.Function):
 def weigh_triton(
     logits: Tensor, experts: Tensor, kind: str, scale: float, summing: bool
 ) -> tuple[Tensor, Summary | None]:
-    """Return the weights [s, b, k] of the selected ``experts`` int64 [s, b, k], in the dtype of ``logits`` [s, b, e],
-    and the sums if ``summing``. ``kind``: ``softmax`` (over the top-k), ``softmax before``, ``sigmoid``,
-    ``sqrtsoftplus``."""
+    """Return the weights [s, b, k] of the selected ``experts`` int64 [s, b, k] and the sums if ``summing``. ``kind``:
+    ``softmax`` (over the top-k), ``softmax before``, ``sigmoid``, ``sqrtsoftplus``."""
     weights, *sums = _Weigh.apply(logits.contiguous(), experts.contiguous(), kind, scale, summing)
     return weights, Summary(*sums) if summing else None

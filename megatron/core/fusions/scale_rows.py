@@ -20,8 +20,7 @@ if triton is not None:
         weight, extra, factors, first, size, columns, WEIGHT: tl.constexpr, KEPT_BITS: tl.constexpr,
         AVOID_TIES: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """``weight``, ``extra``: addresses, as ``load_master``; ``first``: number of the first element in the full
-        rows."""
+        """``weight``, ``extra``: addresses, as ``load_master``; ``first``: first element in the full rows."""
         weight, extra = tl.cast(weight, tl.int64), tl.cast(extra, tl.int64)  # low addresses arrive in 32 bits
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size

@@ -196,7 +196,6 @@ def convolution_silu(
     x: Tensor, follows: Tensor | None, tail: Tensor, weight: Tensor, bias: Tensor | None, parts: tuple[int, ...]
 ) -> Tensor:
     """Return SiLU of the convolution [s, b, c] of ``x`` [s, b, a, p] by kernels: the first ``parts`` channels of all
-    heads, then the next ones (up to three parts). ``ssm/convolution.py`` describes the other arguments. Computes in
-    fp32."""
+    heads, then the next ones (up to three parts). ``ssm/convolution.py`` describes the other arguments."""
     follows = None if follows is None else follows.contiguous()
     return _ConvolutionSiLU.apply(in_rows(x), follows, tail.contiguous(), weight.contiguous(), bias, parts)

@@ -154,8 +154,7 @@ class Storage:
 
 
 class FSDPStorage(Storage):
-    """fp32 shard of a weight that the model computes with in half precision; ``fully_shard`` rounds it when it
-    all-gathers."""
+    """fp32 shard of a weight of a half-precision model; ``fully_shard`` rounds it when it all-gathers."""
 
     saves_master = True
 

@@ -35,8 +35,7 @@ if triton is not None:
 
 
 def sum_parts_triton(total: Tensor, part: Tensor, out: Tensor) -> None:
-    """Write ``total + part``, summed in fp32, to ``out`` in its dtype; ``total`` is fp32, all three are contiguous (not
-    checked)."""
+    """Write ``total + part``, summed in fp32, to ``out`` in its dtype; all contiguous (not checked)."""
     numel = total.numel()
     _sum_kernel[(triton.cdiv(numel, _ELEMENTS),)](total, part, out, numel, ELEMENTS=_ELEMENTS, num_warps=_NUM_WARPS)
 
@@ -53,8 +52,7 @@ MAX_ADDENDS = 8
 
 
 def sum_all_reference(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the tensors in list order, accumulated in at least fp32, in their dtype; any strides. Torch
-    operations."""
+    """Return the sum of the tensors in list order, accumulated in at least fp32, in their dtype. Any strides."""
     first = parts[0]
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for part in parts[1:]:

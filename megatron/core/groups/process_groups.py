@@ -141,8 +141,7 @@ class ProcessGroups:
 
     @property
     def data_parallel(self) -> tuple[DataParallelGroups, ...]:
-        """Distinct data-parallel groups: one or two. All ranks have the same number in the same order, so that they
-        can run collectives over each."""
+        """One or two distinct data-parallel groups, equally many in the same order on all ranks."""
         return tuple(dict.fromkeys((self.dense, self.expert)))
 
 

@@ -107,8 +107,7 @@ class Engine:
     # ---- requests
 
     def add(self, request: Request) -> int:
-        """Queue ``request`` and return its number. Call it on rank 0. Raises UserError for a request that can never
-        run."""
+        """Queue ``request`` and return its number. Call it on rank 0. UserError if it can never run."""
         vocabulary = self.runner.model.vocab_size
         if wrong := [token for token in request.prompt if not 0 <= token < vocabulary]:
             raise UserError(f"prompt: token {wrong[0]} is outside of the vocabulary of {vocabulary}")
@@ -160,8 +159,7 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Return the completions of ``requests``, in their order. Collective: every rank calls it, and ranks other than
-        0 return an empty list."""
+        """Return the completions of ``requests`` in order (empty on ranks other than 0). Collective."""
         return list(self.stream(requests))
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -299,8 +297,7 @@ class Engine:
                 self._count_ranks()
 
     def keep_alive(self) -> None:
-        """Exchange a sign of life with the other ranks, which wait for requests: collectives time out. Waits for every
-        rank."""
+        """Exchange a sign of life with ranks that wait for requests: collectives time out. Waits for every rank."""
         self._broadcast({})
         self._count_ranks()
 

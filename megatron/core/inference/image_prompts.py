@@ -44,8 +44,7 @@ class ImageLoader:
         return PromptImages(np.concatenate(patches), sizes, [*map(self.settings.tokens, sizes)])
 
     def expanded(self, ids: Sequence[int], sizes: Sequence[Size]) -> list[int]:
-        """Return ``ids`` with every image token repeated for the squares of its image. Raises UserError unless there is
-        one for each image."""
+        """Return ``ids`` with every image token repeated for the squares of its image. UserError for another number."""
         places = np.array(ids) == self.token
         if (count := int(places.sum())) != len(sizes):
             raise UserError(

@@ -92,8 +92,7 @@ class PlacedImages:
         """The prompt for keys of cached pages: a negative hash of its pixels in place of every image token."""
 
     def part(self, start: int, stop: int) -> tuple[StepImages, int]:
-        """Return positions and images of the tokens from ``start`` to ``stop`` of prompt and text, and the number of
-        tokens of these images."""
+        """Return positions and images of the tokens from ``start`` to ``stop``, and the images' tokens."""
         positions = np.arange(start, stop)[:, None].repeat(3, 1) + self.shift
         numbers = np.full(stop - start, -1)
         count = max(len(self.axes) - start, 0)

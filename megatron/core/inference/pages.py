@@ -101,8 +101,7 @@ class PagePool:
         return self._contents[page][0]
 
     def publish(self, page: int, previous: bytes, tokens: Sequence[int]) -> bytes:
-        """Make the full ``page`` available to other sequences, unless a page with the same tokens is; return its
-        key."""
+        """Make the full ``page`` available to other sequences unless an equal one is; return its key."""
         key = page_key(previous, tokens)
         if key not in self._pages and page not in self._contents:
             self._pages[key], self._contents[page] = page, (key, previous, tuple(tokens))

@@ -134,8 +134,7 @@ class Runner:
         inputs: Mapping[str, Any],
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the results of :meth:`run` on the device, from the packed ``arrays`` and further ``inputs`` of the
-        model."""
+        """Return the results of :meth:`run` on the device from packed ``arrays`` and the model's ``inputs``."""
         step = unpack(values, arrays)
         layout = CachedLayout.of_indices(
             self._layout,

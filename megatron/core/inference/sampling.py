@@ -215,8 +215,7 @@ def generate_seq2seq(
 ) -> Iterator[int]:
     """Yield the tokens a :class:`T5Model` decoder generates after ``start`` until one of ``stop_tokens`` (not yielded),
     ``max_new_tokens`` or ``max_sequence_length``. ``text`` is encoded once. A generator: checks start with its first
-    ``next``; leaves the model in evaluation mode. Raises UserError: an empty text, or one of more than
-    ``max_sequence_length`` tokens."""
+    ``next``; leaves the model in evaluation mode. Raises UserError for an empty or too long text."""
     check_length(text, max_sequence_length)
     device = _prepared(model)
     ids = torch.tensor([list(text)], device=device)

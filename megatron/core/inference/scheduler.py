@@ -138,8 +138,7 @@ class Scheduler:
         return chunks
 
     def _count(self, sequence: Sequence, budget: int) -> int:
-        """Return the number of tokens of ``sequence`` in a step: all, or with states up to the end of its last full
-        page, where a snapshot is taken."""
+        """Return the tokens of ``sequence`` in a step: all, or with states up to its last full page (a snapshot)."""
         start, size = sequence.num_cached, self.pool.page_size
         count = min(budget, len(sequence.ids) - start)
         last = len(sequence.ids) // size * size
@@ -160,8 +159,7 @@ class Scheduler:
         return pages[:count]
 
     def states(self, sequence: Sequence, count: int) -> StateSlots:
-        """Return the slots of the next ``count`` tokens of ``sequence``. The state at the end of a full page becomes a
-        snapshot."""
+        """Return the slots of the next ``count`` tokens of ``sequence``. Ends of full pages become snapshots."""
         if self.slots is None:
             return StateSlots()
         size, stop = self.pool.page_size, sequence.num_cached + count

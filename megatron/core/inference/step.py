@@ -97,8 +97,7 @@ class StepPlan:
         return all(output.target is None for output in self.outputs)
 
     def padded(self, multiple: int, *, short: bool) -> StepPlan:
-        """Return a plan with a multiple of ``multiple`` rows; ``short`` steps get one of few numbers of rows, and of
-        output rows."""
+        """Return a plan with a multiple of ``multiple`` rows (``short`` steps: one of few numbers)."""
         rows, outputs = len(self.tokens), len(self.outputs)
         if self.is_decode:
             rows = decode_size(rows)
@@ -195,8 +194,7 @@ def pack(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def unpack(values: Tensor, arrays: Mapping[str, np.ndarray]) -> StepTensors:
-    """Return views of ``values``, int64 on the device, with the shapes of the packed ``arrays``, whose content is not
-    read."""
+    """Return views of ``values``, int64 on the device, with the shapes of the packed ``arrays`` (not read)."""
     parts = values.split([x.size for x in arrays.values()])
     tensors = {
         name: (part.view(torch.float64) if x.dtype == np.float64 else part).view(x.shape)

@@ -129,8 +129,7 @@ class TransformerEngineLayer(EngineNamedLayer):
         groups: ProcessGroups,
         branches: range | None = None,
     ) -> None:
-        """Build the layer; then each branch's first column-parallel linear adopts the branch's norm where both are of
-        the known classes."""
+        """Build the layer; each branch's first column-parallel linear of a known class adopts its norm."""
         super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
         if "layernorm" in recomputed_modules(config):
             return

@@ -41,8 +41,7 @@ def get_family(name: str) -> ModelFamily:
 
 
 def known_family(name: object) -> ModelFamily | None:
-    """Return the family ``name`` of this package or of an imported module, else None. For names in files, which must
-    not choose what is imported."""
+    """Return the family ``name`` of this package or of an imported module, else None. Imports nothing."""
     if not isinstance(name, str):
         return None
     return families().get(name) or getattr(sys.modules.get(name), "FAMILY", None)
@@ -55,8 +54,7 @@ def programs() -> dict[str, tuple[ModelFamily, Program]]:
 
 def find_program(name: str) -> tuple[ModelFamily, Program]:
     """Return family and program for ``name``: a program's name or script (``gpt``, ``pretrain_gpt.py``), else with dots
-    the module of a family, which is imported and whose first program it is. Raises UserError: there is no such
-    program."""
+    the module of a family, which is imported and whose first program it is. Raises UserError."""
     by_name = programs()
     short = name.removeprefix("pretrain_").removesuffix(".py")
     if short in by_name:

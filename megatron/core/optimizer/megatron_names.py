@@ -107,8 +107,7 @@ class MegatronNames:
     ) -> dict[str, Any]:
         """Return moments and main parameters (as ``ShardedTensor``), step and loss scale in one flat dictionary with
         keys ``optimizer.…``, for ``dist_checkpointing.save`` and ``load``. ``load`` fills these tensors; then pass its
-        result to ``load_state_dict``, which sets weights and step. Keeps the state until the next call. Ignores the
-        arguments."""
+        result to ``load_state_dict``, which sets weights and step. Ignores the arguments."""
         self._lent_state = state = self.state_dict()
         scalars = {f"{_PREFIX}{name}": state[name] for name in ("step", "grad_scaler")}
         return {**self.sharded_tensors(prefix=_PREFIX, state=state), **scalars}

@@ -101,8 +101,7 @@ class Muon:
         return deal.give_back(results, directions, factor_dtype(directions[0].dtype, self._precision))
 
     def orthogonalized(self, directions: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
-        """Return the orthogonal factors of all matrices in each of ``directions``; new tensors in their logical
-        shapes."""
+        """Return the orthogonal factors of all matrices in ``directions``, new tensors in logical shapes."""
 
         def update(matrices: Tensor) -> Tensor:
             return orthogonalize(matrices, self._steps, self._precision, self._product)

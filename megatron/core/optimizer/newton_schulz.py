@@ -93,8 +93,7 @@ def orthogonalize(
 ) -> Tensor:
     """Return the nearly orthogonal factors of ``matrices`` [k, m, n], fp32 or fp64, in :func:`factor_dtype`.
     ``precision`` is that of GEMMs on fp32 matrices: bf16 operands (medium), TF32 on GPUs (high) or fp32 (highest); fp64
-    stays fp64. The result for zeros is zeros. Does not change ``matrices``. ``product`` computes the symmetric
-    products."""
+    stays fp64. The result for zeros is zeros. ``product`` computes the symmetric products."""
     if len(matrices) > 1 and fills_gpu(*matrices.shape[-2:]):
         return torch.cat([orthogonalize(matrix, steps, precision, product) for matrix in matrices.split(1)])
     x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices

@@ -142,8 +142,7 @@ class MegatronOptimizer(MegatronNames):
         ]
 
     def _build_rule(self, kind: RuleFactory, names: Sequence[str]) -> UpdateRule:
-        """Raises UserError if the rule owns matrices and a shard is a part, unless the parameter declares such a rule
-        (FSDP then gathers rows)."""
+        """Raises UserError if the rule owns matrices and a shard is a part, unless the parameter declares it."""
         rule = kind(self.config, [self.storage[name] for name in names])
         declared = [name for name in names if spec_or_replicated(self.model_params[name]).owns_matrices]
         cut = [name for name in names if not self.shards[name].is_full and name not in declared]
@@ -341,15 +340,13 @@ class MegatronOptimizer(MegatronNames):
 
     def _shares(self, find_tensors: Callable[[str], Iterable[Tensor]]) -> Iterator[Share]:
         """Yield ``find_tensors(name)`` for the names that this rank contributes, with the groups to sum over: each
-        element of the model exactly once. All ranks yield the same groups in the same order, also without
-        parameters."""
+        element of the model exactly once. All ranks yield the same groups in the same order."""
         for ranks in self.groups.data_parallel:
             tensors = (tensor for name in self.counted_names[ranks] for tensor in find_tensors(name))
             yield tensors, (ranks.shard, ranks.model) if self.shards_optimizer else (ranks.model,)
 
     def _norm(self, grads: dict[str, Tensor]) -> Tensor:
-        """Return the global L2 norm of the gradients without unscaling (0-d fp64), not finite if any gradient is not.
-        Collective."""
+        """Return the global L2 norm of the scaled gradients (0-d fp64), not finite if any is not. Collective."""
         # copies are read too: the rank that counts them reads as much, and all ranks wait for it in the all-reduce
         copies = ([grads[name] for name in names if name in grads] for names in self._copied_names.values())
         return l2_norm(self._shares(lambda name: [grads[name]] if name in grads else []), self.device, copies)
@@ -447,8 +444,7 @@ class MegatronOptimizer(MegatronNames):
 
 
 def check_names(live: dict[str, Any], stored: dict[str, Any]) -> None:
-    """Raise UserError, with all names, if a parameter is only in ``live`` or only in ``stored``, two optimizer states.
-    Compares no shapes."""
+    """Raise UserError, with all names, if a parameter is only in ``live`` or only in ``stored``."""
     problems = []
     for key in sorted(set(live) | set(stored)):
         if key not in stored or key not in live:

@@ -96,8 +96,7 @@ def parameter_groups(
 def _empty_group(
     config: OptimizerConfig, wd_mult: float, lr_mult: float, decoupled: bool, expert: bool, kind: object
 ) -> dict[str, Any]:
-    """Return a group without parameters or ``lr``; without ``decoupled``, rates are None. The decoupled minimum is
-    ``config.min_lr`` if unset."""
+    """Return a group without parameters or ``lr``; without ``decoupled``, rates are None."""
     max_lr = min_lr = None  # from the schedule
     if decoupled:
         max_lr = config.decoupled_lr
@@ -128,8 +127,7 @@ def get_mup_config_overrides(
     config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam"
 ) -> dict[ParamKey, ParamGroupOverride]:
     """Return muP's rates and Adam's epsilon per class of parameters (``config/mup.py``) as ``config_overrides``. They
-    leave decoupled rates and Muon's matrices as they are. Empty for the multiplier 1. ``optimizer_type``: in any case
-    of letters."""
+    leave decoupled rates and Muon's matrices as they are. Empty for the multiplier 1. ``optimizer_type``: any case."""
 
     def is_matrix(parameter: nn.Parameter, name: str) -> bool:
         rule = find_rule(default_rule(config, name, parameter))

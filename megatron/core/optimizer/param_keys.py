@@ -15,8 +15,7 @@ from megatron.core.config.errors import UserError
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """Settings of a parameter group: learning rates, weight decay, multipliers, Adam's epsilon and update rule. All are
-    optional."""
+    """Settings of a parameter group: rates, weight decay, multipliers, Adam's epsilon, update rule; all optional."""
 
     max_lr: float
     min_lr: float

@@ -141,8 +141,7 @@ class SGD:
 
 
 class Lion:
-    """Lion (Chen et al. 2023, arXiv 2302.06675): ``p <- p - lr (sign(b1 m + (1 - b1) g) + wd p)``, then
-    ``m <- b2 m + (1 - b2) g``."""
+    """``p <- p - lr (sign(b1 m + (1 - b1) g) + wd p)``, ``m <- b2 m + (1 - b2) g`` (arXiv 2302.06675)."""
 
     owns: ClassVar[Literal["elements", "matrices"]] = "elements"
 

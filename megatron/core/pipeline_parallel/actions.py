@@ -63,8 +63,7 @@ class Schedule:
         return chunk * self.num_ranks + rank
 
     def source(self, rank: int, action: Action) -> RankAction | None:
-        """Return the action whose output is the input, maybe on the same rank; None for F of the first stage, B of the
-        last, and W."""
+        """Return the action whose output is the input; None for F of the first stage, B of the last, and W."""
         return self._neighbour(rank, action, {"F": -1, "B": 1, "W": 0}[action.kind])
 
     def target(self, rank: int, action: Action) -> RankAction | None:

@@ -52,8 +52,7 @@ _SHARPNESS = 8  # minimize the 8-norm of stage costs: close to their maximum, bu
 def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: float, back: float) -> list[int]:
     """Return the number of consecutive items (layers or branches) per stage that minimizes the 8-norm of stage costs,
     by dynamic programming. ``costs``: of each item; ``smallest``: minimum number of items per stage; ``front``,
-    ``back``: additional cost of the first and last stage. LayoutError if there are fewer items than
-    ``sum(smallest)``."""
+    ``back``: additional cost of the first and last stage. LayoutError for too few items."""
     return list(_balanced_counts(tuple(costs), tuple(smallest), front, back))
 
 

@@ -26,8 +26,7 @@ def choose_schedule(
 ) -> Schedule:
     """Return the training schedule ``name`` (1f1b, interleaved, zero-bubble, zero-bubble-h2). None: ``interleaved`` for
     several chunks per rank, else ``1f1b``, which for one rank alternates forward and backward. ``group_size`` is used
-    with several chunks only. Cached. Raises UserError if the schedule does not exist or does not support
-    ``num_chunks``."""
+    with several chunks only. Cached. Raises UserError if it cannot run ``num_chunks``."""
     if name == "zero-bubble":
         return zero_bubble(num_ranks, num_microbatches, num_chunks, group_size)
     if name == "zero-bubble-h2" and num_chunks == 1:

@@ -44,8 +44,7 @@ class LossWeights(Mapping[str, Tensor]):
 
 def weighted_sum(losses: LossPairs, weights: Mapping[str, Tensor] | None) -> Tensor:
     """Return the sum of weight times loss sum over the names in both ``losses`` and ``weights``, from which backward
-    starts. Losses without a weight are only logged, weights without a loss ignored. With ``weights`` None every loss
-    weighs 1."""
+    starts. Losses without a weight are only logged, weights without a loss ignored. ``weights`` None: all weigh 1."""
     terms = [pair[0] for pair in losses.values()]
     if weights is not None:
         terms = [losses[name][0] * weight for name, weight in weights.items() if name in losses]

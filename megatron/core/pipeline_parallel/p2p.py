@@ -233,8 +233,7 @@ class Messages:
             )
 
     def receive(self, action: Action) -> Message | None:
-        """Return the input of ``action``, once, or None; waits (on CUDA: in stream order). From another chunk of this
-        rank by reference, detached."""
+        """Return the input of ``action``, once, or None; waits (on CUDA: in stream order). Detached."""
         place = self.schedule.source(self.rank, action)
         if place is None:
             return None
@@ -245,9 +244,8 @@ class Messages:
 
     def send(self, action: Action, message: Message) -> None:
         """Start to send the output of ``action``, detached and contiguous, to the rank that needs it, and return at
-        once; no-op at the pipeline's ends. For a chunk of this rank keeps the detached tensors by reference, unchecked.
-        For another rank raises ValueError if shapes (except with ``sends_shapes``) or dtype differ from those the
-        receiver expects."""
+        once; no-op at the pipeline's ends. A chunk of this rank gets them by reference, unchecked. For another rank
+        raises ValueError if shapes (except with ``sends_shapes``) or dtype differ from those the receiver expects."""
         place = self.schedule.target(self.rank, action)
         if place is None:
             return

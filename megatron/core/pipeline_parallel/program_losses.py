@@ -77,8 +77,7 @@ class MainLossInput:
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, object]) -> tuple[tuple, dict[str, object]]:
         """Return ``args`` and ``kwargs`` with ``main_loss`` added, unless ``kwargs`` has it. For a model with auxiliary
-        losses of experts also keep the sum of its ``loss_mask`` (None: no mask) for :meth:`check`, until the first
-        check."""
+        losses of experts also keep the sum of its ``loss_mask`` (None: no mask) for :meth:`check`."""
         if self._checks is None:
             config = getattr(model, "config", None)
             self._checks = isinstance(config, MoEConfig) and has_side_losses(config)

@@ -46,8 +46,7 @@ class Work:
 
 def chunk_iterators(data_iterator: Any, num_chunks: int) -> Sequence[Iterator]:
     """Return one iterator per chunk. A list or tuple of ``num_chunks`` iterators is returned as it is; ValueError for
-    another length. A single iterator is teed, so that all chunks see the same micro-batches; None gives None for every
-    chunk."""
+    another length. A single iterator is teed; None gives None for every chunk."""
     if isinstance(data_iterator, list | tuple):
         if len(data_iterator) == num_chunks:
             return data_iterator

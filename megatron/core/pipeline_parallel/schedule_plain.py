@@ -34,8 +34,7 @@ def _one_rank(ahead: int, num_microbatches: int) -> tuple[Action, ...]:
 
 
 def forward_only(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Build the evaluation schedule, equal on all ranks. With several chunks, groups of P micro-batches run through
-    chunk after chunk."""
+    """Build the evaluation schedule, equal on all ranks. Groups of P micro-batches pass chunk after chunk."""
     actions = tuple(
         Action("F", chunk, m)
         for first in range(0, num_microbatches, num_ranks)

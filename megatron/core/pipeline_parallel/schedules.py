@@ -79,8 +79,7 @@ class _LossFunctions:
 
     @contextmanager
     def training(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Pass the scaled weight of the main loss to each model that takes ``main_loss``, by forward pre-hooks, which
-        are removed on exit."""
+        """Pass the scaled weight of the main loss to models that take ``main_loss``, by hooks until exit."""
         models = [model for model in map(unwrapped, chunks) if takes_main_loss(model)]
         hooks = []
         if models:

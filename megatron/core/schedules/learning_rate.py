@@ -154,8 +154,7 @@ def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
 
 
 def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | None]:
-    """Return (training, decay, warm-up, WSD annealing). --train-samples has precedence and uses the ``_samples``
-    flags."""
+    """Return (training, decay, warm-up, WSD annealing). --train-samples uses the ``_samples`` flags."""
     if config.train_iters and not config.train_samples:  # with --train-samples, train_iters may be derived from it
         size = config.global_batch_size
         if not size:

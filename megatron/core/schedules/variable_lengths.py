@@ -196,8 +196,7 @@ def required_ranks(length: int, ranks: Ranks) -> int:
 
 def plan_batch(lengths: Sequence[int], ranks: Ranks, cost: CostModel, stages: int = 1) -> Plan:
     """Plan one global batch of samples of ``lengths``. With ``stages`` pipeline stages, more and shorter steps are
-    preferred, as the pipeline is filled and drained by the longest ones. Raises UserError for a sample that does not
-    fit."""
+    preferred, as the pipeline is filled and drained by the longest ones. UserError for a sample that does not fit."""
     smallest = [required_ranks(length, ranks) for length in lengths]
     plans: list[tuple[list[int], Plan]] = []
     # an equal share of the batch, and smaller bounds: more ranks per sample, which shortens the slowest step
@@ -230,8 +229,7 @@ def _grown(lengths: Sequence[int], smallest: Sequence[int], ranks: Ranks, cost: 
 
 
 class _Builder:
-    """Assigns samples to *rounds*, one step per rank. A *unit*: ``ranks.smallest`` ranks, the smallest part of a
-    step."""
+    """Assigns samples to *rounds*, one step per rank. A *unit* is ``ranks.smallest`` ranks."""
 
     def __init__(
         self, lengths: Sequence[int], sizes: Sequence[int], ranks: Ranks, cost: CostModel, stages: int

@@ -23,8 +23,7 @@ def gather_full(flat: Tensor, shard: ParameterShard, groups: ProcessGroups, keep
     """Return the global tensor in its logical shape without padding (for a ``SubTensor``: the part). Every rank passes
     the elements of its ``shard`` as ``flat``, in any shape. Collective: an all-gather over ``shard.rows_over`` and one
     over every axis that splits the parameter, except the axes ``keep``: dims that these split, with ``Shard`` and
-    without padding, stay local. Asserts a full shard or ``rows_over``. Returns new memory if the parameter is split,
-    else a view."""
+    without padding, stay local. Asserts a full shard or ``rows_over``. May return a view."""
     spec = spec_or_replicated(shard.parameter)
     local = flat.reshape(-1)
     if shard.rows_over is not None and shard.rows_over.size > 1:

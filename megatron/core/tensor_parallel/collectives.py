@@ -32,8 +32,7 @@ def _started(start: Callable[..., dist.Work], result: Tensor, source: Tensor, gr
 
 
 def begin_all_reduce(x: Tensor, group: Group) -> AsyncHandle:
-    """Start an in-place all-reduce (sum); ``wait()`` gives ``x``. Not for one rank (not checked), whose group is the
-    world."""
+    """Start an in-place all-reduce (sum); ``wait()`` gives ``x``. Not for one rank (not checked)."""
     return _Collective(dist.all_reduce(x, group=group.handle, async_op=True), x, x)
 
 

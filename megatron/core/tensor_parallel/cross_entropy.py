@@ -173,8 +173,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: AutogradContext, logits: Tensor, labels: LocalLabels, reuse_logits: bool, batch_invariant: bool
     ) -> Tensor:
-        """``logits`` [..., v] -> losses [t]; one all-gather. Saves the logits by reference, the labels, and the maximum
-        and sum of each token."""
+        """``logits`` [..., v] -> losses [t]; one all-gather. Saves logits (by reference), labels and statistics."""
         ctx.passes = cross_entropy_passes(logits.dtype, logits.device)
         logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
         if batch_invariant:

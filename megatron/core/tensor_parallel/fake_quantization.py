@@ -52,8 +52,7 @@ class WeightRounding:
         self.scale: Tensor | None = None
 
     def refreshed(self, weight: Tensor) -> Tensor:
-        """Return ``weight``, [o, i] or [g, o, i], rounded with the scale of the present values of the layer's weights.
-        Collective."""
+        """Return ``weight``, [o, i] or [g, o, i], rounded with a new scale of the layer's weights. Collective."""
         if weight.dim() == 3:
             amax = weight.detach().abs().amax((1, 2), keepdim=True)
         else:

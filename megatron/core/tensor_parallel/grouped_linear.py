@@ -175,8 +175,7 @@ class GroupedLinear(SlicedState, GemmLayer):
         self.product = grouped_linear
 
     def name_experts(self) -> None:
-        """Name weights and biases per expert, ``weight0``, ``weight1``, …, as Transformer Engine does. Checkpoints keep
-        one tensor."""
+        """Name weights and biases per expert, ``weight0``, ``weight1``, …, as Transformer Engine does."""
         for stored in self._parameters.values():
             if stored is not None:
                 name_slices(stored, self.num_local)

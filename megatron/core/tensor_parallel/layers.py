@@ -151,8 +151,7 @@ class ColumnParallelLinear(GemmLayer):
         self._bare_traits = self._bare_traits._replace(gemms=self.traits.gemms)
 
     def gather(self, x: Tensor) -> AutogradHandle:
-        """Start the all-gather of ``x`` along the sequence for :meth:`forward`; only for sequence parallelism (not
-        checked)."""
+        """Start the all-gather of ``x`` along the sequence for :meth:`forward` (only sequence parallelism)."""
         return start_all_gather(x, self.group)
 
 

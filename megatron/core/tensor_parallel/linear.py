@@ -174,8 +174,7 @@ def start_input_gradient_reduction(grad_x: Tensor, traits: LinearTraits) -> Asyn
 
 
 def _weight_gradient(weight: Tensor, grad: Operand, x: Operand, traits: LinearTraits) -> Tensor | None:
-    """Return dW [o, i], or add it to ``main_grad`` in place and return None; ``x`` must be gathered. Marks nothing as
-    ready."""
+    """Return dW [o, i], or add it to ``main_grad`` in place and return None; ``x`` must be gathered."""
     main_grad = fused_gradient(weight, traits)
     if main_grad is None:
         return traits.gemms.weight_gradient(grad, x)

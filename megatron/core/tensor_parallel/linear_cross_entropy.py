@@ -162,8 +162,7 @@ def _gathered_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
 def _logits(
     x_th: Tensor, weight: Tensor, chunk_tokens: int, steps: LogitSteps, gemms: Gemms
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (token range, logits [c, v] with bias and soft cap). All chunks reuse the same memory; callers may
-    overwrite it. Without autograd."""
+    """Yield (token range, logits [c, v] with bias and soft cap). All chunks reuse the same memory. Without autograd."""
     memory = x_th.new_empty((min(chunk_tokens, len(x_th)), len(weight)))
     weight = weight.detach()
     for first in range(0, len(x_th), chunk_tokens):
@@ -187,8 +186,7 @@ def _gradient_sum(weight: Tensor, traits: linear.LinearTraits) -> Tensor:
 def _hand_over(
     total: Tensor, weight: Tensor, traits: linear.LinearTraits, store: linear.WeightGradientStore | None
 ) -> Tensor | None:
-    """Return dW in the weight's dtype, None if it is in ``main_grad`` or with ``store``, which gets a closure that
-    delivers it."""
+    """Return dW in the weight's dtype, None if it is in ``main_grad`` or with ``store``, which gets a closure."""
     if store is not None:
         store.put(lambda: linear.complete_later(weight, _gradient(total, weight, traits)))
         return None

@@ -77,9 +77,8 @@ def reduce_scatter_to_sequence_parallel_region(
     use_global_buffer: bool = False,
 ) -> Tensor:
     """Reduce-scatter partial sums along the first dim, [s, ...] -> this rank's shard; all-gather the gradient.
-    ``input_`` is not changed. Raises ValueError if s is not divisible by the ranks, without split sizes. One rank
-    returns its input. ``input_split_sizes``: first dims of all ranks' shards, if they differ. ``use_global_buffer`` is
-    ignored."""
+    ``input_`` is not changed. Raises ValueError if s is not divisible by the ranks, without split sizes.
+    ``input_split_sizes``: first dims of all ranks' shards, if they differ. ``use_global_buffer`` is ignored."""
     if input_split_sizes is not None:
         return _UnevenScatter.apply(input_, resolve_group(group), tuple(input_split_sizes))
     return operators.reduce_scatter_to_sequence(input_, resolve_group(group))
@@ -113,8 +112,7 @@ def all_to_all(
 
 def all_to_all_sp2hp(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """All-to-all from a split of the tokens to a split of the features: [..., h] -> [tokens * ranks, h / ranks], with
-    the leading dims flattened to this rank's tokens. Raises ValueError if h is not divisible. The gradient returns by
-    the inverse."""
+    the leading dims flattened to this rank's tokens. Raises ValueError if h is not divisible."""
     ranks = resolve_group(group)
     rows = input_.reshape(-1, input_.shape[-1])
     parts = operators.equal_parts(rows, ranks, -1)
@@ -123,8 +121,7 @@ def all_to_all_sp2hp(input_: Tensor, group: AnyGroup = None) -> Tensor:
 
 def all_to_all_hp2sp(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """All-to-all from a split of the features to a split of the tokens: [..., h] -> [tokens / ranks, h * ranks], with
-    the leading dims flattened to tokens, whose number must be divisible by the ranks. The gradient returns by the
-    inverse."""
+    the leading dims flattened to tokens, whose number must be divisible by the ranks."""
     ranks = resolve_group(group)
     rows = all_to_all(ranks, input_.reshape(-1, input_.shape[-1]))
     return torch.cat(operators.equal_parts(rows, ranks, 0), dim=-1)

@@ -61,8 +61,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """Context with the state ``name``, which is advanced; restores the previous state. Raises ValueError if the
-        state does not exist."""
+        """Context with the state ``name``, which is advanced. Raises ValueError for an unknown name."""
         if name not in self.states_:
             raise ValueError(f"random state {name}: does not exist; call model_parallel_cuda_manual_seed(seed) first")
         before = _state()

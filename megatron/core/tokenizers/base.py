@@ -72,9 +72,8 @@ class Tokenizer(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the tokenizer, for ``same_tokenizer``: a sha256 of its files and options, "+", and a sha256
-        of its vocabulary, eod and ids of ``PROBE`` and of a part of its tokens. Excludes T5's sentinels: data made
-        without them serves T5, too."""
+        """Identity of the tokenizer, for ``same_tokenizer``: a sha256 of its files and options, "+", and a sha256 of
+        its vocabulary, eod and ids of ``PROBE`` and of a part of its tokens. Excludes T5's sentinels."""
         try:
             tokens = sorted((index, token) for token, index in self.vocab.items() if not token.startswith("<extra_id_"))
             special_ids = self.all_special_ids
@@ -152,8 +151,7 @@ class Tokenizer(ABC):
 
     @property
     def prefix_id(self) -> int:
-        """Token before a text that is scored without a context: bos if the tokenizer's files name it, else eos, else
-        eod."""
+        """Token before a text that is scored without a context: bos if the files name it, else eos, else eod."""
         roles = ("bos", "eos", "eod") if self.names_bos else ("eos", "eod")
         return next(self.special_ids[role] for role in roles if role in self.special_ids)
 

@@ -25,8 +25,7 @@ TOKENIZER_TYPES = get_args(TokenizerType)
 
 
 def build_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
-    """Build the tokenizer that the flags in ``cfg`` name, with their end tokens. Raises UserError with the flag and the
-    fix."""
+    """Build the tokenizer that the flags in ``cfg`` name, with their end tokens. Raises UserError with the fix."""
     tokenizer = _build(cfg)
     tokenizer.model_end_ids = [*tokenizer.model_end_ids, *(cfg.end_token_ids or ())]
     if cfg.chat_template is not None:

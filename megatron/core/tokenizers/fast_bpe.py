@@ -227,8 +227,7 @@ def _ranked_vocabulary(
 
 
 def _same_character_tables(core_module: ModuleType) -> bool:
-    """Whether both regular-expression engines assign the probe characters (new in some Unicode version) to equal
-    classes."""
+    """Whether both regular-expression engines assign the probe characters to equal classes."""
     hf = libraries.require("tokenizers", "--tokenizer-type")
     bytes_only = {bytes([byte]): byte for byte in range(256)}
     for pattern in (r"\p{L}", r"\p{N}", r"\s", r"(?i:s|t|r|e|v|m|l|d)"):

@@ -161,8 +161,7 @@ class BackendTokenizer(Tokenizer):
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Turn Rust panics into UserErrors: a file may name tokens that its vocabulary lacks, found when they are
-    needed."""
+    """Turn Rust panics into UserErrors: a file may name tokens that its vocabulary lacks."""
     try:
         yield
     except BaseException as error:

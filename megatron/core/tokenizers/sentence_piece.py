@@ -89,8 +89,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``; added tokens appear as their names, and the ids between them are decoded
-        separately."""
+        """Return the text of ``ids``; added tokens appear as their names; others are decoded between them."""
         if not self.added:
             return self._processor.decode([int(index) for index in ids])
         names = {index: token for token, index in self.added.items()}

@@ -101,8 +101,7 @@ class TikTokenizer(Tokenizer):
 
 
 def _read_ranks(raw: bytes, path: str, num_ranks: int, first_id: int) -> dict[bytes, int]:
-    """``raw`` is a JSON list, or lines of base64 and rank. Raises UserError for ranks out of order, equal tokens, or a
-    byte without a token."""
+    """``raw`` is a JSON list, or lines of base64 and rank. UserError for wrong ranks or missing bytes."""
     try:
         is_json = raw.lstrip()[:1] in (b"[", b"{")
         rows = parse_json(raw) if is_json else _parse_lines(raw)

@@ -145,8 +145,7 @@ class SelfAttention(Segmented):
         return finish(self.linear_proj, summing, ctx)
 
     def _gate(self, grouped: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Split [s, b, g, 2 p + 2, d] into gates [s, b, g * p, d] and the rest [s, b, g, p + 2, d]; no gates without
-        ``attention_output_gate``."""
+        """Split [s, b, g, 2 p + 2, d] into gates [s, b, g * p, d] and the rest [s, b, g, p + 2, d]."""
         if self._per_head == 1:
             return None, grouped
         query, rest = grouped.split((2 * self.heads_per_group, 2), dim=3)

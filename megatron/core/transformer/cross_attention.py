@@ -40,8 +40,7 @@ class CrossAttentionSubmodules:
 
 class CrossAttention(Sited, nn.Module):
     """Cross-attention with its projections, [s, b, h] -> [s, b, h]; reads ``ctx.encoder_output`` [e, b, h] and the
-    valid keys in ``ctx.encoder_documents``. Raises UserError: the number of query groups is not a multiple of the
-    tensor-parallel size."""
+    valid keys in ``ctx.encoder_documents``. Raises UserError unless TP divides the query groups."""
 
     mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
     calls = ("core_attn",)

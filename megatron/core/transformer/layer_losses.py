@@ -35,8 +35,7 @@ class LayerTargets:
 
 
 class LayerLoss(nn.Module):
-    """Forward hook of a student's layer that attaches the loss of ``pair`` times ``factor`` to its output [s, b, h].
-    In training only."""
+    """Forward hook of a student's layer that attaches the loss of ``pair`` times ``factor`` to its output."""
 
     def __init__(self, pair: LayerPair, factor: float) -> None:
         super().__init__()

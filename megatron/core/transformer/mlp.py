@@ -47,8 +47,7 @@ class MLP(Segmented):
         groups: ProcessGroups,
         ffn_hidden_size: int | None = None,
     ) -> None:
-        """Build the modules from the slots. ``ffn_hidden_size`` is the width of the full layer; None:
-        ``config.ffn_hidden_size``."""
+        """Build the modules from the slots. ``ffn_hidden_size``: of the full layer; None: ``config``'s."""
         super().__init__()
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         shared = {"config": config, "bias": config.add_bias_linear, "groups": groups}

@@ -26,8 +26,7 @@ class MegatronModule(NamesSlices):
         self, prefix: str = "", sharded_offsets: Sequence[tuple[int, int, int]] = (), *unused: object, **ignored: object
     ) -> dict[str, ShardedTensor]:
         """Return this rank's shards of all parameters for ``dist_checkpointing.save`` and ``load``. They share memory
-        with the parameters. ``sharded_offsets`` adds leading dims, see ``with_leading_dims``. Extra arguments are
-        ignored."""
+        with the parameters. ``sharded_offsets`` adds leading dims, see ``with_leading_dims``."""
         groups = self.__dict__.get("groups") or parallel_state.get_process_groups()
         return with_leading_dims(module_tensors(self, prefix=prefix, groups=groups), sharded_offsets)
 

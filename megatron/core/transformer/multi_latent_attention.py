@@ -208,8 +208,7 @@ class MLASelfAttention(Segmented):
         return self.q_layernorm(query.contiguous()), rest
 
     def _heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, ctx: ForwardContext) -> Heads:
-        """Compute query [s, b, a, d], key [t, b, a, d] and value [t, b, a, e]; all-gathers the latents under sequence
-        parallelism."""
+        """Compute query [s, b, a, d], key [t, b, a, d] and value [t, b, a, e]; may all-gather the latents."""
         rope_key = self._rotated_key(self._for_all_heads(rope_key, self._group), ctx.rotary_pos_emb)
         query = self._query(self.linear_query(source)[0], ctx.rotary_pos_emb)
         return query, *self._keys_values(self.linear_kv_up_proj(latent)[0], rope_key)
@@ -227,8 +226,7 @@ class MLASelfAttention(Segmented):
     def attend_cached(
         self, source: Tensor, latent: Tensor, rope_key: Tensor, layout: CachedLayout, ctx: ForwardContext
     ) -> Tensor:
-        """Attend to the paged cache, which holds the latents after their norm and the rotated rope keys; return
-        [n, 1, a * e]."""
+        """Attend to the paged cache of normed latents and rotated rope keys; return [n, 1, a * e]."""
         query = self._query(self.linear_query(source)[0], ctx.rotary_pos_emb)
         latent, rope_key = (self._for_all_heads(x, self._group) for x in (latent, rope_key))
         rope_key, core = self._rotated_key(rope_key, ctx.rotary_pos_emb), self.core_attention
@@ -243,13 +241,11 @@ class MLASelfAttention(Segmented):
         return not isinstance(up, GemmLayer) or (up.traits.gemms.reads_weight and not up.is_wrapped)
 
     def expand(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys [t, b, a, d] and values [t, b, a, e] of gathered latents [t, b, r] and rotated rope keys
-        [t, b, 1, rope]."""
+        """Return keys [t, b, a, d] and values [t, b, a, e] of gathered latents and rotated rope keys."""
         return self._keys_values(self.linear_kv_up_proj(latent, **self._of_gathered)[0], rope_key)
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Apply the transposed up projection of keys to queries [n, b, a, d]: ``q . Uk latent = Uk^T q . latent``.
-        Returns [n, b, a, r + rope]."""
+        """Return [n, b, a, r + rope] of queries [n, b, a, d]: ``q . Uk latent = Uk^T q . latent``."""
         nope, rope = query.split((self._nope, self._rope), dim=-1)
         return torch.cat((torch.einsum("nbad,adr->nbar", nope, self._up_weights[0]), rope), dim=-1)
 
@@ -268,8 +264,7 @@ class MLASelfAttention(Segmented):
         return rope_key if tables is None else self._rotated(rope_key, *tables, True)
 
     def _query(self, query: Tensor, tables: Tables) -> Tensor:
-        """Return queries [s, b, a, nope + rope] of the query projection's output, rope channels rotated by
-        ``tables``."""
+        """Return queries [s, b, a, nope + rope] of the projection's output, rotated by ``tables``."""
         query = query.unflatten(-1, (-1, self._nope + self._rope))
         if tables is None:
             return query

@@ -178,8 +178,7 @@ class MultiTokenPredictionLayer(Sited, nn.Module):
         groups: ProcessGroups,
     ) -> None:
         """Build two input norms, ``eh_proj`` [h, 2 h], the layer with ``layer_number`` (after the decoder's) and the
-        final norm from the slots. Full recomputation covers the norms, the projection and the layer, not the final
-        norm."""
+        final norm from the slots. Full recomputation covers all but the final norm."""
         super().__init__()
         hidden = config.hidden_size
         self.enorm, self.hnorm, final = (
@@ -213,8 +212,7 @@ class MultiTokenPredictionBlock(nn.Module):
         self, config: TransformerConfig, spec: MultiTokenPredictionBlockSubmodules, *, groups: ProcessGroups
     ) -> None:
         """Build one layer per spec, or only the first with ``mtp_use_repeated_layer``: it then divides the layer's
-        auxiliary loss coefficients by the depths and marks its weights with ``has_several_gradients``. Registers a loss
-        statistic per depth."""
+        auxiliary loss coefficients by the depths and marks its weights with ``has_several_gradients``."""
         super().__init__()
         self.num_depths, repeats = len(spec.layer_specs), config.mtp_use_repeated_layer
         if repeats:  # its routers attach their losses at every depth: divide so that the sum is unchanged

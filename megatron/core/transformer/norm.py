@@ -40,8 +40,7 @@ class StreamNorm(MovableParameters):
         self, config: TransformerConfig, hidden_size: int, eps: float, groups: ProcessGroups, partial: tuple[str, ...]
     ) -> None:
         """Create the weight [hidden_size], ones (zeros with ``apply_layernorm_1p``), and select the kernel.
-        ``partial``: mesh axes over which its gradient is a partial sum. The bias is None; :class:`LayerNorm` creates
-        it."""
+        ``partial``: mesh axes over which its gradient is a partial sum."""
         super().__init__()
         offset = float(config.apply_layernorm_1p)
         init = Zeros() if config.apply_layernorm_1p else Ones()
@@ -101,8 +100,7 @@ class RMSNorm(StreamNorm):
 
 
 class L2Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps), without weights (Llama 4's normalization of queries and keys). Other arguments of a
-    norm's slot are ignored."""
+    """x / sqrt(mean(x^2) + eps), without weights (Llama 4's norm of queries and keys)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: object) -> None:
         super().__init__()

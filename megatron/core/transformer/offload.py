@@ -178,8 +178,7 @@ class ActivationOffload:
         self.limit = math.ceil(self._fraction * len(record.groups))
 
     def find(self, x: Tensor) -> Offloaded | None:
-        """Return the storage of ``x`` if it was stored, unchanged, while it is still alive: else its address may belong
-        to another tensor."""
+        """Return the storage of ``x`` if it was stored, unchanged, while it is still alive."""
         address, version = x.untyped_storage().data_ptr(), x._version
         for group in self._in_flight:
             for item in group:

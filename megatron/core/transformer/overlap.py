@@ -72,8 +72,7 @@ def can_overlap(first: object, last: object) -> bool:
 
 
 def runs_its_segments(module: object) -> bool:
-    """Return whether ``forward`` computes the same as ``segments``: no subclass overrides ``forward`` without
-    ``segments``."""
+    """Return whether no subclass overrides ``forward`` without ``segments``."""
     written = (vars(kind).keys() & {"forward", "segments"} for kind in type(module).__mro__)
     return "segments" in next(filter(None, written), ())
 

@@ -32,8 +32,7 @@ from megatron.core.transformer.sites import Run, Sited, call, known_sites, sited
 
 
 def recompute(function: Callable, *args: object) -> object:
-    """Call ``function`` and save only ``args``; backward calls it again, including its collectives. Without gradients
-    it is a plain call."""
+    """Call ``function`` and save only ``args``; backward calls it again, including its collectives."""
     if not torch.is_grad_enabled():
         return function(*args)
     # non-reentrant: backward runs once, over the first graph, so hooks that count gradients fire once per parameter
@@ -63,9 +62,8 @@ _choices: ContextVar[_Choices | None] = ContextVar("choices", default=None)
 
 
 def choose(make: Callable[[], Tensor]) -> Tensor:
-    """Return ``make()``; during recomputation the value of the first forward pass, for decisions that rounding could
-    flip, such as top-k routing: a flipped one would give gradients to weights that were not used in the forward
-    pass."""
+    """Return ``make()``; during recomputation the value of the first forward pass: rounding could flip decisions such
+    as top-k routing; a flipped one would give gradients to weights that were not used in the forward pass."""
     current = _choices.get()
     if current is None:
         return make()
@@ -137,8 +135,7 @@ class _Recipe(NamedTuple):
 
 def discard_output(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
     """Context in which operations save ``function`` and ``argument`` instead of the contiguous ``output``; backward
-    recomputes it at each use, without a graph. The argument stays referenced. Without gradients, or if ``output`` is
-    ``argument``, a null context."""
+    recomputes it at each use, without a graph. Null without gradients, or if ``output`` is ``argument``."""
     if not torch.is_grad_enabled() or output is argument:  # identity: its argument is saved anyway
         return nullcontext()
     address, size, dtype = output.data_ptr(), output.numel(), output.dtype

@@ -112,8 +112,7 @@ class TransformerBlock(Sited, nn.Module):
         self.stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
-        """Cast to ``stream_dtype``, run this stage's layers by their recomputation policies, and apply the final norm
-        if this stage has it."""
+        """Cast to ``stream_dtype``, run the layers by their recomputation policies, and apply the final norm."""
         hidden_states = hidden_states.to(self.stream_dtype)
         for run, positions in self.layer_runs:
             if run is not call or self._overlaps:

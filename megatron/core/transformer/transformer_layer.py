@@ -92,8 +92,7 @@ class TransformerLayer(Segmented):
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Neither norms nor mixers are recomputed with ``ctx.overlap``. Adding a branch's output and the next branch's
-        norm are one step, in one kernel where possible. With ``use_parallel_residual`` the outputs are added to the
-        input one after another."""
+        norm are one step, in one kernel where possible."""
         streams = [self.branches[0].enter(hidden_states)]
         if self._is_parallel:
             self._add_parallel_streams(streams)

@@ -23,8 +23,7 @@ UNUSUAL_YARN = {
 
 def groups(default: int | None = None, heads: object = REQUIRED) -> Computed:
     """Rule for the number of K/V heads. ``default`` is the number if the key is absent; None, or a null value, means
-    the number of query heads, whose default is ``heads``. Import also sets ``group_query_attention``: whether the
-    numbers differ."""
+    the number of query heads, whose default is ``heads``. Import also sets ``group_query_attention``."""
 
     def load(config: Table) -> dict[str, object]:
         number = get(config, ("num_attention_heads",), heads)
@@ -229,8 +228,7 @@ def _llama3(scaling: dict[str, object], config: Table) -> dict[str, object]:
 
 
 def _yarn(scaling: dict[str, Any], config: Table) -> dict[str, object]:
-    """Removes the keys that it reads from ``scaling``. Raises UserError for keys that only ``transformers`` can
-    combine."""
+    """Removes keys from ``scaling``. Raises UserError for keys that only ``transformers`` can combine."""
     weights = [scaling.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if bool(weights[0]) != bool(weights[1]):
         raise refuse("rope_scaling mscale, mscale_all_dim", weights, "which must be given together")
@@ -258,8 +256,7 @@ def _dynamic(scaling: dict[str, Any], config: Table) -> dict[str, object]:
 
 
 def _longrope(scaling: dict[str, Any], config: Table) -> dict[str, object]:
-    """Defaults are those of ``transformers``: the factor is the ratio of both lengths, and defines the attention factor
-    (:func:`_attention_factor`)."""
+    """As in ``transformers`` the factor defaults to the ratio of lengths, which :func:`_attention_factor` reads."""
     longest = config["max_position_embeddings"]
     original, short, long = (scaling.pop(name, None) for name in (ORIGINAL, "short_factor", "long_factor"))
     original = original or longest
@@ -285,8 +282,7 @@ def _by_length(parameters: RopeParameters) -> dict[str, object]:
 
 
 def _save_by_length(parameters: RopeParameters, max_length: int) -> dict[str, object]:
-    """Return the ``rope_scaling`` table of dynamic or longrope scaling, with an attention factor that the factor does
-    not define."""
+    """Return the ``rope_scaling`` table, with an attention factor that the factor does not define."""
     if parameters.rope_type == "dynamic":
         return {"rope_type": "dynamic", "factor": parameters.factor}
     original, table = parameters.original_max_position_embeddings, json.loads(parameters.to_text())

@@ -37,8 +37,7 @@ def original_family(folder: Path, settings: Table) -> tuple[Family, dict[str, La
 def updated(
     family: Family, plan: list[Placement], stored: Mapping[str, LazyTensor], tensors: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Return the ``stored`` tensors of a folder with the values of local ``tensors``, each in its stored dtype, where
-    the family has them."""
+    """Return the ``stored`` tensors of a folder with the values of local ``tensors`` in stored dtypes."""
     names = {name: stored_name for stored_name, name in family.family_names(stored).items()}
     new = to_hf(plan, tensors)
     if missing := new.keys() - names.keys():

@@ -156,8 +156,7 @@ class Family:
     """HF tensors without a local counterpart for these settings: must be zero on import, written as zeros."""
 
     def flat(self, config: Table) -> Table:
-        """Return a ``config.json`` with the keys of ``parts`` as rules read them. Raises UserError for a part that is
-        no object."""
+        """Return a ``config.json`` with the keys of ``parts`` as rules read them. UserError for other values."""
         if not self.parts:
             return config
         text = next(iter(self.parts))
@@ -222,8 +221,7 @@ class Family:
         return {**settings, "model_family": self.model_family}
 
     def save_settings(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """Convert completed settings to a ``config.json``. Raises UserError with all settings that the family does not
-        support."""
+        """Convert completed settings to a ``config.json``. Raises UserError with all unsupported ones."""
         if settings["model_family"] != self.model_family:
             raise refuse("model_family", settings["model_family"], f"the family has {self.model_family!r} alone")
         settings = with_exported_length(settings)
@@ -291,8 +289,7 @@ class Family:
 
     def layouts(self, settings: Table) -> Iterator[tuple[str, tuple[int, ...], TensorLayout]]:
         """Yield (local name, unpadded global shape, HF layout with layer numbers inserted) for every tensor;
-        multi-token prediction layers are numbered after the decoder's. Raises UserError at a tensor that the family
-        lacks."""
+        multi-token prediction layers are numbered after the decoder's. UserError for a tensor that the family lacks."""
         weights = {**self.weights, **self.names(settings)}
         for name, shape in described(settings)[0].items():
             match = re.fullmatch(r"(encoder|decoder|mtp|vision\.blocks)\.layers\.(\d+)\.(.*)", name)

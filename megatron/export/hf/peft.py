@@ -172,8 +172,7 @@ def load_peft(
     folder: Path, plan: Sequence[Placement], matrices: Mapping[str, int]
 ) -> tuple[dict[str, Adapter], LoraSettings]:
     """Read a PEFT folder: (adapters by local weight name, their settings). ``matrices``: their number by weight name.
-    UserError for another kind of adapter, a setting or module that local adapters cannot have, or missing or wrong
-    tensors."""
+    UserError for adapters that local ones cannot represent, or missing or wrong tensors."""
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise UserError(f"{folder}: holds no {file}; give the folder of PEFT's save_pretrained")

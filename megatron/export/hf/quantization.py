@@ -21,8 +21,7 @@ one scale per layer."""
 
 
 def weight_format(config: Table) -> Format | None:
-    """Return the format of quantized weights; None if none are quantized. Raises UserError for a method or a form that
-    cannot be read."""
+    """Return the format of quantized weights; None if none are quantized. UserError for an unknown form."""
     text = config.get("text_config")
     table = config.get(KEY) or (text.get(KEY) if isinstance(text, dict) else None)
     if not table:

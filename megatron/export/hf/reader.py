@@ -70,8 +70,7 @@ def read_weights(folder: Path) -> tuple[dict[str, LazyTensor], int]:
 
 
 def open_weights(folder: Path) -> dict[str, LazyTensor]:
-    """Open the weights of a folder: ``model.safetensors`` before ``pytorch_model.bin``; an index of either wins over
-    its single file."""
+    """Open the weights of a folder: ``model.safetensors`` before ``pytorch_model.bin``, an index before a file."""
     for stem, ending, opener in (("model", "safetensors", read_safetensors), ("pytorch_model", "bin", _open_bin)):
         single, index = folder / f"{stem}.{ending}", folder / f"{stem}.{ending}.index.json"
         if single.is_file() and not index.is_file():

@@ -21,8 +21,7 @@ def refuse(name: str, value: object, reason: str) -> UserError:
 
 
 def get(config: Table, names: Iterable[str], default: object = REQUIRED) -> Any:
-    """Return the first value that is not null, as in ``transformers``; else ``default`` (called if it is a
-    function)."""
+    """Return the first value that is not null; else ``default`` (called if it is a function)."""
     names = tuple(names)
     for name in names:
         if config.get(name) is not None:
@@ -83,8 +82,7 @@ def same(**names: str) -> tuple[Rule, ...]:
 
 
 class Choice(Rule):
-    """A key whose values each map to settings; of several that match on export, the default is written, or the
-    first."""
+    """A key whose values each map to settings; of several matches export writes the default, or the first."""
 
     def __init__(self, key: str, options: Mapping[Any, Table], default: object = REQUIRED) -> None:
         super().__init__((key,), dict.fromkeys(name for option in options.values() for name in option))

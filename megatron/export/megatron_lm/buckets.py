@@ -58,8 +58,7 @@ def cut_buckets(
 
 
 def _places(order: Order, sizes: Sequence[int], unpadded: bool) -> list[tuple[str, tuple[int, ...], int, int]] | None:
-    """Return (name, shape, bucket, start) of every parameter if the reverse of ``order`` fills the buckets; else
-    None."""
+    """Return (name, shape, bucket, start) of parameters if the reverse of ``order`` fills the buckets; else None."""
     bucket, end, places = 0, 0, []
     for name, shape in reversed(order):
         numel = math.prod(shape)

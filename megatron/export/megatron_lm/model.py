@@ -84,8 +84,7 @@ def build_interchange(
 
 def our_tensors(named: Named, settings: Settings, prefix: str, tied: bool, where: str) -> dict[str, LazyTensor]:
     """Convert tensors to local names (with ``prefix``) and shapes, lazily; stack the experts of a layer. Omits
-    non-weight buffers and, if ``tied``, the output layer's weight. Raises CheckpointError for one without
-    counterpart."""
+    non-weight buffers and, if ``tied``, the output layer's weight. CheckpointError for others."""
     tensors: dict[str, LazyTensor] = {}
     experts: dict[str, dict[int, tuple[table.Counterpart, LazyTensor]]] = {}
     for name, tensor in named.items():

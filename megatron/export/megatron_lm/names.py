@@ -195,8 +195,7 @@ def detect_family(names: Collection[str]) -> str:
 
 
 def current_names(named: Mapping[str, T], family: str) -> dict[str, T]:
-    """Rename BERT's and T5's tensors to names that :func:`find_place` knows; of two with one new name, the first
-    stays."""
+    """Rename BERT's and T5's tensors to names that :func:`find_place` knows (the first of equal ones)."""
     if family == "gpt":
         return dict(named)
     result: dict[str, T] = {}

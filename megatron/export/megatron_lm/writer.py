@@ -67,8 +67,7 @@ class _Piece:
     layer: int | None
 
     def read(self) -> Tensor:
-        """Pad the vocabulary with zeros; a layer of a stack gets a leading dimension of 1. Reads the source on every
-        call."""
+        """Pad the vocabulary with zeros; a layer of a stack gets a leading dim of 1. Not cached."""
         tensor = self.source.read()
         if tensor.shape[0] < self.shape[0] and tensor.shape[1:] == self.shape[1:]:  # the vocabulary's rows and biases
             padding = tensor.new_zeros((self.shape[0] - tensor.shape[0], *tensor.shape[1:]))

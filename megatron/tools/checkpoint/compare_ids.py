@@ -22,8 +22,7 @@ PARTS = ("normalizer", "pre_tokenizer", "post_processor")
 
 def compare_ids(folder: str) -> str:
     """Return a line that says whether ``AutoTokenizer`` gives the ids of tokenizer.json for a text, without and with
-    special tokens in it, and else which parts of the file it replaces; '' without tokenizer.json. Sets
-    HF_HUB_OFFLINE."""
+    special tokens in it, and else which parts of the file it replaces; '' without tokenizer.json."""
     if not (Path(folder) / "tokenizer.json").is_file():
         return ""
     os.environ["HF_HUB_OFFLINE"] = "1"

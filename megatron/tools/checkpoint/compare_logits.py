@@ -105,8 +105,7 @@ def _model_settings(local: Interchange, cfg: PretrainConfig) -> dict[str, object
 
 
 def _compare(what: str, folder: str, local: Interchange, cfg: PretrainConfig, length: int) -> int:
-    """Return 1 if a difference exceeds the tolerance, which grows with the position. Both models are not in memory at
-    once. Sets HF_HUB_OFFLINE."""
+    """Return 1 if a difference exceeds the tolerance, which grows with the position. Sets HF_HUB_OFFLINE."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error

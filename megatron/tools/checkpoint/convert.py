@@ -192,8 +192,7 @@ def set_aside(folder: Path) -> Path:
 
 def completed(source: Interchange, flags: list[str], loader: str, where: str) -> PretrainConfig:
     """Merge ``source.settings`` with training ``flags``, validate both, and return the config. Writes the completed
-    settings back to ``source.settings``. Raises CheckpointError: settings contradict the flags, or the tensors do not
-    match them."""
+    settings back to ``source.settings``. Raises CheckpointError if settings or tensors contradict the flags."""
     tensors = source.tensors
     rows = embedding_rows(tensors, where)
     # native: the tensors' size replaces the stored flag, which a tokenizer may have overridden in training
@@ -221,8 +220,7 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
 
 
 def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:
-    """Cast on read to ``dtype``. Unchanged: optimizer state, counters, and the expert bias, which is fp32 in every
-    model."""
+    """Cast on read to ``dtype``. Unchanged: optimizer state, counters, and the expert bias (fp32)."""
     import torch
 
     if dtype is None or not name.startswith("model.") or name.endswith((COUNTER, "expert_bias")):
@@ -286,8 +284,7 @@ def write(
 
 def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
     """Write a native checkpoint and its tracker file below ``target``, not published: ``iter_…`` with training state,
-    else ``release``. Adds the settings, software versions and tokenizer files to its objects. Raises CheckpointError if
-    the training state is malformed."""
+    else ``release``. Adds the settings, software versions and tokenizer files to its objects."""
     objects: dict[str, Any] = {"tokenizer": None, "versions": software_versions(), **source.objects}
     which = objects["iteration"] if "train_state" in objects else RELEASE
     name = Path(checkpoint_directory(target.final, which)).name

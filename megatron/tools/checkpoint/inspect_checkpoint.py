@@ -146,8 +146,7 @@ def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> i
 
 def difference(one: LazyTensor, other: LazyTensor, tolerance: float) -> dict[str, object]:
     """Read and compare two tensors in float64; return a summary of the differences beyond ``tolerance``, empty if
-    equal. Pairs of NaN are equal, and only another dtype is no difference. The relative norm is that of the difference
-    by that of ``one``."""
+    equal. Pairs of NaN are equal, and only another dtype is no difference. The norm is relative to ``one``."""
     if one.shape != other.shape:
         return {"shapes": f"{list(one.shape)} | {list(other.shape)}"}
     first, second, number, largest, squares, scale = one.read(), other.read(), 0, 0.0, 0.0, 0.0

@@ -64,8 +64,7 @@ def shrink(settings: Table) -> dict[str, object]:
 
 
 def _different_layers(settings: Table) -> int:
-    """Return how many leading layers contain every layer type (window, kinds of branches); at least min(2, number of
-    layers)."""
+    """Return how many leading layers contain every layer type (window, kinds of branches); at least min(2, all)."""
     count, config = settings["num_layers"], SimpleNamespace(**settings)
     branches = [layer_kinds(config, number) for number in range(1, count + 1)]
     kinds = list(zip(layers_with_windows(settings), branches))
@@ -90,8 +89,7 @@ def _few_experts(settings: Table, ffn: int) -> dict[str, object]:
 
 def tokens_needed(settings: Table, config: Table) -> int:
     """Return a sequence length that exceeds every window and rotary threshold below ``LIMIT`` by 9 tokens, also those
-    of config.json (``config``), in case the conversion missed one. At least 32; at most the learned absolute
-    positions."""
+    of config.json (``config``), in case the conversion missed one. At least 32, at most the learned positions."""
     sizes = [*_thresholds(config), *(settings["window_size"] or ())]
     sizes += [settings["yarn_original_max_position_embeddings"] or 0]
     sizes += [2048 if settings["use_rope_scaling"] else 0]  # RoPE scaling changes wavelengths from 2048 tokens on

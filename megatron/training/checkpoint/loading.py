@@ -164,8 +164,7 @@ class Loading:
         return TrainState() if self.weights_only else TrainState.from_dict(reader.objects["train_state"])
 
     def _check_objects(self) -> list[str]:
-        """Raise CheckpointError if the checkpoint must not be loaded; return allowed changes that affect results. First
-        rank only. Reads all assets."""
+        """Raise CheckpointError if the checkpoint must not be loaded; return allowed changes that affect results."""
         reader, source, cfg, objects = self.reader, self.source, self.cfg, self.reader.objects
         where = reader.directory / MANIFEST
         if wrong := malformed(objects, release=source.release):

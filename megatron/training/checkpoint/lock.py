@@ -81,8 +81,7 @@ class SaveLock:
             os.pwrite(descriptor, record[: RECORD_BYTES - 1].ljust(RECORD_BYTES - 1) + b"\n", 0)
 
     def release(self) -> None:
-        """Release the lock; remove the lock file and folders that the lock created if empty. May be called several
-        times."""
+        """Release the lock; remove its file and the folders that it created, if empty. Repeatable."""
         if self._descriptor is not None:
             with suppress(OSError):
                 if self._is_locked and os.listdir(self.path.parent) == [LOCK]:

@@ -24,8 +24,7 @@ def _double(is_set: int, bits: int) -> float | None:
 
 
 def get_rng_state() -> dict[str, Tensor]:
-    """Return one flat CPU tensor per global generator, int64 for Python and numpy, uint8 for torch (also CUDA if
-    initialized)."""
+    """Return a flat CPU tensor per global generator, int64 for Python and numpy, uint8 for torch."""
     _, words, gauss = random.getstate()
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict) and state["bit_generator"] == "MT19937", "numpy's global generator is this one"

@@ -20,8 +20,7 @@ def find_run_tokenizer(
     cfg: TokenizerConfig, directory: str | os.PathLike, fingerprint: str | None
 ) -> tuple[TokenizerConfig, Tokenizer]:
     """Return settings and tokenizer of the run whose checkpoint is ``directory``: of ``cfg``, or if these files are
-    missing or do not match ``fingerprint`` (None: unknown), of the copies in the checkpoint. Raises UserError if
-    neither is the run's tokenizer."""
+    missing or do not match ``fingerprint`` (None: unknown), of the copies in the checkpoint."""
     folder = Path(directory) / "tokenizer"
     copies = {f"tokenizer/{path.name}": path for path in folder.iterdir()} if folder.is_dir() else {}
     copied = with_copies(cfg, copies)

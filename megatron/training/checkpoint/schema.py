@@ -73,8 +73,7 @@ def _is_scaler(value: object) -> bool:
 
 def malformed(objects: dict[str, Any], *, release: bool = False) -> list[str]:
     """Return messages for missing, wrong or contradicting objects of a checkpoint. ``scheduler``, ``versions`` and
-    ``optimizer`` may be missing, for a ``release`` (weights only) also counters. Entries of ``args`` are not
-    checked."""
+    ``optimizer`` may be missing, for a ``release`` (weights only) also counters."""
     problems = []
     required = {"args", "tokenizer"} | (set() if release else {"iteration", "train_state"})
     problems += [f"{name} is missing" for name in sorted(required - objects.keys())]

@@ -57,8 +57,7 @@ class DenseCheckpoint:
         return f"{match[1]}experts.{match[3]}" if has_experts(self._cfg.model, layer or 1) else name
 
     def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
-        """Describe tensors that are not stored or have another shape, experts by their dense MLP. Skips router
-        weights."""
+        """Describe tensors that are not stored or have another shape, experts by their dense MLP."""
         read = (tensor for tensor in tensors if not tensor.name.endswith(".mlp.router.weight"))
         return self._reader.misfits(next(self._dense_slices(tensor), tensor) for tensor in read)
 

@@ -176,8 +176,7 @@ class ClusterCheck:
         return results
 
     def links(self, kind: str, rank_lists: list[list[int]]) -> list[Result]:
-        """Every pair of each of ``rank_lists`` (a partition of the world), half the time of a message there and back;
-        disjoint pairs at the same time."""
+        """Measure pairs of ``rank_lists`` (a partition of the world), half the time there and back."""
         local: list[tuple[tuple[int, int], float, float]] = []
         rounds = [list(pairings(ranks)) for ranks in rank_lists]
         for i in range(max(map(len, rounds))):
@@ -245,8 +244,7 @@ def _collective(operation: str, full: Tensor, part: Tensor, group: dist.ProcessG
 
 
 def layout_groups(grid: RankGrid) -> dict[str, list[list[int]]]:
-    """Return axis -> rank lists of its groups of more than one rank, with ``world``; axes with the groups of an earlier
-    one are left out."""
+    """Return axis -> rank lists of its groups of more than one rank, with ``world``, each once."""
     lists, groups = grid.all_rank_lists(), dict[str, list[list[int]]]()
     for axis in (*AXES, "world"):
         if len(lists[axis][0]) > 1 and lists[axis] not in groups.values():

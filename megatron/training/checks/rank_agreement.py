@@ -177,8 +177,7 @@ def digest(text: str | bytes) -> str:
 
 
 def settings(cfg: FlatConfig) -> dict[str, str]:
-    """Return the settings that must agree, by flag. Paths count by their last part, because hosts may hold equal files
-    in different folders."""
+    """Return the settings that must agree, by flag. Paths count by their last part."""
     flags = {name: spec.names[0] for name, spec in cfg.flags.items()}
     values = {**cfg.values(), **cfg.extra}
     return {
@@ -244,8 +243,7 @@ _known: dict[str, tuple[Any, str]] = {}
 
 
 def _functions_digest(module: ModuleType) -> str:
-    """Return a digest of the functions and methods of ``module``, except those that Triton's interpreter adds to a
-    module whose kernel runs."""
+    """Return a digest of the functions and methods of ``module`` without what Triton's interpreter adds."""
     functions: list[Any] = []
     for name, member in vars(module).items():
         if type(member) is FunctionType:
@@ -279,8 +277,7 @@ def _bytecode(code: CodeType) -> str:
 
 
 def data_digests(prefixes: Sequence[str]) -> dict[tuple[int, str], str]:
-    """Return a digest of each data file, by (position of its prefix, suffix). A file that cannot be read has the reason
-    in place of a digest."""
+    """Return a digest of each data file, by (position of its prefix, suffix). An unreadable one has the reason."""
     blocks = min(max(TOTAL_BLOCKS // max(len(prefixes), 1), FEWEST_BLOCKS), BLOCKS_PER_FILE)
     suffixes = [("",) if os.path.isfile(prefix) else (".idx", ".bin") for prefix in prefixes]  # text with --sft
     keys = [(index, suffix) for index in range(len(prefixes)) for suffix in suffixes[index]]

@@ -123,8 +123,7 @@ def find_problems(
 ) -> Iterable[str]:
     """Yield messages for missing or surplus layers, differences from the description, untied parameters on several
     stages, different global shapes, rectangles that do not cover a parameter exactly once, and a wrong total count.
-    ``num_parameters`` and ``model`` describe the full model (None: unknown); ``task`` is the class name used in
-    messages."""
+    ``num_parameters`` and ``model`` describe the full model (None: unknown); ``task``: for messages."""
     by_name: dict[str, list[Holding]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
@@ -267,8 +266,7 @@ def _by_layer(names: Iterable[str]) -> dict[tuple[str, int], set[str]]:
 
 
 class ReplicaCheck(Hook):
-    """Hook that compares all replicated state bit by bit, in the first steps, before saves and every ``interval`` steps
-    (None: no periodic check)."""
+    """Hook that compares all replicated state bit by bit in the first steps, before saves and every ``interval``."""
 
     kinds = (SAVING,)
 

@@ -81,8 +81,7 @@ def needs_built_in_layers(cfg: FlatConfig) -> list[str]:
 
 
 def _without_effect(cfg: FlatConfig) -> dict[str, object]:
-    """Return new values that switch off settings of features that are not enabled: scripts vary one flag and keep
-    related flags."""
+    """Return new values that switch off settings of features that are not enabled."""
     values: dict[str, object] = {}
     if not cfg.save:
         values.update(save_interval=None, save_retain_interval=None, save_hf_interval=None, async_save=False)

@@ -41,8 +41,7 @@ def local_multiple(cfg: PretrainConfig) -> int:
 
 
 def token_limit(cfg: PretrainConfig) -> int:
-    """Return the tokens of a row that one rank holds: --max-seqlen-per-dp-cp-rank, or --seq-length divided by CP,
-    rounded up to the multiple."""
+    """Return the tokens of a row that one rank holds: --max-seqlen-per-dp-cp-rank, or --seq-length / CP."""
     given, multiple = cfg.model.max_seqlen_per_dp_cp_rank, local_multiple(cfg)
     if given is not None:
         return given

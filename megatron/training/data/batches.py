@@ -85,8 +85,7 @@ class Batches:
         }
 
     def local(self, batch: Batch) -> Batch:
-        """Return this rank's part of a micro-batch, on its device. Other model chunks of the rank get ``batch`` too:
-        it must not change."""
+        """Return this rank's part of a micro-batch, on its device. Do not change ``batch``."""
         raise NotImplementedError
 
     def local_tokens(self, batch: Batch) -> Batch:

@@ -69,8 +69,7 @@ def data_source_options(cfg: PretrainConfig, tokenizer: Tokenizer | None) -> dic
 
 def data_sources(cfg: PretrainConfig) -> tuple[list[str], list[object]]:
     """Return the prefixes of the data files that every rank reads, each once, and for each blend the positions of its
-    prefixes and its weights. Empty for mock data and data of the program. Opens no data file; a prefix without files is
-    returned as given."""
+    prefixes and its weights. Empty for mock data and data of the program. Opens no data file."""
     if not cfg.needs_data or cfg.data.mock_data or cfg.data.dataloader_type == "external":
         return [], []
     blend, per_split = get_blend_and_blend_per_split(cfg.data)

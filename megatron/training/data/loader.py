@@ -121,8 +121,7 @@ def train_sampler(cfg: PretrainConfig, shard: BatchShard, num_samples: int, cons
 
 
 class EvalSampler:
-    """Batch sampler over the first ``num_samples`` samples, always the same; pads the last batch with masked
-    samples."""
+    """Batch sampler over the first ``num_samples`` samples; pads the last batch with masked ones."""
 
     def __init__(self, shard: BatchShard, global_batch_size: int, num_samples: int) -> None:
         self.shard, self.global_batch_size, self.num_samples = shard, global_batch_size, num_samples
@@ -203,8 +202,7 @@ class DataSource(Protocol):
 
 
 class KeyedDataset:
-    """Map-style data set with keys (stream position, index); adds ``sample_index``. Padding samples get a zero loss
-    mask."""
+    """Map-style data set with keys (stream position, index); adds ``sample_index``. Padding has a zero loss mask."""
 
     def __init__(self, dataset: DataSource) -> None:
         self.dataset = dataset
@@ -238,8 +236,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class FlatBatch:
-    """Batch in one uint8 tensor: workers would pass each tensor by a separate file descriptor and socket, which is
-    slow."""
+    """Batch in one uint8 tensor: workers pass each tensor by a file descriptor and socket, which is slow."""
 
     def __init__(self, batch: dict[str, Tensor]) -> None:
         # widest items first: each tensor then starts at a multiple of its item size

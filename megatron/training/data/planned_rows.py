@@ -22,8 +22,7 @@ from megatron.training.observe.metrics import PlanFigures
 
 
 class PlannedRows(Batches):
-    """The loader yields this rank's share of a global batch at once; :meth:`split` makes it rows. ``description``:
-    costs by length."""
+    """The loader yields this rank's share of a global batch; :meth:`split` makes it rows."""
 
     are_shared, takes_variable_lengths = False, True  # the first rank of each row counts it
 

@@ -57,8 +57,7 @@ class StoredLogits:
 
     @classmethod
     def create(cls, folder: str, dtype: str, vocab_size: int, shape: tuple[int, int, int]) -> StoredLogits:
-        """Create a folder for ``shape`` [samples, s, k], to be renamed by :meth:`finish`. Raises UserError if it
-        exists or cannot be written."""
+        """Create a folder for ``shape`` [samples, s, k], to be renamed by :meth:`finish`."""
         partial = Path(f"{folder}.partial")
         sizes = dict(zip(("samples", "length", "top_k"), shape), dtype=dtype, vocab_size=vocab_size)
         try:

@@ -41,8 +41,7 @@ class TaskScores:
         return every(self._interval, iteration)
 
     def __call__(self, final: bool = False) -> list[tuple[RecordKind, Record]]:
-        """Return one record per task, equal on all ranks; none after training. Collective; raises UserError if the
-        harness fails."""
+        """Return one record per task, none after training. Collective. UserError if the harness fails."""
         scores = {} if final else self._engine.run(self._scores)
         return [(TASK, {"dataset": name, **metrics}) for name, metrics in scores.items()]
 

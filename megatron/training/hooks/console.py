@@ -46,8 +46,7 @@ class StdoutHandler(logging.StreamHandler):
 
 
 def stdout_logger() -> logging.Logger:
-    """Return the logger that all printing hooks share, whose one handler writes plain message lines to ``sys.stdout``
-    only."""
+    """Return the logger that all printing hooks share (plain lines on ``sys.stdout`` only)."""
     lines = logging.getLogger("megatron.training.hooks.stdout")
     if not any(isinstance(handler, StdoutHandler) for handler in lines.handlers):
         lines.addHandler(StdoutHandler())

@@ -53,8 +53,7 @@ class FileSink(Hook):
 
 
 class TensorBoardSink(Hook):
-    """TensorBoard points by iteration, and by samples under ``TAG vs samples``. Each value is written once, even if a
-    run rolls back and continues."""
+    """TensorBoard points by iteration, and by samples under ``TAG vs samples``. No value is written twice."""
 
     def __init__(self, cfg: LoggingConfig, history: FileSink | None = None) -> None:
         """``history``: files of the run, already cut, from which a run that rolled back restores its points by samples.

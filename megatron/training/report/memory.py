@@ -288,8 +288,7 @@ def _expert_sum_ranks(cfg: PretrainConfig) -> int:
 def _offloaded_state(
     cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], optimizer: int
 ) -> tuple[int, int]:
-    """Return (bytes of state in host memory, bytes of the device buffers); the first is exact for a fraction of 1: the
-    program offloads full tensors."""
+    """Return (bytes of state in host memory, bytes of the device buffers)."""
     if not cfg.optimizer.optimizer_cpu_offload:
         return 0, 0
     host = int(optimizer * cfg.optimizer.optimizer_offload_fraction)

@@ -87,8 +87,7 @@ def save_folder_writable(cfg: PretrainConfig) -> Problems:
 
 
 def non_persistent_folder(cfg: PretrainConfig) -> Problems:
-    """Reject --save as folder of non-persistent checkpoints, which replace one another and would delete persistent
-    ones."""
+    """Reject --save as folder of non-persistent checkpoints, which delete persistent ones."""
     checkpoint = cfg.checkpoint
     for field in ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
         folder = getattr(cfg.flat, field)

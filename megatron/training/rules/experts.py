@@ -30,8 +30,7 @@ def expert_grid_fits_world_size(cfg: PretrainConfig) -> Problems:
 
 
 def quantile_balancing_settings(cfg: PretrainConfig) -> Problems:
-    """Reject what quantile_balancing cannot balance: top-k equal to --num-experts, and a number of experts that does
-    not divide the selected tokens."""
+    """Reject top-k equal to --num-experts, and experts that do not divide the selected tokens."""
     model = cfg.model
     experts, top = model.num_moe_experts, model.moe_router_topk
     if experts is None or "quantile_balancing" not in model.moe_router_load_balancing_type:

@@ -13,8 +13,7 @@ OLDEST = (8, 9)
 
 
 def fp8_tokens(cfg: PretrainConfig) -> Problems:
-    """Require the tokens of a micro-batch on a rank to be a multiple of 16, or 128 with --fp8-recipe blockwise: weight
-    gradients sum over them."""
+    """Require the tokens of a micro-batch on a rank to be a multiple of 16, or 128 with --fp8-recipe blockwise."""
     model = cfg.model
     if model.fp8 is None or not model.fp8_wgrad:
         return
@@ -50,8 +49,7 @@ def fp8_devices(cfg: PretrainConfig) -> Problems:
 
 
 def fp8_param_gather(cfg: PretrainConfig) -> Problems:
-    """Reject --fp8-param-gather with fewer key and value heads than tensor-parallel ranks, whose shared weights have
-    separate scales."""
+    """Reject --fp8-param-gather with K/V heads that tensor-parallel ranks share: scales would differ."""
     model = cfg.model
     groups, tp = model.num_query_groups, model.tensor_model_parallel_size
     if model.fp8_param_gather and groups and groups < tp and not model.multi_latent_attention:

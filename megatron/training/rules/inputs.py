@@ -74,8 +74,7 @@ def reads_data_files(cfg: PretrainConfig) -> bool:
 
 
 def samples_of_epochs(cfg: PretrainConfig) -> int:
-    """Return the training samples of --num-epochs passes. Raises UserError for several data sets, files that cannot be
-    read, and data without a sample."""
+    """Return the training samples of --num-epochs passes. UserError for several or unreadable data sets."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.tokenizers import build_tokenizer
     from megatron.training.data.datasets import select_data_set

@@ -34,8 +34,7 @@ def moments_in_bf16(cfg: PretrainConfig) -> Problems:
 
 
 def fused_qkv_is_one_parameter(cfg: PretrainConfig) -> Problems:
-    """Reject --muon-no-split-qkv with fewer query groups than tensor-parallel ranks, which store queries apart from
-    keys and values."""
+    """Reject --muon-no-split-qkv with query groups that ranks share: they store queries separately."""
     if cfg.optimizer.optimizer not in MUON_OPTIMIZERS or cfg.optimizer.muon_split_qkv:
         return
     groups, ranks = cfg.model.num_query_groups, cfg.model.tensor_model_parallel_size

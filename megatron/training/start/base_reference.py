@@ -14,8 +14,7 @@ from megatron.core.pipeline_parallel.p2p import Message
 
 
 class BaseStage(nn.Module):
-    """Chunk of a base, in evaluation mode. It has no parameters: it computes with the trained chunk, whose transforms
-    are off meanwhile."""
+    """Chunk of a base, in evaluation mode. It computes with the trained chunk without transforms."""
 
     def __init__(self, trained: nn.Module, transforms: Sequence[ModelTransform], groups: ProcessGroups) -> None:
         super().__init__()

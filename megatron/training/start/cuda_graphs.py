@@ -142,8 +142,7 @@ class GraphedForwardBackward:
         return _Recording(inputs, self._record_function(run, self.stream))
 
     def _replay(self, recording: _Recording, batch: dict[str, Tensor]) -> MicroBatchResult:
-        """Copy ``batch`` into the static tensors, replay, and return clones of the logged losses. Gradients are added
-        to ``main_grad``."""
+        """Copy ``batch`` into the static tensors, replay, and return clones of the logged losses."""
         for name, value in batch.items():
             recording.inputs[name].copy_(value)
         # clone: the next replay overwrites the outputs

@@ -224,8 +224,7 @@ def roll_call(store: dist.Store, place: LaunchInfo, timeout: float) -> list[Arri
 
 def _sign_in(store: dist.Store, place: LaunchInfo) -> None:
     """Register this process under its rank in the store (atomic compare-and-set). Raises RendezvousError, naming host
-    and process, if another process has registered as this rank: a second one would enter the collectives of a running
-    job."""
+    and process, if another process has registered as this rank."""
     own = Arrival.of_this_process(place.world_size)
     written = Arrival(**json.loads(store.compare_set(f"arrival/{place.rank}", "", json.dumps(asdict(own)))))
     if written != own:

@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 
 def store_logits(task: GPTTask, model: Sequence[nn.Module], batches: Iterator[dict], groups: ProcessGroups) -> None:
     """Run ``model`` forward on all samples of training, ``batches`` of the stream from its start, and store the
-    log-probabilities. Collective; the first rank of the last pipeline stage writes. Raises UserError as
-    ``StoredLogits.create``."""
+    log-probabilities. Collective; the first rank of the last pipeline stage writes."""
     cfg, folder = task.cfg, str(task.distillation.logits_save_dir)
     size, sizes, number = cfg.training.micro_batch_size, _batch_sizes(cfg), _num_entries(cfg, task.vocab_size)
     writes = groups.pp.is_last and groups.tp.is_first and groups.dp_cp.is_first

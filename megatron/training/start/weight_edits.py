@@ -15,8 +15,7 @@ from megatron.training.rules.optimizer import gives_logits
 
 
 def _build_qk_clip(model: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups) -> WeightEdit | None:
-    """Build QK-Clip, or only its measurement of logits. --log-layer-statistics-interval leaves them out where they are
-    not available."""
+    """Build QK-Clip, or only its measurement of logits."""
     if cfg.model.qk_clip or cfg.model.log_max_attention_logit:
         return QKClip(model, cfg.model, groups)
     if cfg.logging.log_layer_statistics_interval is None or not gives_logits(cfg):

@@ -52,16 +52,14 @@ class BertTask(LanguageModelTask):
         return pairs if binary_logits is None else {**pairs, "sop loss": self._order_loss(batch, binary_logits)}
 
     def _order_loss(self, batch: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the order loss summed over the pairs that this rank counts, and their number; excludes padding
-        samples."""
+        """Return the order loss summed over the pairs that this rank counts, and their number."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         losses = F.cross_entropy(logits, batch["is_random"], reduction="none")
         counts = batch["counts"].to(losses.dtype)
         return (losses * counts).sum(), counts.sum()
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
-        """Return (token losses, order logits or None) on the last stage; token losses are [b, s], or [b, k] if only k
-        positions are predicted."""
+        """Return (token losses [b, s] or [b, predictions], order logits or None) on the last stage."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["text"],

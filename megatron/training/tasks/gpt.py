@@ -34,8 +34,7 @@ from megatron.training.tasks.preferences import LOSS, PreferenceRows, preference
 
 
 class GPTTask(LanguageModelTask):
-    """GPT and LLaMA-like models on ``.bin/.idx`` text, conversations (--sft), preference pairs (--dpo), or mock
-    data."""
+    """GPT models on ``.bin/.idx`` text, conversations (--sft), preference pairs (--dpo), or mock data."""
 
     def __init__(self, cfg: PretrainConfig, tokenizer: Tokenizer | None = None) -> None:
         super().__init__(cfg, tokenizer)
@@ -76,8 +75,7 @@ class GPTTask(LanguageModelTask):
         return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
     def make_batches(self) -> Batches:
-        """Rows of one length, planned rows with --use-varlen-dataset, packed conversations with --sft, or packed pairs
-        with --dpo."""
+        """Rows of one length, planned rows (--use-varlen-dataset), packed conversations (--sft) or pairs (--dpo)."""
         if self.cfg.variable_lengths.use_varlen_dataset:
             return PlannedRows(self.cfg, self.description())
         if self.cfg.group(FineTuningConfig).sft and not self.cfg.data.mock_data:

@@ -118,8 +118,7 @@ def _random_images(images: ImageSizes, generator: np.random.Generator) -> Iterat
 
 
 def _equal_images(vision: VisionConfig, length: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield (words before an image, its size in patches) of --images-per-row images, the first in front, the others at
-    equal distances."""
+    """Yield (words before an image, its size in patches) of --images-per-row images, at equal distances."""
     number = vision.images_per_row or 0
     words = (length - number * image_tokens(vision)) // max(number, 1)
     for image in range(number):

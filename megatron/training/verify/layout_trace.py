@@ -160,8 +160,7 @@ class StepReport(NamedTuple):
 
 def compare(one: Trace, reference: ReferenceStep) -> StepReport:
     """Compare this rank's gradient and weight rectangles with the same rectangles of the reference. Return all errors;
-    a tensor that is missing or has another shape has infinite error. Also hashes each rectangle (waits for the
-    device)."""
+    a tensor that is missing or has another shape has infinite error. Also hashes each rectangle."""
     cells = []
     for kind, shards in (("gradient", one.gradients), ("weight", one.weights)):
         for shard in shards:
@@ -221,8 +220,7 @@ class Verdict:
 
 def judge(reference: Reference, reports: Sequence[Sequence[StepReport]], tolerance: float) -> Verdict:
     """Combine all ranks' reports (``reports[rank][step]``) into one verdict. Losses and norms must agree on every rank,
-    tensors be covered exactly once, and weight replicas be bit-identical. ``tolerance`` is relative; step 0 (initial
-    weights) must match exactly."""
+    tensors be covered exactly once, and weight replicas be bit-identical. ``tolerance`` is relative, 0 in step 0."""
     verdict = Verdict()
     for step, expected in enumerate(reference):
         ranks = [report[step] for report in reports]
@@ -245,8 +243,7 @@ def judge(reference: Reference, reports: Sequence[Sequence[StepReport]], toleran
 def _scalars(
     step: int, kind: str, expected: dict[str, float], scalars: Sequence[dict[str, float]], limit: float
 ) -> list[Difference]:
-    """A rank with other names than expected gives one infinite difference; NaN always differs. ``limit`` is relative,
-    absolute for an expected 0."""
+    """A rank with other names than expected gives one infinite difference; NaN always differs."""
     differences = []
     for rank, values in enumerate(scalars):
         if set(values) != set(expected):
@@ -265,8 +262,7 @@ def _tensors(
     step: int, kind: str, expected: dict[str, Tensor], cells: Sequence[Compared], limit: float
 ) -> tuple[list[Difference], tuple[float, str]]:
     """Return (differences, (largest error, its name)). The rectangles of all ranks must cover a tensor exactly once,
-    replicas of weights have equal digests, each ``cell.error`` be at most ``limit`` (no cell: inf). Reads only the
-    shapes of ``expected``."""
+    replicas of weights have equal digests, each ``cell.error`` be at most ``limit`` (no cell: inf)."""
     by_name: dict[str, list[Compared]] = {name: [] for name in expected}
     for cell in cells:
         by_name.setdefault(cell.name, []).append(cell)

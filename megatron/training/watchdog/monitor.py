@@ -117,8 +117,7 @@ class Monitor(threading.Thread):
 
     def run(self) -> None:
         """Run one round per interval until `stop` is called; an earlier `wake` starts the next round at once. After a
-        suspension of the process, clear the seen heartbeats of other ranks and forgive this rank's silence, which would
-        otherwise count as a failure."""
+        suspension of the process, clear the seen heartbeats of other ranks and forgive this rank's silence."""
         last = time.monotonic()
         while not self.stopped:
             self.round_began = now = time.monotonic()
@@ -146,8 +145,7 @@ class Monitor(threading.Thread):
 
     def _round(self) -> None:
         """Publish the heartbeat, re-arm the C-level timer, read the failure: end if one is declared. Else answer an
-        inquiry, judge other ranks and declare the result, which the next round reads. RuntimeError or OSError: the
-        store is lost."""
+        inquiry, judge other ranks and declare the result, which the next round reads."""
         self.rounds += 1
         self.store.publish(self.progress.heartbeat(self.rounds))
         if self._guards_itself:  # later than the limit of other ranks, so that they report this rank and its reason

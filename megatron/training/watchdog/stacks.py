@@ -68,8 +68,7 @@ def thread_stack(thread: int | None) -> Answer:
 
 
 def is_debugged(thread: int | None) -> bool:
-    """Whether a frame of the thread's current stack belongs to pdb, bdb or pydevd, as at a debugger prompt. False if
-    the thread does not exist."""
+    """Whether a frame of the thread's current stack belongs to pdb, bdb or pydevd, as at a debugger prompt."""
     frame = sys._current_frames().get(thread or 0)
     while frame is not None:
         if os.path.basename(frame.f_code.co_filename) in DEBUGGERS:

@@ -51,8 +51,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         """Meet the other ranks (blocks until all have arrived) and start monitor and listener. A single process needs
-        no rendezvous and watches only itself. Does nothing if the watchdog is inactive. Raises ``RendezvousError`` if a
-        rank is missing. Returns itself."""
+        no rendezvous and watches only itself. Does nothing if the watchdog is inactive. Raises ``RendezvousError``."""
         if self.is_single:
             store = FailureStore(dist.HashStore(), 0, 1)
             self._start(store, [Arrival.of_this_process(1)], LocalRanks({}, 0), agent_holds_store=False)
@@ -147,8 +146,7 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Mark this rank as finished, or report its error to the other ranks (see `failed`, blocks). Then stop both
-        threads and close their descriptors. Counts ``SystemExit`` with code 0 or None as success. Does not suppress the
-        error. Does nothing if inactive."""
+        threads and close their descriptors. Counts ``SystemExit`` with code 0 or None as success."""
         if self._monitor is None or self._listener is None:
             return
         if error is None or _is_success(error):

@@ -211,8 +211,7 @@ class _BlockAttention:
 
 
 class RingAttention(_BlockAttention):
-    """Ring attention: K/V blocks circulate in the layout's group; each transfer overlaps the attention to the current
-    block."""
+    """Ring attention: K/V blocks circulate in the layout's group during the attention to the current one."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d]. Collective over the
@@ -249,8 +248,7 @@ class BatchInvariantAttention(AllGatherAttention):
         return replace(plan, forward=partial(self._attend, spans=spans, left=left))
 
     def _query_spans(self, query: Tensor, mask: Mask) -> list[Span]:
-        """Return this rank's queries as consecutive tokens of documents, with rows and keys of one sample after
-        another."""
+        """Return this rank's queries as consecutive tokens of documents, one sample after another."""
         length, batch = query.shape[:2]
         full = self.layout.full_length(length)
         bounds = [index * full for index in range(batch + 1)] if mask.bounds is None else mask.bounds[0]

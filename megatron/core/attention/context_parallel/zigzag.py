@@ -37,8 +37,7 @@ def check_length(length: int, size: int, order: Order = "zigzag") -> None:
 
 def spans(length: int, rank: int, size: int, order: Order = "zigzag") -> Spans:
     """Return the global position ranges [start, stop) of rank ``rank`` of ``size`` in a sequence of ``length`` tokens,
-    ascending: one per chunk, or one range if the chunks are adjacent or ``size`` is 1. Raises UserError as
-    :func:`check_length`."""
+    ascending: one per chunk, or one range if the chunks are adjacent or ``size`` is 1."""
     check_length(length, size, order)
     if size == 1:
         return ((0, length),)
@@ -67,8 +66,7 @@ def local_part(x: Tensor, rank: int, size: int, dim: int = 1, order: Order = "zi
 
 
 def merge_parts(parts: Sequence[Tensor], dim: int = 1, order: Order = "zigzag") -> Tensor:
-    """Reassemble natural-order sequences from all ranks' ``parts``, in rank order: a copy, or the one part itself;
-    inverse of :func:`local_part`."""
+    """Return natural-order sequences of all ranks' ``parts``, in rank order; inverse of :func:`local_part`."""
     if len(parts) == 1:
         return parts[0]
     if order == "contiguous":

@@ -19,9 +19,7 @@ from megatron.core.extensions.flash_attn import INSTALL, MODULES
 
 
 def supports(version: int, request: Request) -> str | None:
-    """Return why flash-attn ``version`` (2 or 3) does not support ``request``; None if it does. Rejects a missing
-    package, soft cap, bias, sinks, key blocks, version 3 outside of sm_90, and dtypes or head dims that flash kernels
-    do not support. Imports nothing."""
+    """Return why flash-attn ``version`` (2 or 3) does not support ``request``; None if it does. Imports nothing."""
     if version not in request.flash_packages:
         return f"the package is not installed; install it: {INSTALL[version]}"
     if request.unusual_scores is not None:

@@ -60,8 +60,7 @@ class RelativeAttention:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [s, b, a, d], key and value [t, b, g, d] to [s, b, a, d] with ``mask.bias``, which is required;
-        differentiable, also in the bias. Documents limit the keys of each query. Raises UserError for dense masks; the
-        mask must have no dropout."""
+        differentiable, also in the bias. Documents limit the keys of each query."""
         assert mask.dropout is None and mask.bias is not None
         if mask.hidden is not None:
             raise UserError(

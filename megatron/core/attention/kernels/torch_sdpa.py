@@ -102,8 +102,7 @@ class TorchAttention(FlashKernel):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Documents: variable-length flash calls for 16-bit dtypes on GPUs, else one call per document, or a dense mask
-        if only the GPU knows their bounds (ValueError with another one). A window is a dense mask too, except for the
-        flash kernel."""
+        if only the GPU knows their bounds. A window is a dense mask too, except for the flash kernel."""
         assert mask.dropout is None and mask.bias is None
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
@@ -135,8 +134,7 @@ class TorchAttention(FlashKernel):
 
     def _document_by_document(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Attend with one SDPA call per document with at least one query, with the mask's causality and window but no
-        other masks. Reads the document bounds on the host, which the caller ensures needs no wait. Returns [s, b, a,
-        d]."""
+        other masks. Reads the document bounds on the host, which the caller ensures needs no wait."""
         bounds = mask.bounds
         assert bounds is not None
         length, batch = query.shape[:2]
@@ -183,10 +181,9 @@ class TorchAttention(FlashKernel):
         return mixed.permute(2, 0, 1, 3)
 
     def _kernels(self, num_queries: int, num_keys: int, mask: Tensor | None) -> list[SDPBackend]:
-        """Return the kernels that may run on a GPU, best first; empty (torch's default) if none is named. With a dense
-        ``mask``: the named one if it is the memory-efficient or math kernel, else these two. For lengths that cuDNN
-        does not support: the flash kernel, with a notice once; if cuDNN was requested by flag, UserError with
-        gradients, else cuDNN."""
+        """Return the kernels that may run on a GPU, best first; empty (torch's default) if none is named. For lengths
+        that cuDNN does not support: the flash kernel, with a notice once; if cuDNN was requested by flag, UserError
+        with gradients, else cuDNN."""
         if self._only is None:
             return []
         if mask is not None:

@@ -44,9 +44,8 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 
 
 def pack_epochs(lengths: np.ndarray, capacity: int, seed: int, num_epochs: int, pack: bool = True) -> Rows:
-    """Return the rows of ``num_epochs`` passes over sequences of ``lengths`` (int [n], 1 to ``capacity``), one epoch
-    after another; the order of each is a function of (lengths, capacity, seed, epoch). Without ``pack`` a row
-    holds one sequence."""
+    """Return the rows of ``num_epochs`` passes over sequences of ``lengths`` (int [n], 1 to ``capacity``); the order is
+    a function of (lengths, capacity, seed, epoch). Without ``pack`` a row holds one sequence."""
     descending = np.sort(lengths)[::-1].tolist()
     rows = best_fit_decreasing(descending, capacity) if pack else [[index] for index in range(len(lengths))]
     sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))

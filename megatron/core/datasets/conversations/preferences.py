@@ -24,8 +24,7 @@ OPTIONAL = ("prompt", "tools")
 
 
 def read_pair(line: Line, report: Report, number: int) -> Iterator[Pair]:
-    """Yield the pair of a JSON object; nothing, counted, if both completions are equal. Raises UserError for another
-    form."""
+    """Yield the pair of a JSON object; nothing, counted, if both completions are equal. UserError for another form."""
     missing = [key for key in KEYS if key not in line]
     if missing:
         keys = listed(sorted(map(str, line)), most=8) or "no keys"

@@ -178,8 +178,7 @@ def _unreadable(path: str, error: OSError) -> UserError:
 
 
 def read_lines(path: str) -> Iterator[NumberedLine]:
-    """Yield (number from 1, content) of each line of a text file. Raises UserError if it cannot be read, or for a line
-    of more than ``MAX_LINE_BYTES``."""
+    """Yield (number from 1, content) of each line of a text file. Raises UserError, also beyond ``MAX_LINE_BYTES``."""
     try:
         with open_regular(path) as file:
             number = 0

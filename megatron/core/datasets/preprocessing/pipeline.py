@@ -144,8 +144,7 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: TokenizerConfig, build: Tok
 
 @contextlib.contextmanager
 def _locked_folder(folder: str) -> Iterator[None]:
-    """Hold the lock file of ``folder`` until the end of the process. After an error before any work, a new folder is
-    removed."""
+    """Hold the lock file of ``folder`` until the end of the process. An error before any work removes a new folder."""
     existed = os.path.isdir(folder)
     os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
     try:

@@ -85,8 +85,7 @@ class Worker:
     """Turns parts into shards in ``folder``."""
 
     def __init__(self, tokenizer: Tokenizer, cfg: PreprocessConfig, folder: str):
-        """Prepare for parts of ``cfg``. Raises UserError if --append-eod is set and the tokenizer has no
-        end-of-document token."""
+        """Raises UserError for --append-eod and a tokenizer without end-of-document token."""
         self.tokenizer, self.cfg, self.folder = tokenizer, cfg, folder
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         self.eod = np.asarray([tokenizer.eod] if cfg.append_eod else [], dtype=self.dtype)
@@ -145,8 +144,7 @@ class Worker:
     def _flush(
         self, waiting: dict[str, list[str]], builders: dict[str, IndexedDatasetBuilder], record: PartRecord
     ) -> None:
-        """Append the ``waiting`` texts and empty the lists. Counts documents (of the first key) and empty ones (of all
-        keys)."""
+        """Append the ``waiting`` texts and empty the lists. Counts documents of the first key, empty ones of all."""
         for key, texts in waiting.items():
             if self.split is None:
                 count = self._add_documents(texts, builders[key], record)
@@ -181,8 +179,7 @@ class Worker:
         builder: IndexedDatasetBuilder,
         record: PartRecord,
     ) -> int:
-        """End-of-document is added to the last sentence; those without tokens are omitted. Return the documents
-        added."""
+        """End-of-document is added to the last; those without tokens are omitted. Return the documents added."""
         sentences = [split(text) for text in texts]
         everything = [sentence for document in sentences for sentence in document]
         arrays = iter(self.tokenizer.tokenize_sentences(everything, self.cfg.sentence_special_tokens))

@@ -48,8 +48,7 @@ def transformer_engine_is_installed() -> bool:
 
 
 def missing_package(reason: str = "the package is not installed") -> ValueError:
-    """Return the error, with the install command, for --transformer-impl transformer_engine without a usable
-    package."""
+    """Return the error, with the install command, for transformer_engine without a usable package."""
     return ValueError(f"--transformer-impl {NAME}: {reason}; install it: {INSTALL}; or take --transformer-impl local")
 
 
@@ -99,8 +98,7 @@ class Gemm:
 
     @property
     def fuses(self) -> bool:
-        """Whether the GEMM adds the weight gradient to ``main_grad``; models without data-parallel buffers have
-        none."""
+        """Whether the GEMM adds the weight gradient to ``main_grad``, if there is one."""
         return self.fuse_weight_gradient and hasattr(self.weight, "main_grad")
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -297,8 +295,7 @@ class TEDotProductAttention(nn.Module):
         self.packed_mask = "padding_causal" if causal else "padding"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ctx: AttentionContext) -> Tensor:
-        """Attend within the documents of ``ctx.layout``, by the variable-length (thd) form. Raises UserError for a
-        dense mask."""
+        """Attend within documents by the variable-length (thd) form. Raises UserError for a dense mask."""
         if ctx.attention_mask is not None:
             raise UserError(
                 f"attention_mask: --transformer-impl {NAME} takes no dense masks; describe documents by "

@@ -189,8 +189,7 @@ def limited_logs() -> Iterator[None]:
 
 
 class Program(uvicorn.Server):
-    """uvicorn's server: ``run(sockets=[...])`` serves until a signal, until ``should_exit`` is set, or until the engine
-    has failed."""
+    """uvicorn's server: ``run(sockets=[...])`` serves until a signal, ``should_exit``, or a failed engine."""
 
     def __init__(self, app: Any, service: EngineService, max_connections: int = MAX_CONNECTIONS) -> None:
         limit, backlog = connection_limits(max_connections)

@@ -10,8 +10,7 @@ BLOCK = 64
 
 
 def json_bytes(value: object) -> bytes:
-    """Return ``value`` as JSON in UTF-8. Lone surrogates become question marks. Raises ValueError for NaN and
-    infinities."""
+    """Return ``value`` as JSON in UTF-8. Lone surrogates become "?". ValueError for NaN and infinities."""
     return "".join(_pieces(value)).encode("utf-8", "replace")
 
 

@@ -176,8 +176,7 @@ class EngineService:
             ticket.listener(Event(error=self._failure))
 
     def _update(self) -> bool:
-        """Wait for work, or show the other ranks a sign of life; add and cancel requests. Return False to end the
-        thread."""
+        """Wait for work, or show the other ranks a sign of life; add and cancel requests. False ends the thread."""
         self._progress = time.monotonic()
         with self._wake:
             is_busy = self._wake.wait_for(self._has_news, (self.limit or LIMIT_SECONDS) / 4)

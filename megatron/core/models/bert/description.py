@@ -15,8 +15,7 @@ SETTINGS_OF_HEADS = ("bert_binary_head", "bert_num_tokentypes")
 
 
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
-    """Return the description of the BERT that ``cfg`` defines. Its head is counted at the masked positions it computes,
-    not at all tokens."""
+    """Return the description of the BERT that ``cfg`` defines, its head at masked positions only."""
     group = cfg.group(BertConfig)
     binary = group.bert_binary_head
     described = describe_bert(
@@ -94,8 +93,7 @@ def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piec
 
 def with_head_on(described: ModelDescription, computed: float, needed: float) -> ModelDescription:
     """Return ``described`` with the costs of its head, except the final norm, scaled by ``computed``, the fraction of
-    tokens at which the head is computed. The loss needs the fraction ``needed``; the difference is counted as needless
-    FLOPs."""
+    tokens at which the head is computed. The loss needs the fraction ``needed``; the rest are needless FLOPs."""
     final, *rest = described.head.ops
     ops = [
         replace(

@@ -41,8 +41,7 @@ class Pooler(nn.Module):
     one context-parallel rank."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
-        """Build ``dense`` [h, h] with a bias, replicated. ``forward`` reduces over the sequence-parallel ranks, if
-        there are any."""
+        """Build ``dense`` [h, h] with a bias, replicated. ``forward`` reduces over the sequence-parallel ranks."""
         super().__init__()
         width = config.hidden_size
         self.dense = ReplicatedLinear(

@@ -119,8 +119,7 @@ def describe_embedding(config: Config, word: Param, positions: int, settings: tu
 
 
 def describe_head(config: Config, output: Param, seq_length: int, final_norm: str = "decoder.final_layernorm") -> Piece:
-    """Describe the final norm, output layer and loss. With ``cross_entropy_chunk_tokens`` logits are recomputed per
-    chunk, so that none are saved."""
+    """Describe the final norm, output layer and loss. ``cross_entropy_chunk_tokens`` saves no logits."""
     elements, item = parts.stream_elements(config), parts.activation_bytes(config)
     assert output.stored is not None
     stored, hidden = output.stored[0] // config.tensor_model_parallel_size, config.hidden_size

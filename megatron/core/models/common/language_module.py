@@ -195,8 +195,7 @@ class LanguageModule(MegatronModule):
         return self._visible_logits(self.output_layer(hidden_states, weight)).transpose(0, 1).contiguous()
 
     def _visible_logits(self, logits: Tensor) -> Tensor:
-        """Set padded entries to -inf, so that softmax and argmax ignore them; all-gather over TP unless
-        ``parallel_output``."""
+        """Set padded entries to -inf; all-gather over TP unless ``parallel_output``."""
         num_local = self.output_layer.num_local
         if num_local < logits.shape[-1]:
             padded = torch.arange(logits.shape[-1], device=logits.device) >= num_local
@@ -291,8 +290,7 @@ class LanguageModule(MegatronModule):
 
 def check_groups(pg_collection: Any, groups: ProcessGroups | None) -> None:
     """Check ``groups`` (None: ``parallel_state``'s) against a program's ``pg_collection`` of torch groups. Groups that
-    it lacks are not checked. Raises UserError: the tensor-, pipeline- or context-parallel group of ``pg_collection``
-    has other ranks."""
+    it lacks are not checked. Raises UserError if a group has other ranks."""
     running = groups or parallel_state.get_process_groups()
     for name in ("tp", "pp", "cp"):
         group = getattr(pg_collection, name, None)

@@ -44,8 +44,7 @@ def _latent_attention(backend: Backend, qk_norm: Callable[..., object] | None, m
 
 
 def _self_attention(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
-    """Return the spec of self-attention with the backend's linears and core attention, and the mask type as a
-    parameter."""
+    """Return the spec of self-attention with the backend's modules, and the mask type as a parameter."""
     slots = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear,
         core_attention=backend.core_attention,

@@ -76,8 +76,7 @@ def read_file(path: str) -> dict[str, object]:
 
 
 def _layer_pairs(entries: object) -> list[str]:
-    """Return the texts of --kd-layer-pairs for ModelOpt's lists [student layer, teacher layer, loss (default
-    cosine)]."""
+    """Return --kd-layer-pairs for ModelOpt's lists [student layer, teacher layer, loss (default cosine)]."""
     pairs = []
     for entry in entries if isinstance(entries, list) else [entries]:
         names, kind = (entry[:2], entry[2:]) if isinstance(entry, list) else ([], [])

@@ -9,8 +9,7 @@ from megatron.core.pipeline_parallel.stages import BranchNames
 
 
 def derived(flat: Settings) -> dict[str, object]:
-    """Return the settings that follow from --hybrid-layer-pattern: number of layers, prediction depths, pipeline
-    stages."""
+    """Return settings that follow from --hybrid-layer-pattern: number of layers, prediction depths, pipeline stages."""
     pattern, kinds = flat.hybrid_layer_pattern, pattern_kinds(flat)
     if not kinds:
         return {}

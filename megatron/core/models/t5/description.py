@@ -42,8 +42,7 @@ class EncoderDecoder:
 
 
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
-    """Return the description of the T5 that ``cfg`` defines. The decoder's depth and length default to the
-    encoder's."""
+    """Return the description of the T5 that ``cfg`` defines. The decoder's sizes default to the encoder's."""
     decoder, length = cfg.group(EncoderDecoderConfig), cfg.data.seq_length
     sizes = EncoderDecoder(
         length,

@@ -79,8 +79,7 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
 
 
 def decoder_tokens(tokens: Tensor) -> Tensor:
-    """Return the decoder's input for encoder ``tokens`` [b, s] in comparisons: reversed, since equal inputs would hide
-    swapped stacks."""
+    """Return the decoder's input for encoder ``tokens`` [b, s] in comparisons: reversed, to find swapped stacks."""
     return tokens.flip(-1)
 
 

@@ -126,8 +126,7 @@ class T5Model(LanguageModule):
         return self.lm_head.output_layer
 
     def message_shapes(self, lengths: tuple[int, int], micro_batch_size: int) -> list[tuple[int, ...]]:
-        """Return the local shapes of the :class:`Streams` that stages send, for the full (encoder, decoder)
-        ``lengths``."""
+        """Return the local shapes of :class:`Streams` for the full (encoder, decoder) ``lengths``."""
         ranks, hidden = self.layout.group.size * self.layout.stream.size, self.config.hidden_size
         shapes: list[tuple[int, ...]] = [(length // ranks, micro_batch_size, hidden) for length in lengths]
         if self.num_buckets:

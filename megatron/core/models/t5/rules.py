@@ -32,8 +32,7 @@ def decoder_length(cfg: Settings) -> Problems:
 
 
 def unsupported_settings(cfg: Settings) -> Problems:
-    """Reject the flags in ``REFUSED``, ``--softmax-type learnable``, and --num-query-groups that is no multiple of the
-    tensor-parallel size."""
+    """Reject ``REFUSED`` flags, learnable softmax, and query groups that are no multiple of TP."""
     for field, fix in REFUSED.items():
         if getattr(cfg.flat, field):
             yield problem(cfg, field, "is not supported by pretrain_t5.py", fix)

@@ -32,8 +32,7 @@ def tower_sizes(cfg: Settings) -> Problems:
 
 
 def sizes_of_images(cfg: Settings) -> Problems:
-    """Images of a fixed size consist of full patches, and rows have room for one; learned positions of others form a
-    square."""
+    """Images of a fixed size consist of full patches and fit into rows; learned positions form a square."""
     vision = cfg.group(VisionConfig)
     if not tower_kind(vision).is_fixed:
         if math.isqrt(vision.vision_num_positions) ** 2 != vision.vision_num_positions:

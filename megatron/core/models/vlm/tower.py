@@ -102,8 +102,7 @@ class QwenTower(nn.Module):
 
 
 class Merger(nn.Module):
-    """Norm of every patch (``normed`` = v) or square (m m v), then a two-layer network on the patches of each square:
-    [n, v] -> [t, h]."""
+    """Norm of every patch (``normed`` = v) or square (m m v), then a network on each square: [n, v] -> [t, h]."""
 
     def __init__(self, config: TransformerConfig, normed: int, joined: int, hidden_size: int) -> None:
         super().__init__()

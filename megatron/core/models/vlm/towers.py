@@ -43,8 +43,7 @@ def tower_kind(vision: VisionConfig) -> TowerKind:
 
 
 def tower_config(language: Config, vision: VisionConfig) -> TransformerConfig:
-    """Return the configuration of the tower's layers: sizes of ``vision``, formats and initial values of ``language``,
-    one rank."""
+    """Return the configuration of the tower's layers: sizes of ``vision``, formats of ``language``, one rank."""
     same = (
         "bf16", "fp16", "fp64", "init_method_std", "perform_initialization", "seed", "deterministic_mode",
         "attention_backend", "no_persist_layer_norm",

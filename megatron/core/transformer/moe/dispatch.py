@@ -69,8 +69,7 @@ class Dispatcher:
         self.pad_factor = config.moe_expert_capacity_factor if config.moe_pad_expert_input_to_capacity else None
 
     def capacity(self, tokens: int) -> int | None:
-        """Return the fixed number of rows per expert from each rank with ``tokens`` tokens; None without padding to
-        capacity."""
+        """Return the rows per expert from each rank with ``tokens`` tokens; None without padding to capacity."""
         if self.pad_factor is None:
             return None
         return expert_capacity(tokens, self.num_experts, self.k, self.pad_factor)
@@ -119,8 +118,7 @@ ReadHost = Callable[[], list[Any]]
 
 def start_reading(x: Tensor) -> ReadHost:
     """Start copying ``x`` to pinned host memory on the current stream. Returns a function that waits for this copy
-    only, not for later GPU work, and returns the values as a list. CPU tensors are read without a copy, when the
-    function is called."""
+    only, not for later GPU work and returns the values as a list."""
     if not x.is_cuda:
         return x.tolist
     on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -163,16 +161,14 @@ class AllGatherDispatcher(Dispatcher):
         self, gathering: AutogradHandle, weighting: AutogradHandle, permutation: permute.Permutation,
         count: ReadHost | None,
     ) -> Dispatched:  # fmt: skip
-        """Wait for the all-gathers and return the local rows; ``count`` waits for their number (None: all of
-        ``permutation``)."""
+        """Wait for the all-gathers and return the local rows; ``count`` waits for their number (None: all)."""
         if count is not None:
             permutation = permutation.head(*count())
         rows = permute.gather_rows(gathering.wait(), permutation, self.moves)
         return Dispatched(rows, permute.gather_choices(weighting.wait(), permutation), permutation.ends, permutation)
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
-        """Sum the local rows of each token of all ranks (in fp32, rounded to the rows' dtype) now, and start the
-        reduce-scatter of these sums."""
+        """Sum the local rows of each token (fp32, rounded once) now, and start the reduce-scatter of these sums."""
         return start_reduce_scatter(permute.combine_rows(rows, dispatched.way_back, self.moves), self.group).wait
 
 
@@ -192,8 +188,7 @@ class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends each row to every rank that holds a shard of its expert."""
 
     def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
-        """Also compute the strides of EP and ETP ranks in the joint group (0 for one rank), which depend on the order
-        of the mesh axes."""
+        """Also compute the strides of EP and ETP ranks in the joint group (0 for one rank)."""
         super().__init__(config, groups=groups)
         # ranks of EP and ETP are strided in the joint group, with strides that depend on the order of the mesh axes
         place = groups.etp_ep.ranks.index

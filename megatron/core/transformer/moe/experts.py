@@ -29,8 +29,7 @@ from megatron.core.transformer.sites import Sited
 
 
 class SequentialExperts(Sited, nn.Module):
-    """Experts computed one at a time: rows [r, h], ends int32 [e], weights [r] -> [r, h]. Input and output rows after
-    the last end are undefined."""
+    """Experts computed one at a time: rows [r, h], ends int32 [e], weights [r] -> [r, h]."""
 
     products = LOOP
     spans, results = ("expert_fc1", "moe_act"), ("moe_act",)
@@ -64,5 +63,6 @@ class GroupedExperts(SequentialExperts):
     """Experts computed by grouped GEMMs where supported: bf16 on GPUs with sizes that are multiples of 16 bytes."""
 
     products = GROUPED
+
 
 serve_other_names(__name__)

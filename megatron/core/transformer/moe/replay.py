@@ -71,8 +71,7 @@ def record_routes(model: Sequence[nn.Module]) -> Iterator[dict[int, list[Tensor]
 @contextmanager
 def replay_routes(model: Sequence[nn.Module], routes: Routes) -> Iterator[None]:
     """Context in which the routers of ``model`` take the experts of ``routes``, one entry per layer and forward pass
-    (recomputation takes none). Raises UserError in a forward pass without routes, or for another number of tokens or
-    choices."""
+    (recomputation takes none). Raises UserError in a forward pass without routes or with other sizes."""
     entries = {layer: iter(passes) for layer, passes in routes.items()}
 
     def replaying(router: TopKRouter, select: Select) -> Select:

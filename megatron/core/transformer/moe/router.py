@@ -195,8 +195,7 @@ class TopKRouter(nn.Module):
         return x * factor.to(x.dtype)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Return logits [s, b, e] in ``moe_router_dtype`` if that is wider than the dtype of ``x``, else in the
-        latter."""
+        """Return logits [s, b, e] in ``moe_router_dtype`` or the dtype of ``x``, the wider of the two."""
         dtype = _DTYPES.get(self.config.moe_router_dtype or "", x.dtype)
         if dtype.itemsize <= x.dtype.itemsize:
             return parallel_linear(x, self.weight, self.bias, self._traits)
@@ -211,8 +210,7 @@ class TopKRouter(nn.Module):
 
     def _choose(self, logits: Tensor, layout: TokenLayout) -> Tensor:
         """Return top-k experts int64 [s, b, k] by :meth:`RoutingRule.choose`. Forced balancing: round-robin by position
-        in the full sequence, equal for all layouts. Sinkhorn in training, without bias, all-reduces over
-        ``sharers``."""
+        in the full sequence. Sinkhorn in training, without bias, all-reduces over ``sharers``."""
         length, batch = logits.shape[:2]
         if self.config.moe_router_force_load_balancing:
             return routing.round_robin(layout.stream_positions(length, logits.device), batch, self.num_experts, self.k)

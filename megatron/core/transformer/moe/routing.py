@@ -44,8 +44,7 @@ class Routing(NamedTuple):
 
 
 def expert_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
-    """Return the scores of all experts (last dim), fp32 or fp64. Softmax normalizes over experts; the others are
-    elementwise."""
+    """Return the scores of all experts (last dim), fp32 or fp64. Only softmax normalizes over experts."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if function == "softmax":
         return z.softmax(-1)
@@ -137,8 +136,7 @@ class RoutingRule:
         return scores_g.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:
-        """Return differentiable weights [..., k] of ``experts`` [..., k] in the dtype of ``logits`` [..., e], as in the
-        module docstring."""
+        """Return weights [..., k] of ``experts`` [..., k] in the dtype of ``logits`` [..., e] (module docstring)."""
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.sinkhorn:
             scores = z.sigmoid() if self.topk == 1 else z.softmax(-1)

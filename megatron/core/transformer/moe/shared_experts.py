@@ -49,4 +49,5 @@ class SharedExperts(MLP):
         gate = parallel_linear(hidden_states, self.gate_weight, None, self._gate_traits)
         return output * in_full_vectors(torch.sigmoid, gate)
 
+
 serve_other_names(__name__)

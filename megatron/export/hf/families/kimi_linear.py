@@ -106,8 +106,7 @@ def rows(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def delta_weights(names: str, gate: str) -> Weights:
-    """Return the layouts of Kimi delta attention but its convolutions; HF names begin with ``names``, for decays
-    with ``gate``."""
+    """Return the layouts but convolutions; HF names begin with ``names``, for decays with ``gate``."""
     local = "decoder.layers.*.self_attention"
     projections = [f"{names}.{letter}_proj" for letter in "qkvb"]
     same_names = ("f_a_proj", "f_b_proj", "dt_bias"), ("g_a_proj", "g_b_proj")

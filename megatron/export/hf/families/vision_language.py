@@ -149,8 +149,7 @@ OUTER = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_en
 def _with_images(
     text: Family, kind: str, architecture: str, rope: AxesRope, rules: tuple[Rule, ...], models: str = ""
 ) -> Family:
-    """Return the family of models with the vision tower whose text model is like the family ``text``; ``rules`` are
-    further settings."""
+    """Return the family of models with the vision tower and the text model of ``text``."""
     config = [rope if isinstance(rule, Rope) else rule for rule in text.config if not isinstance(rule, Window)]
     return replace(
         text,

@@ -33,8 +33,7 @@ def perplexity(loss: float) -> float:
 
 
 def _loss_tags(record: Record, run: RunInfo) -> Mapping[str, float]:
-    """``LOSS validation`` or ``LOSS test``, with ``-DATASET`` for named sets; separate tags keep test results from
-    overwriting validation points."""
+    """``LOSS validation`` or ``LOSS test``, with ``-DATASET`` for named sets."""
     split = SPLITS[record["kind"]]
     suffix = f"-{record['dataset']}" if "dataset" in record else ""
     values = {f"{name} {split}{suffix}": value for name, value in record_losses(record).items()}

@@ -31,8 +31,7 @@ class Goodput:
 
 def goodput(gpus: int, rate: float, stall: float, restart: float, shortest: float = 0.0) -> Goodput:
     """Return the best save interval and its goodput. ``rate``: failures per GPU-hour; ``stall``: seconds that a save
-    stops training; ``restart``: seconds to the next step after a failure; ``shortest``: minimum seconds between
-    saves."""
+    stops training; ``restart``: seconds to the next step after a failure; ``shortest``: minimum between saves."""
     failure = 3600.0 / (rate * gpus)
     interval = max(math.sqrt(2 * stall * failure), stall, shortest)
     lost = stall / interval + (interval / 2 + restart) / failure
