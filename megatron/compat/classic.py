@@ -166,8 +166,7 @@ class ClassicTask(Task):
         self._num_values = None
 
     def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
-        """Every rank draws its micro-batch first, also where the script does not read it, except with external data
-        loaders."""
+        """Every rank first draws its micro-batch, also where the script does not, except with external data loaders."""
         self._batch = {}
         batches = None
         if data_iterator is not None:

@@ -21,9 +21,8 @@ def copied(x: Tensor, device: torch.device) -> Tensor:
 
 
 class HostMemory:
-    """Allocator of zeroed host tensors that live as long as this object; pinned if ``device`` is a GPU. Pages of
-    ordinary memory are registered: torch's pinned allocator would round sizes up to a power of two, and keep the memory
-    after it was freed."""
+    """Allocator of zeroed host tensors that live as long as this object; pinned if ``device`` is a GPU. Registers
+    ordinary pages: torch's pinned allocator rounds sizes up to a power of two and keeps freed memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._pins = device, device.type == "cuda"
@@ -52,8 +51,7 @@ class HostMemory:
 
 
 def pages_of_this_process(size: int, dtype: torch.dtype) -> Tensor:
-    """Return a flat zero tensor that forked processes do not have: a fork copies all pinned pages at once, and workers
-    of a data loader would double the memory."""
+    """Return a flat zero tensor that forked processes do not have: a fork would copy all its pinned pages at once."""
     pages = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(pages, dtype=dtype)

@@ -396,8 +396,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Set the model chunk that is built next, for model providers that do not take ``vp_stage``; None after building.
-    Raises RuntimeError before initialization."""
+    """Set the chunk that is built next, for model providers without ``vp_stage``; None afterwards."""
     global _state
     _state = replace(_current(), virtual_pipeline_rank=rank)
 

@@ -178,8 +178,7 @@ def _layer_axes(
 def _attention_axes(
     scores: Tensor, hidden: Tensor, config: TransformerConfig, sizes: Mapping[str, int]
 ) -> dict[str, Axes]:
-    """Return the kept elements of the attention's weights for ``scores`` [heads]: the groups with the largest L2 norms,
-    and in each of them the best heads."""
+    """Return the elements to keep for ``scores`` [heads]: of the groups with the largest L2 norms the best heads."""
     if config.multi_latent_attention:
         downs = ("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj")
         all_heads: dict[str, Axes] = {f"self_attention.{name}": (None, hidden) for name in downs}

@@ -130,8 +130,7 @@ def read_rows(args: argparse.Namespace, trained: TrainedModel) -> list[list[int]
 def perplexity(
     trained: TrainedModel, rows: Sequence[Sequence[int]], batch: int, install: Callable[[nn.Module], None] | None = None
 ) -> float:
-    """Return the perplexity of ``rows`` on rank 0, NaN on other ranks; ``install`` changes the model just before.
-    Collective."""
+    """Return the perplexity of ``rows`` on rank 0, else NaN; ``install`` changes the model just before. Collective."""
     from megatron.core.evaluation.scoring import score
     from megatron.core.inference.engine import Engine
     from megatron.core.inference.scheduler import Limits

@@ -104,8 +104,7 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
 
 
 def _small_network(cfg: PretrainConfig) -> dict[str, object]:
-    """Fewer heads with the same ratio to the query groups and split over ranks, a short sequence that context and
-    tensor parallelism divide, few layers."""
+    """Few heads, in the same ratio to query groups and ranks, a short sequence that ranks can divide, few layers."""
     model = cfg.model
     tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
     heads, groups = _small_heads(

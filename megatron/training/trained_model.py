@@ -195,8 +195,7 @@ def _checked_family(settings: Mapping[str, object], folder: str, tool: str) -> M
 
 
 def _build(cfg: PretrainConfig, groups: ProcessGroups, tokenizer: Tokenizer | None = None) -> TrainedModel:
-    """Build this rank's part of the model of resolved settings, with initial weights, on this process's device;
-    ``tokenizer`` is built unless it is given."""
+    """Build this rank's part of the model of resolved settings on this process's device, and ``tokenizer`` if None."""
     tokenizer = tokenizer or build_tokenizer(cfg.tokenizer)
     provider = task_class(cfg.model_family)(cfg, tokenizer).model_provider
     model = provider(groups.pp.is_first, groups.pp.is_last).to(training_device())

@@ -66,8 +66,7 @@ class CoreAttention(nn.Module):
         v_channels: int | None = None,
     ) -> None:
         """Check the context-parallel size and the heads of an all-to-all (UserError), select and build the kernel, and
-        register the sink as ``softmax_offset``. Communication forms are built at the first call. Arguments are
-        described at the class."""
+        register the sink as ``softmax_offset``. Communication forms are built at the first call."""
         super().__init__()
         self.layer_number, self.soft_cap = layer_number, config.attn_logit_softcapping
         self._static, self._sink = TokenLayout.of(groups), has_sink(config)

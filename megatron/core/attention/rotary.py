@@ -179,8 +179,7 @@ class RotaryEmbedding(nn.Module):
     ) -> RotaryTables:
         """Return the tables of the positions of this rank's ``length`` tokens in ``layout``; on one rank 0 to
         ``length`` - 1. Computes and caches new tables if the device or this rank's tokens have changed, or for a
-        greater length (with context parallelism: any other length). Results are views of cached tables: do not write to
-        them."""
+        greater length (with context parallelism: any other length). Do not write to the results."""
         device, ranks = torch.device(device or "cpu"), layout.group.size
         if layout.table_length is not None:
             tables, positions = self(layout.table_length, device), layout.positions(length, device)

@@ -115,8 +115,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
 def truncate_pair(
     first: np.ndarray, second: np.ndarray, target: int, random_state: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return views that together have ``target`` tokens: single tokens are removed from the longer segment, each from
-    its start or its end by a random draw."""
+    """Return views that together have ``target`` tokens; tokens are removed from a random end of the longer segment."""
     bounds = [[0, len(first)], [0, len(second)]]
     excess = len(first) + len(second) - target
     for from_start in (random_state.random_sample(excess) < 0.5).tolist():

@@ -23,8 +23,7 @@ _ALIGNED = 8
 
 @functools.cache
 def _gemm_add_inplace() -> Callable[..., None] | None:
-    """Import and return the package's ``out += A @ B``; None if it is missing, cannot be imported or has another
-    interface. The result is cached, also None."""
+    """Return the package's ``out += A @ B``; None if it is missing, broken or has another interface. Cached."""
     if not is_installed("quack"):
         return None
     try:

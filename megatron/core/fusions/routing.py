@@ -83,8 +83,7 @@ if triton is not None:
 
     @triton.jit
     def _row_softmax(logits, length, batch, num_experts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-        """Return (token index, validity [rows], validity by expert, logits, softmax, logsumexp). Tokens are ordered [s,
-        b]."""
+        """Return (token index, validity [rows], validity by expert, logits, softmax, logsumexp), ordered [s, b]."""
         place, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
         row, within = place.to(tl.int64) * batch + tl.program_id(1), place < length
         inside = within[:, None] & (column < num_experts)[None, :]

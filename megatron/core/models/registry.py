@@ -28,8 +28,7 @@ def default_family() -> str:
 
 @functools.cache
 def get_family(name: str) -> ModelFamily:
-    """Return the family ``name``: of this package, or with dots a module with ``FAMILY``, which is imported. Raises
-    UserError: there is no such family."""
+    """Return the family ``name``of this package, or of the module with this dotted name. Raises UserError."""
     if "." not in name:
         if name not in families():
             raise UserError(f"{name}: there is no model family of this name; choose from {', '.join(families())}")

@@ -390,8 +390,7 @@ class MegatronOptimizer(MegatronNames):
         return {**self.moments, "main_param": mains, "step": self.step_count, "grad_scaler": scaler}
 
     def replicas(self) -> Iterator[ShardedTensor]:
-        """Yield moments and main parameters of this rank's shards as rectangles named ``exp_avg:`` + global name, for
-        ``check_replicas``. Waits for the device."""
+        """Yield this rank's optimizer state as rectangles named ``exp_avg:`` + global name. Waits for the device."""
         for key, named in self._state_tensors(self.state_dict()):
             yield from self._sharded(f"{key}:", named).values()
 

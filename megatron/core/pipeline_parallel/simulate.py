@@ -109,8 +109,7 @@ def _input_time(
 
 
 def _check_end(schedule: Schedule, position: list[int]) -> None:
-    """``position``: finished actions of each rank. DeadlockError names the action at which each unfinished rank
-    waits."""
+    """``position``: finished actions of each rank. DeadlockError names the actions at which ranks wait."""
     waiting = [
         f"rank {rank} waits for the input of {'{}{}.{}'.format(*actions[at])}"
         for rank, (actions, at) in enumerate(zip(schedule.actions, position))

@@ -23,8 +23,7 @@ class StageModel(Protocol):
         """Store the previous stage's output for the next ``forward``: a tensor, a tuple, or None to release it."""
 
     def message_shapes(self, lengths: tuple[int, int | None], micro_batch_size: int) -> Sequence[tuple[int, ...]]:
-        """Return the shapes of the tensors that stages exchange. ``lengths`` is (encoder or only sequence length,
-        decoder sequence length or None)."""
+        """Shapes of the tensors between stages. ``lengths``: (encoder's or only length, decoder's or None)."""
         ...
 
 

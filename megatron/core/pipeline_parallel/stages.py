@@ -311,8 +311,7 @@ def _layers_to_branches(counts: Sequence[int], names: BranchNames) -> list[int]:
 
 
 def _given_ends(config: PipelineShape, num_layers: int, ranks: int, chunks: int) -> list[int]:
-    """The other layers are split evenly over the other ranks, and those of a rank evenly over its chunks. LayoutError
-    if too few layers remain."""
+    """The other layers are split evenly over the other ranks and their chunks. LayoutError if too few layers remain."""
     first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
     rest = num_layers - (first or 0) - (last or 0)
     free_ranks = ranks - (first is not None) - (last is not None)

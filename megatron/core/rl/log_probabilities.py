@@ -184,8 +184,7 @@ def vocab_parallel_entropies(logits: Tensor, group: Group) -> Tensor:
 def full_log_probabilities(
     model: Sequence[nn.Module], sequences: Sequence[Sequence[int]], *, row_length: int
 ) -> list[Tensor]:
-    """Return the full rows of log-probabilities [tokens, v] of each of ``sequences``, for comparisons. Arguments as in
-    :func:`token_log_probabilities`."""
+    """Return all log-probabilities [tokens, v] of each of ``sequences``, as :func:`token_log_probabilities`."""
 
     def finish(chunk: Any, logits: Tensor) -> Tensor:
         stored = gather_from_region(logits[0], chunk.groups.tp) if chunk.parallel_output else logits[0]

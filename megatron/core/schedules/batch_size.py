@@ -137,8 +137,7 @@ def global_batch_size(config: BatchConfig, consumed_samples: int) -> int:
 
 
 def running_global_batch_size(config: BatchConfig, consumed_samples: int, data_parallel_size: int) -> int:
-    """Return :func:`global_batch_size`, rounded down to a multiple of micro-batch size x data-parallel size with
-    --decrease-batch-size-if-needed."""
+    """Return :func:`global_batch_size`, with --decrease-batch-size-if-needed rounded down to full micro-batches."""
     return _lowered(config, global_batch_size(config, consumed_samples), data_parallel_size)
 
 

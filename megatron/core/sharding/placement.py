@@ -98,8 +98,7 @@ Init = Zeros | Ones | Normal | XavierUniform | Uniform | Drawn | AsBuilt
 
 @dataclass(frozen=True)
 class Nested:
-    """Placement on an axis viewed as a 2-d grid: rank = outer rank * inner_size + inner rank. ``outer`` and ``inner``
-    are the placements along the two grid dims."""
+    """Placement on an axis viewed as a 2-d grid: rank = outer rank * inner_size + inner rank."""
 
     outer: Placement
     inner: Placement

@@ -13,8 +13,7 @@ from megatron.core.tensor_parallel import operators
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Split the last dim into ``num_partitions`` equal parts: views, or copies with ``contiguous_split_chunks``. Raises
-    ValueError if its size is not divisible."""
+    """Split the last dim into equal parts: views, or copies with ``contiguous_split_chunks``. Raises ValueError."""
     if tensor.shape[-1] % num_partitions:
         raise ValueError(f"last dim of shape {tuple(tensor.shape)} is not divisible by {num_partitions}")
     parts = tensor.split(tensor.shape[-1] // num_partitions, dim=-1)

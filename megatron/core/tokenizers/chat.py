@@ -38,8 +38,7 @@ class ChatTemplates:
     """Such as ``bos_token``: variables of the templates."""
 
     def source(self, has_tools: bool) -> str:
-        """Return the template of a conversation: ``tool_use`` if there is one and tools are given, else ``default``.
-        Raises UserError if there is neither."""
+        """Return the template: ``tool_use`` if there is one and tools are given, else ``default``, else UserError."""
         for name in (["tool_use"] if has_tools else []) + ["default"]:
             if name in self.templates:
                 return self.templates[name]

@@ -108,8 +108,7 @@ class Branch(Sited):
         return isinstance(self.norm, StreamNorm) and not self.normed_is_residual
 
     def enter(self, hidden: Tensor) -> Stream:
-        """Normalize the residual stream ``hidden`` and return both; the residual is ``hidden``, or the normalized
-        stream with ``normed_is_residual``."""
+        """Return the normalized stream and the residual: ``hidden``, or the former with ``normed_is_residual``."""
         normalize = getattr(self.at, self.norm_site)
         if self.norm_adds:  # its backward also accumulates the gradient of the residual stream
             residual, normed = normalize(self.norm, hidden, None)

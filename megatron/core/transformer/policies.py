@@ -37,8 +37,7 @@ def install_policies(
 
 
 class Fp8Casts:
-    """Policy for delayed scales, which are known before a tensor: its producer writes fp8 copies in place of values,
-    if one layer is their only reader."""
+    """Policy for delayed scales: producers write fp8 copies in place of values that only one layer reads."""
 
     def __init__(self, config: TransformerConfig) -> None:
         # a shared norm has several readers, and halves are gathered before the layer: both would lose the copies

@@ -140,8 +140,7 @@ def overlaps(config: TransformerConfig, groups: ProcessGroups) -> bool:
 
 
 def branch_names(specs: Sequence[ModuleSpec], parallel: bool = False) -> list[list[str]]:
-    """Return the branch names of each layer; an indivisible layer has the one name ``layer``. ``parallel``: the
-    branches of a layer read the same stream."""
+    """Branch names of each layer; an indivisible one is ``layer``. ``parallel``: branches read the same stream."""
     parts = [layer_branches(spec, parallel) for spec in specs]
     return [["layer"] if branches is None else [branch.name for branch in branches] for branches in parts]
 

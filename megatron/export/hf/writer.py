@@ -56,8 +56,7 @@ def save(
     quantize: Quantize | None = None,
 ) -> None:
     """Write ``model`` as a Hugging Face folder. ``family`` forces a family; else the source's, ``preferred``, or the
-    first that fits. A ``Target`` is filled but not published, and OSError passes. See
-    :func:`megatron.export.hf.save_hf`."""
+    first that fits. A ``Target`` is filled but not published, and OSError passes."""
     if EMBEDDING not in model.tensors:
         raise UserError(f"{EMBEDDING} is missing: not a language model of this library")
     settings = complete({**model.settings, "vocab_size": model.tensors[EMBEDDING].shape[0]})

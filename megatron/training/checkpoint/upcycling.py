@@ -105,8 +105,7 @@ class DenseCheckpoint:
         return (self._slices if name.endswith("weight") else 1) / weights
 
     def _router_rows(self, tensor: ShardedTensor) -> Tensor:
-        """Return a full router weight [e, h], drawn from --seed and the name: equal on all ranks; all experts of one
-        copy get the row of its first expert."""
+        """Return a router weight [e, h] of --seed and the name; all experts of one copy get the row of its first."""
         spec = spec_or_replicated(self._routers[tensor.name.removesuffix(".weight")].weight)
         weight = torch.zeros(spec.shape, dtype=tensor.local.dtype)
         name = tensor.name.removeprefix("model.")

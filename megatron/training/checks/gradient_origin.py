@@ -41,8 +41,7 @@ class RecentBatches:
         self._recent: deque[GlobalBatch] = deque(maxlen=2)
 
     def save(self, iteration: int, size: int, counts: Tensor, batches: Iterable[dict]) -> Iterator[dict]:
-        """Return an iterator over ``batches`` that saves each micro-batch as one of ``iteration``. The other arguments
-        are described in :class:`GlobalBatch`."""
+        """Iterate over ``batches`` and save each as one of ``iteration``. Other arguments: see :class:`GlobalBatch`."""
         self._recent.append(GlobalBatch(iteration, size, counts, []))
         return _saved(batches, self._recent[-1].batches)
 

@@ -164,8 +164,7 @@ class FlatConfig(
 
 @functools.cache
 def groups_of(model_family: str) -> tuple[type, ...]:
-    """Return the groups of flags of a family's programs, in the order of ``--help``: those of all families, then its
-    own. Raises UserError for an unknown family."""
+    """Return the groups of flags of a family's programsin the order of ``--help``. UserError for an unknown family."""
     own = (kind for group in registry.get_family(model_family).groups for kind in group.__mro__)
     return tuple(kind for kind in dict.fromkeys((*FlatConfig.__mro__[1:], *own)) if is_dataclass(kind))
 

@@ -75,8 +75,7 @@ class Interval:
 
 
 def mean_losses(steps: list[Step]) -> dict[str, float]:
-    """Return the unweighted mean of each loss over the iterations that report it and were not skipped. A loss that no
-    such iteration reports is absent."""
+    """Return the unweighted mean of each loss over the iterations that report it and were not skipped. Omits others."""
     values: dict[str, list[float]] = {}
     for step in steps:
         if not step.metrics.skipped:

@@ -11,8 +11,7 @@ from megatron.training.observe.throughput import memory_bytes
 
 
 class TimingHook(Hook):
-    """Emits, on the rank that logs, the table of timers and the record of measured times. With timers, use it on every
-    rank: gathering their times is collective."""
+    """Emits the table of timers and the record of measured times. With timers collective: use it on every rank."""
 
     kinds = (INTERVAL,)
 

@@ -100,8 +100,7 @@ def kinds() -> dict[str, RecordKind]:
 
 
 def register(kind: RecordKind) -> RecordKind:
-    """Declare a kind of another program, so that files with its records are read by it; return it. Raises ValueError
-    for a second kind of the same name."""
+    """Declare a kind of another program, for files with its records; return it. Raises ValueError for a used name."""
     if kinds().setdefault(kind.name, kind) is not kind:
         raise ValueError(f"record kind {kind.name!r}: declared twice; use another name")
     return kind

@@ -117,8 +117,7 @@ def cuda_memory_megabytes() -> dict[str, float]:
 
 
 def memory_bytes(device: str) -> dict[str, int]:
-    """Return memory values for TensorBoard and ``timing.jsonl``: of the allocator on ``cuda``, else the current and
-    peak resident set of this process."""
+    """Return memory values of the allocator on ``cuda``, else the current and peak resident set of this process."""
     if device == "cuda":
         stats = torch.cuda.memory_stats()
         return {

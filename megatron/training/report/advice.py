@@ -50,8 +50,7 @@ def memory_advice(cfg: PretrainConfig, vocab_size: int) -> list[Advice]:
 
 
 def _changed(cfg: PretrainConfig, values: dict[str, object]) -> PretrainConfig | None:
-    """Return ``cfg`` with other values, resolved again; None if a rule rejects them. Checks as in a dry run: this
-    machine's packages and GPUs do not matter."""
+    """Return ``cfg`` with other values, resolved again; None if a rule rejects them. Checks as in a dry run."""
     try:
         other = resolve(cfg.with_settings(**{"dry_run": True, **values}), cfg.world_size)
         return None if check(other) else other

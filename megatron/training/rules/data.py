@@ -90,8 +90,7 @@ def tokenizer_files_given(cfg: PretrainConfig) -> Problems:
 
 
 def tokenizer_files_exist(cfg: PretrainConfig) -> Problems:
-    """Reject files that are no regular files, and folders whose path cannot be accessed; folders that do not exist
-    pass. Checks nothing in a dry run."""
+    """Reject irregular files, and folders whose path cannot be accessed (missing ones pass); nothing in a dry run."""
     if cfg.program.dry_run:
         return
     for field in ("vocab_file", "merge_file", "data_args_path", "per_split_data_args_path"):

@@ -56,8 +56,7 @@ def build_companion(name: str, cfg: PretrainConfig, tokenizer: Tokenizer | None,
 
 
 def build_companions(task: Task, model: Sequence[nn.Module], groups: ProcessGroups) -> list[Companion]:
-    """Build the frozen models that the family of ``task`` asks for, with its tokenizer, and the base of ``model`` if
-    the task names it. Collective."""
+    """Build the frozen models of the family of ``task``, and the base of ``model`` if the task names it. Collective."""
     cfg = task.cfg
     companions = [build_companion(name, other, task.tokenizer, groups) for name, other in cfg.companions.items()]
     if task.base_name is not None:

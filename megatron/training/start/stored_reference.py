@@ -47,8 +47,7 @@ class _Rows:
 
 
 def store_reference(task: Task, datasets: object, groups: ProcessGroups) -> None:
-    """Give the preference data in ``datasets`` the token losses of the reference model, read or computed. Collective.
-    Raises as :func:`build_companion`."""
+    """Give preference data in ``datasets`` the reference model's token losses, read or computed. Collective."""
     other = reference_settings(task.cfg)
     assert other is not None, "a rule requires its folder"
     companion = None

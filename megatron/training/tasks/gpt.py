@@ -110,8 +110,7 @@ class GPTTask(LanguageModelTask):
         return self.batches.local(batch)
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
-        """Return token losses [b, s] on the last stage; other stages return hidden states. The ``inputs`` of a batch
-        are further arguments of the model."""
+        """Return token losses [b, s] on the last stage, else hidden states. ``inputs`` of a batch go to the model."""
         batch = self.get_batch(data_iterator)
         inputs, weight = batch.get("inputs", {}), self.loss_weights[self.losses[0]]
         if self.distillation.kd_layer_pairs:

@@ -199,8 +199,7 @@ class Monitor(threading.Thread):
 
     def _find_culprit(self) -> Failure:
         """Ask for all stacks (up to ``limits.spreading`` s) and name the one most likely to block all others: without
-        an answer, then the lowest iteration, then waiting for data, then waiting neither in a collective nor for the
-        GPU."""
+        an answer, at the lowest iteration, waiting for data, then waiting neither for a collective nor the GPU."""
         self.store.inquire()
         self.store.answer(self._answer())
         limit = time.monotonic() + self.limits.spreading

@@ -178,8 +178,7 @@ class FlashKernel:
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tile's contributions to the gradients of query, key and value in the inputs' dtype, with the
-        shapes of the inputs [b, heads, tokens, .]. ``out`` and ``lse`` must be merged over all blocks. See
-        :meth:`Kernel.backward`."""
+        shapes of the inputs [b, heads, tokens, .]. ``out`` and ``lse`` must be merged over all blocks."""
         tensors = [x.transpose(1, 2) for x in (grad, query, key, value, out)]
         shape = None, None, tile.num_queries, tile.num_keys
         # the kernels ignore the strides of lse

@@ -26,8 +26,7 @@ def get_t5_decoder_with_local_block_spec(num_layers: int) -> TransformerBlockSub
 
 
 def get_t5_encoder_with_transformer_engine_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """Return an encoder spec of Transformer Engine modules. Without the package: local modules with its parameter
-    names."""
+    """Return an encoder spec of Transformer Engine modules, without it of local ones with its parameter names."""
     return encoder_spec(get_backend("transformer_engine"), num_layers)
 
 

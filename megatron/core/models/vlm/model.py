@@ -130,8 +130,7 @@ class VisionLanguageModel(GPTModel):
         return ImageContext(**inputs, images=images)
 
     def step_inputs(self, images: StepImages, rows: int) -> dict[str, Any]:
-        """Return ``images`` of a step of generation as inputs of :meth:`forward_context`; the step has ``rows`` rows,
-        padding included."""
+        """Return ``images``of a step of ``rows`` rows (with padding) as inputs of :meth:`forward_context`."""
         missing, device = rows - len(images.numbers), next(self.parameters()).device
         numbers = copied(F.pad(torch.from_numpy(images.numbers), (0, missing), value=-1)[None], device)
         axes = copied(F.pad(torch.from_numpy(images.axes), (0, 0, 0, missing))[None], device)

@@ -26,8 +26,7 @@ EXACT_GELU = Choice(
 
 
 def has_pairs(masked: str) -> Computed:
-    """Return the rule between ``type_vocab_size`` 2 (pairs of texts) and ``bert_binary_head``. 1 means single texts,
-    exported as the architecture ``masked``."""
+    """Rule of ``type_vocab_size`` 2 (pairs of texts) and ``bert_binary_head``; 1: the architecture ``masked``."""
 
     def load(config: Table) -> dict[str, object]:
         if (kinds := get(config, ("type_vocab_size",), 2)) not in (1, 2):

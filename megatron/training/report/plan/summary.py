@@ -65,8 +65,7 @@ _COLUMNS = {
 
 
 def layout_table(records: Sequence[Record], ties: int) -> str:
-    """Return one line of numbers and one of flags per layout. The first ``ties`` layouts are marked if there is more
-    than one: the model cannot rank them."""
+    """Return one line of numbers and one of flags per layout. Marks the first ``ties`` layouts if several."""
     names = [name for name in _COLUMNS if any(record.get(name) is not None for record in records)]
     lines = ["   " + "".join(f"{_COLUMNS[name][0]:>12}" for name in names)]
     for index, record in enumerate(records):
