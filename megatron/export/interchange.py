@@ -34,8 +34,7 @@ class Interchange:
     """Lazy tensors: ``model.…`` for weights; with optimizer state also ``optimizer.exp_avg.…``,
     ``optimizer.exp_avg_sq.…`` and ``optimizer.main_param.…``."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """JSON of a training checkpoint (``iteration``, ``train_state``, ``optimizer``, ``scheduler`` …); empty for
-    weights only."""
+    """JSON of a training checkpoint (``iteration``, ``train_state``, ``optimizer``, …); empty for weights only."""
     assets: dict[str, Path] = field(default_factory=dict)
     """Additional files to copy: ``tokenizer/<name>`` -> source path."""
     notes: list[str] = field(default_factory=list)

@@ -79,8 +79,7 @@ class CastTarget(NamedTuple):
     dtype: torch.dtype
     scale: Scale
     noted: Tensor | None
-    """int32 [NOTED], see :func:`new_amax`: the producer raises it to the largest magnitude of the matrix; None: the
-    magnitude is not recorded."""
+    """int32 [NOTED], see :func:`new_amax`: the producer raises it to the largest magnitude; None: not recorded."""
 
 
 def cast_factor(amax: Tensor, largest: float) -> Tensor:

@@ -61,8 +61,7 @@ class _InFlight:
     """Forward state of a micro-batch, kept until its backward."""
 
     received: Message | None
-    """Input tensors from the previous stage that have gradients, leaves of the autograd graph; None on the first
-    stage."""
+    """Input tensors from the previous stage with gradients, leaves of the graph; None on the first stage."""
     roots: Sequence[object]
     """The loss, or the gradient edges of the output tensors; an entry is None if its tensor requires no gradient."""
     weight_gradients: Sequence[Callable[[], None]] = ()

@@ -22,8 +22,7 @@ class ParameterShard:
     values: Tensor
     """Weights of the range, a view of the model's memory; the optimizer writes to it."""
     gradient: Callable[[], Tensor | None]
-    """Function that returns the gradient in the shape of ``values`` (a view of a gradient buffer if there is one), or
-    None."""
+    """Returns the gradient in the shape of ``values`` (a view of a gradient buffer if there is one), or None."""
     compute_dtype: torch.dtype
     """Dtype that the model computes in; ``values`` may have higher precision (fp32 shards of FSDP)."""
     rows_over: Group | None = None

@@ -160,8 +160,7 @@ class ParameterSpec:
     update_rule: OwnsState | None = None
     """Class of the update rule; None: the rule of the parameter group."""
     row_parts: RowParts | None = None
-    """Matrices that the weight stacks in blocks of rows; None: leading logical dims index matrices, if there are
-    any."""
+    """Matrices that the weight stacks in blocks of rows; None: leading logical dims, if any, index matrices."""
 
     @property
     def matrices(self) -> tuple[int, ...]:

@@ -41,8 +41,7 @@ def parts_per_rank(group: Group) -> int:
 
 
 _ALIGNED = 16
-"""Widths that are a multiple of it give rows of the same alignment in every layout. A kernel's order of sums depends on
-alignment."""
+"""Multiples of it give rows of one alignment in every layout: a kernel's order of sums depends on alignment."""
 
 
 class BatchInvariantGemms(Gemms):

@@ -68,8 +68,7 @@ class LinearTraits(NamedTuple):
     """Whether X is replicated, so that each rank computes a partial sum of dX."""
     fuse_weight_gradient: bool = True
     weight_has_other_uses: bool = False
-    """Whether the weight has another use in the graph, which announces its gradient after this one is in ``main_grad``.
-    """
+    """Whether the weight has another use in the graph, which announces its gradient after this one's addition."""
     column_sum: ColumnSum = column_sum_plain
     """Kernel that computes db."""
     gemms: Gemms = Gemms()

@@ -36,8 +36,7 @@ class ForwardContext(AttentionContext):
     encoder_output: Tensor | None = None
     """[e, b, h], from which cross-attention computes keys and values."""
     overlap: bool = False
-    """Whether the other half of the micro-batch is interleaved, so that collectives may stay in flight across a yield.
-    """
+    """Whether the other half of the micro-batch is interleaved: collectives may stay in flight across a yield."""
 
     @property
     def packed_seq_params(self) -> PackedSeqParams | None:

@@ -16,8 +16,7 @@ Format = Literal["fp8", "mxfp4", "float-quantized"]
 Form = Literal["fp8-dynamic", "fp8-blocks"]
 """Forms of quantized weights without static scales of inputs that can be written: one scale per layer, or blocks."""
 Quantize = Form | Mapping[str, float]
-"""Form; or static scales of inputs by the local names of linear layers, such as decoder.layers.0.mlp.linear_fc1, for
-one scale per layer."""
+"""Form; or static scales of inputs by local names of linear layers, such as decoder.layers.0.mlp.linear_fc1."""
 
 
 def weight_format(config: Table) -> Format | None:

@@ -28,8 +28,7 @@ TOKENIZER = (
     MORE_TEMPLATES,
     "tekken.json",
 )
-"""Names and patterns of tokenizer files. Other files (weights, their index, code, trainer state) would be invalid in
-another folder."""
+"""Names and patterns of tokenizer files. Others (weights, code, trainer state) would be invalid in another folder."""
 
 PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 """Files of models of images and text."""

@@ -27,8 +27,7 @@ from megatron.training.train_state import TrainState
 logger = logging.getLogger(__name__)
 
 SHARE_OF_TIME = 0.01
-"""Maximum fraction of the run time for checks: with many files on a slow network file system, log points
-are skipped."""
+"""Maximum fraction of the run time for checks: many files on a slow network file system skip log points."""
 
 
 def opened_files(datasets: Iterable[object]) -> Iterator[IndexedDataset]:

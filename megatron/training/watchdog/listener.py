@@ -18,8 +18,7 @@ from megatron.training.watchdog.monitor import Monitor
 
 HURRY_SECONDS = 0.05
 ROUNDS_AFTER_SIGTERM = 5
-"""Rounds after SIGTERM before the process exits. On a busy host, a time limit would not ensure that a
-failure was read."""
+"""Rounds after SIGTERM before the process exits. On a busy host, no time limit ensures that a failure is read."""
 
 
 class Listener(threading.Thread):

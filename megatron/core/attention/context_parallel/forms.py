@@ -49,8 +49,7 @@ class _Plan:
     kernel: Kernel
     blocks: tuple[tuple[Tile, ...], ...]
     forward: Callable[..., tuple[Tensor, Tensor]] | None = None
-    """(query, all keys, all values, sink) -> output and log-sum-exp, in place of the kernel's forward; all-gather only.
-    """
+    """(query, all keys, all values, sink) -> output and log-sum-exp, in place of the kernel's forward (all-gather)."""
 
 
 class _Ring(torch.autograd.Function):

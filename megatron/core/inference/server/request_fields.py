@@ -14,8 +14,7 @@ class FieldRule(NamedTuple):
     """Treatment of a field. ``null`` is the same as a missing field."""
 
     kind: Literal["used", "ignored", "limited"]
-    """Used; without effect on the answer; or accepted with the values ``neutral``, which change nothing, and rejected
-    with all others."""
+    """Used; without effect on the answer; or only accepted with the values ``neutral``, which change nothing."""
     about: str = ""
     """Range, default and effect, or the reason of no effect."""
     neutral: Sequence[object] = ()

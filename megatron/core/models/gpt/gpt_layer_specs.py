@@ -29,8 +29,7 @@ _FOLLOWS_FROM_CONFIG = {
     "use_te_op_fuser",
     "vp_stage",
 }
-"""Arguments that existing programs pass and that are ignored: the configuration or the pipeline stage determines them.
-"""
+"""Ignored arguments of existing programs: the configuration or the pipeline stage determines them."""
 
 
 def _accept(names: Iterable[str]) -> None:
