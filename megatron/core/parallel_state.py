@@ -431,7 +431,7 @@ def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> dist.ProcessGroup:
     """Return the group of ranks that hold the same parameters with other data. ``with_context_parallel`` adds the
-    context-parallel ranks; ``partial_data_parallel``: all that share one copy of the optimizer state."""
+    context-parallel ranks; ``partial_data_parallel``: the ranks of one copy of the optimizer state."""
     return _handle(_data_parallel(with_context_parallel, partial_data_parallel))
 
 

@@ -127,8 +127,8 @@ def invalid_values(totals: Totals) -> dict[str, Tensor]:
 
 def summaries(totals: Totals) -> dict[str, Tensor]:
     """Return the logged values of each module (0-d tensors), e.g. ``layer 4/z_loss``: the mean of a ``*_loss``, the sum
-    of a plain vector, and of a ``*_per_*`` distribution minimum, maximum, 95th percentile and the entropy relative to
-    that of the uniform distribution."""
+    of a plain vector, and of a ``*_per_*`` distribution minimum, maximum, 95th percentile and the entropy as a
+    fraction of the uniform distribution's."""
     values: dict[str, Tensor] = {}
     distributions: dict[tuple[str, int], dict[str, Tensor]] = {}
     for label, sums in totals.items():

@@ -73,7 +73,7 @@ class DataParallel(NamesSlices):
         yield
 
     reduced_part = "parameter"
-    """What :meth:`local_gradients` names."""
+    """Values of :meth:`local_gradients`."""
 
     @contextmanager
     def local_gradients(self) -> Iterator[Callable[[], list[str]]]:

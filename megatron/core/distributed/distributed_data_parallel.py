@@ -121,7 +121,7 @@ class DistributedDataParallel(DataParallel):
         self._hooks.append(self.module.register_state_dict_pre_hook(lambda *_: updates.join()))
 
     def _buckets(self) -> list[Bucket]:
-        """In the order in which forward uses those of a buffer."""
+        """In the order of the forward pass within a buffer."""
         return [bucket for buffer in self.grad_buffers for bucket in reversed(buffer.buckets)]
 
     def _accumulate(self, parameter: Tensor) -> None:

@@ -61,8 +61,8 @@ def check_replicas(
     modules: Sequence[nn.Module], groups: ProcessGroups, additional: Iterable[ShardedTensor] = ()
 ) -> list[ReplicaDifference]:
     """Return the replicas (of weights and ``additional`` tensors, such as ``MegatronOptimizer.replicas()``) that are
-    not bit-identical to that of the first rank in their group. Collective over all ranks; waits for the device. Every
-    rank of a group returns the same entries for that group."""
+    not bit-identical to the copy of their group's first rank. Collective over all ranks; waits for the device. All
+    ranks of a group return the same entries for it."""
     tensors = [tensor for module in modules for tensor in weight_rectangles(module, groups)] + list(additional)
     device = tensors[0].local.device if tensors else None  # a weight; offloaded state is hashed there too
     hashes = torch.stack([tensor_hash(tensor.local, device) for tensor in tensors]).tolist() if tensors else []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ForwardContext(AttentionContext):
-    """Inputs shared by all layers for one micro-batch besides those of core attention; defaults: not used."""
+    """Inputs shared by all layers for one micro-batch next to core attention's; defaults: not used."""
 
     rotary_pos_emb: RotaryTables | None = None
     """Rotary tables of queries and keys; None without rotary positions."""

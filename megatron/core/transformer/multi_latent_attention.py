@@ -236,7 +236,7 @@ class MLASelfAttention(Segmented):
 
     @property
     def absorbs(self) -> bool:
-        """Whether the products of the up projection can be exchanged with those of attention."""
+        """Whether the products of the up projection can change places with the products of attention."""
         up = self.linear_kv_up_proj
         return not isinstance(up, GemmLayer) or (up.traits.gemms.reads_weight and not up.is_wrapped)
 

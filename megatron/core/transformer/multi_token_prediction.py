@@ -151,7 +151,7 @@ class PredictionLayers(nn.Module):
     def __init__(
         self, config: TransformerConfig, submodules: Sequence[ModuleSpec], layer_number: int, *, groups: ProcessGroups
     ) -> None:
-        """Build ``layers`` from their specs. ``layer_number`` is that of a depth with one layer; numbers continue."""
+        """Build ``layers`` from their specs. ``layer_number`` is of a depth with one layer; numbers continue."""
         super().__init__()
         first = config.num_layers + (layer_number - config.num_layers - 1) * len(submodules) + 1
         self.layers = nn.ModuleList(
@@ -178,7 +178,7 @@ class MultiTokenPredictionLayer(Sited, nn.Module):
         groups: ProcessGroups,
     ) -> None:
         """Build two input norms, ``eh_proj`` [h, 2 h], the layer with ``layer_number`` (after the decoder's) and the
-        final norm from the slots. Full recomputation covers all but the final norm."""
+        final norm from the slots. Full recomputation covers all except the final norm."""
         super().__init__()
         hidden = config.hidden_size
         self.enorm, self.hnorm, final = (

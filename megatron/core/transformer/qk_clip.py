@@ -1,7 +1,7 @@
 """QK-Clip (Kimi K2, arXiv 2507.20534): scale query and key weights of heads whose attention logits grow too large.
 
     S = maximum logit of a head in the global batch          eta = min(1, threshold / S)
-    W_q <- eta^alpha W_q,  W_k <- eta^(1 - alpha) W_k        after the optimizer step; biases alike, moments not
+    W_q <- eta^alpha W_q,  W_k <- eta^(1 - alpha) W_k        after the optimizer step; biases too, moments not
 
 Heads that share a key (a group) use the group's maximum. Latent attention: rows without rotary embedding as above; the
 rotary key is shared by all heads and stays, so that rotary query rows are scaled by eta."""
