@@ -16,7 +16,7 @@ LIBRARIES_GIB = 3.0
 MOST = 3
 NONE_FITS = "none of them alone fits this GPU: combine them, or split the model over more GPUs"
 GPUS_PER_HOST = 8
-"""Largest tensor-parallel size that is suggested."""
+"""Largest tensor-parallel size, and ranks of experts on one host, in suggestions."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,9 @@ def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, object], str]
     if model.bf16 and cfg.optimizer.optimizer == "adam":
         moments = ["exp_avg_dtype"] + ["exp_avg_sq_dtype"] * (cfg.optimizer.adam_beta2 <= 0.99)  # a rule requires it
         values = {**dict.fromkeys(moments, "bf16"), "use_precision_aware_optimizer": True}
+        values["use_distributed_optimizer"] = not cfg.distributed.use_torch_fsdp2
         flags = "".join(f" --{name.replace('_', '-')} bf16" for name in moments)
-        yield (
-            "moments",
-            {**values, "use_distributed_optimizer": not cfg.distributed.use_torch_fsdp2},
-            (f"--use-distributed-optimizer --use-precision-aware-optimizer{flags}"),
-        )
+        yield "moments", values, f"--use-distributed-optimizer --use-precision-aware-optimizer{flags}"
     for axis in ("tensor", "pipeline", "context", "expert"):
         field = "context_parallel_size" if axis == "context" else f"{axis}_model_parallel_size"
         size, values = 2 * getattr(cfg.flat, field), {}

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.report.memory import estimate_memory
+from megatron.training.report.advice import GPUS_PER_HOST, peak_memory
 
-GPUS_PER_HOST = 8
 DEVICE_GIB = 80e9 / 2**30
 """Memory of an H100; allocator and library overhead, which estimates exclude, also need part of it."""
 
@@ -54,4 +53,4 @@ def _flags(ep: int, etp: int) -> str:
 
 def _gib(cfg: PretrainConfig, vocab_size: int, ep: int, etp: int) -> float:
     changed = cfg.with_settings(expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
-    return max(rank.total for rank in estimate_memory(changed, vocab_size)) / 2**30
+    return peak_memory(changed, vocab_size) / 2**30
