@@ -140,7 +140,7 @@ def main() -> int:
     if args.analyse:
         print(details(jobs.analyse(args.row, args.analyse, settings)))
         return 0
-    devices = 4 if args.smoke else torch.cuda.device_count()
+    devices = 8 if args.smoke else torch.cuda.device_count()
     names = args.rows or [name for name, row in ROWS.items() if row.gpus <= devices]
     for name in names:
         try:

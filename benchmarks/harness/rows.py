@@ -43,6 +43,25 @@ QWEN3_30B_A3B = (
     "--group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
     "--moe-ffn-hidden-size 768 --bf16 --vocab-size 151936"
 )
+_LATENT_EXPERTS = (
+    "--swiglu --normalization RMSNorm --norm-epsilon 1e-5 --disable-bias-linear --position-embedding-type rope "
+    "--rotary-base 50000 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--multi-latent-attention --qk-layernorm --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-topk-scaling-factor 2.446 --moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall"
+)
+
+
+def moonlight(layers: int) -> str:
+    """Moonlight-16B-A3B in ``layers`` layers (published: 27), the first one dense."""
+    return (
+        f"{_LATENT_EXPERTS} --hidden-size 2048 --ffn-hidden-size 11264 --num-attention-heads 16 --kv-lora-rank 512 "
+        "--qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 64 --moe-router-topk 6 "
+        "--moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816 "
+        f"--moe-layer-freq [0]+[1]*{layers - 1} --bf16 --vocab-size 163840"
+    )
+
+
 _DELTA_NETS = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4"
 GATED_DELTA_NETS = (
     f"{LLAMA_8B} {_DELTA_NETS} --linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128 "
@@ -55,8 +74,14 @@ TINY_IMAGES = (
     "--vision-num-layers 2 --vision-hidden-size 48 --vision-num-attention-heads 4 --vision-ffn-hidden-size 80 "
     "--vision-num-positions 16 --init-method-std 0.1"
 )
+SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH = 8, 96, 8  # unlike any width, so that their GEMMs differ
 TINY_EXPERTS = (
-    f"{_EXPERTS} --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --num-experts 4 --vocab-size 500"
+    f"{_EXPERTS} --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --num-experts 8 --vocab-size 500"
+)
+TINY_MOONLIGHT = (
+    f"{_LATENT_EXPERTS} --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --kv-lora-rank 16 "
+    "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --num-experts 8 --moe-ffn-hidden-size 32 "
+    f"--moe-shared-expert-intermediate-size 64 --moe-layer-freq [0]+[1]*{SMOKE_LAYERS - 1} --vocab-size 500"
 )
 TINY_LLAMA = (
     "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
@@ -86,6 +111,7 @@ TP4 = "--tensor-model-parallel-size 4 --sequence-parallel"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RECOMPUTED_MLP = "--recompute-granularity selective --recompute-modules layernorm mlp"
 PP4 = "--pipeline-model-parallel-size 4"
+FSDP = "--use-torch-fsdp2"
 
 
 @dataclass(frozen=True)
@@ -166,6 +192,30 @@ ROWS: dict[str, Row] = {
         4, 16, 4096, 64, f"{ZERO} --expert-model-parallel-size 4", micro_batch=2, iters=8, shape=QWEN3_30B_A3B,
         tiny=TINY_EXPERTS, seconds=90,
     ),
+    # half of the layers: all 32 need 172 GB
+    "mixtral-ep8": Row(
+        8, 16, 8192, 64, f"{ZERO} --expert-model-parallel-size 8", iters=8, shape=MIXTRAL_8X7B, tiny=TINY_EXPERTS,
+        seconds=120,
+    ),
+    # the full model
+    "qwen3-moe-ep8": Row(
+        8, 48, 4096, 128, f"{ZERO} --expert-model-parallel-size 8", iters=8, shape=QWEN3_30B_A3B, tiny=TINY_EXPERTS,
+        seconds=150,
+    ),
+    "moonlight": Row(1, 7, 4096, 16, micro_batch=2, shape=moonlight(7), tiny=TINY_MOONLIGHT, seconds=75),
+    "moonlight-ep2": Row(
+        2, 7, 4096, 32, f"{ZERO} --expert-model-parallel-size 2", micro_batch=2, shape=moonlight(7),
+        tiny=TINY_MOONLIGHT, seconds=90,
+    ),
+    # the full model
+    "moonlight-ep4": Row(
+        4, 27, 4096, 64, f"{ZERO} --expert-model-parallel-size 4", micro_batch=2, iters=8, shape=moonlight(27),
+        tiny=TINY_MOONLIGHT, seconds=120,
+    ),
+    "moonlight-ep8": Row(
+        8, 27, 4096, 128, f"{ZERO} --expert-model-parallel-size 8", micro_batch=2, iters=8, shape=moonlight(27),
+        tiny=TINY_MOONLIGHT, seconds=120,
+    ),
     # a tenth of the samples is short, as in the data sets; FLOPs count all places of a row
     "bert-large": Row(
         1, 24, 512, 256, "--log-interval 4 --num-workers 4", micro_batch=64, iters=26, shape=BERT_LARGE, tiny=TINY_GPT,
@@ -190,6 +240,10 @@ ROWS: dict[str, Row] = {
         1, 16, 8192, 8, "--num-workers 2", shape=f"{LLAMA_8B} {IMAGES}", tiny=f"{TINY_LLAMA} {TINY_IMAGES}",
         family="vlm", seconds=90,
     ),
+    "dp8": Row(8, 32, 8192, 64, ZERO, iters=8, seconds=130),
+    "fsdp2-dp2": Row(2, 16, 8192, 16, FSDP, iters=8, seconds=75),
+    "fsdp2-dp4": Row(4, 32, 8192, 32, FSDP, iters=8, seconds=130),
+    "fsdp2-dp8": Row(8, 32, 8192, 64, FSDP, iters=8, seconds=130),
     "dp2-pp2": Row(4, 32, 8192, 32, f"--pipeline-model-parallel-size 2 {ZERO}", iters=8, seconds=130),
 }  # fmt: skip
 
@@ -216,6 +270,10 @@ VARIANTS: dict[str, str] = {
     "fp8-tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "fp8-param-gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --use-distributed-optimizer",
     "fp8-delayed": ("--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"),
+    "fp8-delayed-param-gather": (
+        "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max "
+        "--fp8-param-gather --use-distributed-optimizer"
+    ),
     "fp8-blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
     "flash": "--attention-backend flash",
     "cudnn": "--attention-backend fused",
@@ -236,8 +294,6 @@ VARIANTS: dict[str, str] = {
     "four-sequences": "--micro-batch-size 4",
     "timers": "--timing-log-level 2",
 }
-
-SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH = 8, 96, 8  # unlike any width, so that their GEMMs differ
 
 
 def base_row(stored: str) -> str:

@@ -8,6 +8,7 @@ from benchmarks.harness import jobs, roofline, rows
 from benchmarks.harness import kernel_classes as kinds
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
+from megatron.training.report.advice import LIBRARIES_GIB, peak_memory
 from megatron.training.rules.run_all import check
 
 CEILINGS = roofline.load_ceilings()
@@ -25,6 +26,21 @@ def test_rows_are_possible_also_when_they_are_small(name):
         assert check(config_of(name, **how)) == []
 
 
+@pytest.mark.parametrize("name", rows.ROWS)
+def test_rows_fit_into_the_memory_of_an_h200(name):
+    cfg = config_of(name)
+    assert peak_memory(cfg, cfg.tokenizer.vocab_size) / 2**30 + LIBRARIES_GIB < 139
+
+
+def test_moonlight_has_the_published_numbers_of_parameters():
+    """Its paper (arXiv:2502.16982) counts 15.29 billion without embeddings, and 2.24 billion active ones."""
+    cfg = config_of("moonlight-ep8")
+    model, embeddings = cfg.describe(cfg.tokenizer.vocab_size), 2 * 163840 * 2048
+    assert round((model.num_parameters - embeddings) / 1e9, 2) == 15.29
+    assert round((model.num_active_parameters - embeddings) / 1e9, 2) == 2.24
+    assert config_of("moonlight").model.moe_layer_freq == [0] + 6 * [1]
+
+
 @pytest.mark.parametrize("variant", rows.VARIANTS)
 def test_variants_are_possible_where_their_packages_are(variant):
     row = "qwen3-moe-ep2" if "--moe" in rows.VARIANTS[variant] else "bert-large" if variant == "packed" else "one"
@@ -32,7 +48,7 @@ def test_variants_are_possible_where_their_packages_are(variant):
     assert all("not installed" in problem.reason or "NVIDIA GPU" in problem.reason for problem in problems)
 
 
-@pytest.mark.parametrize("name", ["one", "gpt-345m", "tp4-sp", "cp4-s32768", "dp2-tp2", "gdn"])
+@pytest.mark.parametrize("name", ["one", "gpt-345m", "tp4-sp", "cp4-s32768", "dp2-tp2", "gdn", "moonlight-ep4"])
 def test_limits_count_the_model_flops(name):
     """Attention kernels compute seven GEMMs; six count as model FLOPs. All ranks of these rows do the same work."""
     cfg = config_of(name)
