@@ -47,6 +47,8 @@ SEED = 1234
 SHAPES = {
     "345M": {"hidden": 1024, "ffn": 2816, "layers": 24, "heads": 16, "length": 2048, "micro": 16, "batch": 32,
              "vocab": 32_000},
+    "small": {"hidden": 128, "ffn": 352, "layers": 4, "heads": 4, "length": 128, "micro": 2, "batch": 8,
+              "vocab": 32_000},
     "tiny": {"hidden": 64, "ffn": 176, "layers": 2, "heads": 4, "length": 32, "micro": 2, "batch": 4,
              "vocab": 512},
 }  # fmt: skip
@@ -78,19 +80,29 @@ def initial_weights(shape: dict[str, int], seed: int, folder: Path) -> Path:
     return folder
 
 
-def flags(shape: dict[str, int], steps: int, prefix: Path) -> list[str]:
-    """Return the flags that this program and Megatron-LM share."""
+def flags(shape: dict[str, int], steps: int, prefix: Path, precision: str = "--bf16") -> list[str]:
+    """Return the flags that this program and Megatron-LM share. ``precision``: a flag, or empty for fp32."""
     return (
         f"--num-layers {shape['layers']} --hidden-size {shape['hidden']} --ffn-hidden-size {shape['ffn']} "
         f"--num-attention-heads {shape['heads']} --seq-length {shape['length']} "
         f"--max-position-embeddings {shape['length']} --position-embedding-type rope --normalization RMSNorm "
-        f"--norm-epsilon 1e-5 --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --bf16 "
+        f"--norm-epsilon 1e-5 --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 {precision} "
         f"--micro-batch-size {shape['micro']} --global-batch-size {shape['batch']} --train-iters {steps} "
         f"--lr {RATE['max']} --min-lr {RATE['min']} --lr-decay-style cosine --lr-decay-iters {steps} "
         f"--lr-warmup-iters {min(RATE['warmup'], steps // 2)} --weight-decay {DECAY} --adam-beta1 {BETAS[0]} "
         f"--adam-beta2 {BETAS[1]} --clip-grad {CLIP} --seed {SEED} --split 1,0,0 --eval-iters 0 --log-interval 1 "
         f"--num-workers 1 --tokenizer-type NullTokenizer --data-path {prefix}"
     ).split()
+
+
+def token_prefix(folder: Path) -> Path:
+    """Return the data set in a folder of collect_text.py, or in its sample, which is decompressed at first use."""
+    if (folder / "corpus_text_document.idx").exists():
+        return folder / "corpus_text_document"
+    prefix = folder / "text"
+    if not prefix.with_suffix(".bin").exists():
+        prefix.with_suffix(".bin").write_bytes(lzma.decompress(prefix.with_suffix(".bin.xz").read_bytes()))
+    return prefix
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -205,9 +217,7 @@ def draw_curve(name: str, args: argparse.Namespace) -> dict[str, Any]:
     shape, start = SHAPES[args.shape], time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        prefix = args.data.resolve() / "text"
-        if not prefix.with_suffix(".bin").exists():
-            prefix.with_suffix(".bin").write_bytes(lzma.decompress(prefix.with_suffix(".bin.xz").read_bytes()))
+        prefix = token_prefix(args.data.resolve())
         weights = initial_weights(shape, 2 if name.endswith(OTHER) else 1, folder / "weights")
         words = flags(shape, args.steps, prefix)
         if name == "transformers":

@@ -237,6 +237,30 @@ def real_text() -> str:
     return table(header, rows) + "".join(f"\n* {note}" for note in notes) + ("\n" if notes else "")
 
 
+def killed_rank() -> str:
+    """Return the three runs of benchmarks/killed_rank.py and the differences of their losses."""
+    if not (content := stored("killed_rank/result")):
+        return NOTHING
+    killed, resumed, steps = content["killed"], content["resumed_from"], content["steps"]
+    losses, differences = content["uninterrupted"], content["differences"]
+    (many, few), (first, second) = content["ranks"], content["layouts"]
+    end = f"SIGKILL to rank {killed['rank']}; ended after {killed['seconds_to_end']} s, exit code {killed['exit_code']}"
+    rows = [
+        ("uninterrupted", many, f"`{first}`", f"1 to {steps}", f"loss {losses[0]:.4f} to {losses[-1]:.4f}"),
+        ("killed", many, f"`{first}`", f"1 to {killed['iteration']}", end),
+        ("continued", few, f"`{second}`", f"{resumed + 1} to {steps}", f"from the checkpoint of iteration {resumed}"),
+    ]
+    after = differences["after"]
+    notes = [
+        f"largest difference of losses up to the signal: {differences['before']:g}",
+        f"after it: root mean square {after['rms']:.1e}, largest {after['largest']:.1e}, mean of the last steps "
+        f"{after['last']:.1e} ({abs(differences['last_relative']):.5%})",
+        f"shape `{content['shape']}`; {versions(content['environment'])}",
+    ]
+    header = ("run", "ranks", "layout", "iterations", "outcome")
+    return table(header, rows) + "".join(f"\n* {note}" for note in notes) + "\n"
+
+
 def finetuning() -> str:
     """Return the speed of fine-tuning; adapters are compared with full training on the same rows."""
     content = stored("finetuning")
@@ -327,7 +351,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-before-kernels": partial(training, "training_before_kernels"),
     "pairs": pairs,
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
-    "gradient-sums": gradient_sums, "real-text": real_text, "cards": cards, "finetuning": finetuning,
+    "gradient-sums": gradient_sums, "real-text": real_text, "killed-rank": killed_rank, "cards": cards,
+    "finetuning": finetuning,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
     "copy-engines": plain("copy_engines"), "gemms": plain("gemms"),
     "recipes": partial(recipes, ""), **{f"recipes-{folder}": partial(recipes, folder) for folder in EXAMPLES},
