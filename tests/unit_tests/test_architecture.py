@@ -137,7 +137,6 @@ EXCEPTIONS = {
     "megatron/core/parallel_state.py::initialize_model_parallel": "the call by which programs name their layout",
     "megatron/compat/dataset_helpers.py::build_mapping": "a signature of Megatron-LM's",
     "megatron/compat/dataset_helpers.py::build_blocks_mapping": "a signature of Megatron-LM's",
-    "megatron/core/fusions/linear_attention.py": "kernels of three recurrences with the same blocks",
     "megatron/data/helpers.py::import": "the one place that picks the C++ index builders or their numpy twin",
 }
 

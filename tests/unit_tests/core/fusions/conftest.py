@@ -1,4 +1,4 @@
-"""Launches in Triton's interpreter are checked like launches on a GPU."""
+"""Checks of launches in Triton's interpreter."""
 
 import dataclasses
 import os
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def launches_name_only_what_kernels_take():
-    """The interpreter leaves out keyword arguments that a kernel does not have; the compiler rejects them."""
+    """Raise KeyError for other arguments. The interpreter ignores them, a GPU does not."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
