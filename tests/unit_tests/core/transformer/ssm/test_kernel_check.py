@@ -70,6 +70,15 @@ def test_results_that_are_not_finite_are_wrong(on_a_gpu, monkeypatch):
     assert not kernel_check.kernels_serve(state_space.state_space, **SIZES)
 
 
+def test_kernels_that_raise_do_not_serve(on_a_gpu, monkeypatch, caplog):
+    def launch(*inputs):
+        raise KeyError("Keyword argument BV")
+
+    monkeypatch.setattr(kernel_check, "linear_attention", launch)
+    assert not kernel_check.kernels_serve(delta_rule.delta_rule, **SIZES)
+    assert "do not run on cpu (KeyError: 'Keyword argument BV'): plain torch" in caplog.text
+
+
 NORMS = {"SiLU": GatedNormTraits(1e-6), "groups": GatedNormTraits(1e-5, gate_first=True)}
 
 
@@ -92,7 +101,7 @@ def test_kernels_of_convolutions_and_norms_serve_in_bf16(module, name, arguments
 
 @pytest.mark.parametrize(("module", "name", "arguments"), KERNELS)
 def test_wrong_kernels_of_convolutions_and_norms_are_found(module, name, arguments, monkeypatch, caplog):
-    monkeypatch.setattr(kernel_check, "_DTYPES", (torch.float32, torch.float32))  # the interpreter has no bf16
+    monkeypatch.setattr(kernel_check, "KERNEL_DTYPE", torch.float32)  # the interpreter has no bf16
     check, kernel = module._check_kernel.__wrapped__, getattr(module, name)
     assert check(*arguments, DEVICE)
     for factor in (1.1,) if module is convolution else (1.1, float("nan")):
