@@ -170,7 +170,7 @@ def run(script, folder, environment):
     """Run a shell script; its output and errors are one text, as in a terminal."""
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env={**environment, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
     )  # fmt: skip
 
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from tests.test_utils.foreign_models import LENGTH, VOCAB
 
-TOLERANCE = 1e-5
-"""Relative to the largest entry of a tensor: two orders of float32 operations."""
+TOLERANCE = 5e-5
+"""Relative to the largest entry of a tensor: two orders of float32 operations. Gradients of gated delta nets differ by
+up to 2.4e-5 on one processor, and by less than 1e-5 on another."""
 
 
 CANCELLING = ("A_log", "dt_bias")
