@@ -136,9 +136,9 @@ def side_by_side() -> str:
     content = stored("side_by_side")
     rows = []
     for name, row in content.get("rows", {}).items():
-        ours, theirs = row["ours"], row["theirs"]
+        ratio = row["ours"] / row["theirs"]
         memory = " / ".join(f"{row[side]} GB" for side in ("theirs_gb", "ours_gb") if side in row)
-        rows.append((name, row["shape"], f"{theirs:.0f}", f"**{ours:.0f}**", f"{ours / theirs - 1:+.0%}", memory))
+        rows.append((name, row["shape"], f"{row['theirs']:.0f}", f"**{row['ours']:.0f}**", f"{ratio - 1:+.0%}", memory))
     header = ("bf16, TFLOP/s per GPU", "shape", "Megatron-LM", "this project", "faster", "peak memory")
     record = content.get("environment", {})
     return table(header, rows) + (f"\n{versions(record)}. {record['note']}.\n" if rows else "")
@@ -227,7 +227,8 @@ def real_text() -> str:
     for row in content.get("comparisons", []):
         verdict = {True: "same", False: "**differs**", None: "the noise of seeds"}[row.get("passed")]
         values = (f"{row[key]:.4f}" for key in ("rms", "largest", "last"))
-        rows.append((row["curve"], row["steps"], *values, f"{row['last_relative']:.2%}", verdict))
+        error = f" ± {row['error_relative']:.2%}" if "error_relative" in row else ""
+        rows.append((row["curve"], row["steps"], *values, f"{row['last_relative']:.2%}{error}", verdict))
     notes = [
         f"{name}: {curve['losses'][0]:.4f} to {curve['losses'][-1]:.4f} in {curve['seconds']} s; "
         f"{versions(curve['environment'])}"
