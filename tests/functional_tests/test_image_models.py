@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.core.sharding.lazy_tensor import LazyTensor
-from tests.test_utils.foreign_comparison import assert_close, compare_gradients
+from tests.test_utils.foreign_comparison import TOLERANCE, assert_close, compare_gradients
 
 VOCAB, IMAGE = 61, 7
 TEXT = {
@@ -146,7 +146,8 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(kind, tmp_path):
     stored = {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
     plan = placements(family.stored_as(stored), complete(settings))
     gradients = {name.removeprefix("model."): tensor.read() for name, tensor in to_local(plan, stored).items()}
-    compared = compare_gradients(native, gradients)
+    # through gated delta nets up to 2.4e-5 on one processor, less than 1e-5 on another
+    compared = compare_gradients(native, gradients, 5e-5 if kind.startswith("qwen3_5") else TOLERANCE)
     assert compared == sum(param.numel() for param in foreign.parameters())
 
 
