@@ -51,7 +51,7 @@ def resumed(pool, dataset, folder, save, *flags):
 
 
 @pytest.mark.parametrize("first, second", [
-    ("adam", "muon"), ("muon", "adaptive_muon"),
+    ("adam", "muon"), ("muon", "adam"), ("sgd", "muon"), ("adam", "lion"), ("muon", "adaptive_muon"),
     ("muon --muon-scalar-optimizer adam", "muon --muon-scalar-optimizer lion"),
 ])  # fmt: skip
 def test_state_of_another_optimizer_is_rejected_with_the_fix(gloo_pool, dataset, tmp_path, first, second):
