@@ -2,9 +2,9 @@
 
     python benchmarks/bench_linear_attention.py [--output benchmarks/results/linear_attention.json] [--sweep] [--smoke]
 
-Median milliseconds of the forward pass and of forward and backward, in bf16. For short sequences also the relative
-errors of the outputs and of all gradients against plain torch in fp64. ``--sweep``: forward and backward with other
-tilings of one kernel (``CANDIDATES``). Tokens/s of models: rows ``gdn*`` and ``dense*`` of bench_training.py.
+Median milliseconds of the forward pass, and of both passes, in bf16. For short sequences also the relative errors of
+outputs and gradients against plain torch in fp64. ``--sweep``: both passes with other tilings of one kernel
+(``CANDIDATES``). Tokens/s of models: rows ``gdn*`` and ``dense*`` of bench_training.py.
 ``--smoke`` runs tiny sizes on a CPU, with our kernels only if TRITON_INTERPRET=1; times mean nothing.
 """
 

@@ -40,31 +40,31 @@ def line(name: str, result: dict[str, Any]) -> str:
     """One row of the printed table."""
     if result.get("tflops_per_gpu") is None:
         return f"{name:<28} failed: {result.get('error', 'no figure')[-600:]}"
-    found = result.get("profile") or {}
-    waits = sum(each["count"] for each in found.get("synchronizations", []))
+    profile = result.get("profile") or {}
+    waits = sum(wait["count"] for wait in profile.get("synchronizations", []))
     note = f"  INVALID: {result['invalid']}" if result["invalid"] else ""
     note += f"  failed: {result['error'][-300:]}" if "error" in result else ""
     return (
         f"{name:<28}{result['tflops_per_gpu']:8.1f}{result['tokens_per_second_per_gpu']:10.0f}"
         f"{result['seconds_per_iteration']:8.3f}{result['peak_memory_gb'] or 0:9.1f}"
-        f"{found.get('exposed_communication_ms', 0):9.1f}{found.get('idle_ms', 0):9.1f}{waits:7d}{note}"
+        f"{profile.get('exposed_communication_ms', 0):9.1f}{profile.get('idle_ms', 0):9.1f}{waits:7d}{note}"
     )
 
 
 def details(result: dict[str, Any]) -> str:
     """Return the gap to the limits by class, from the stored result."""
-    report, found = result.get("roofline"), result.get("profile")
-    if not report or not found:
+    report, profile = result.get("roofline"), result.get("profile")
+    if not report or not profile:
         return ""
     lines = [f"  {'class':<24}{'limit ms':>10}{'measured':>10}{'gap':>9}"]
     for row in report["rows"]:
         lines.append(f"  {row['class']:<24}{row['limit_ms']:10.2f}{row['measured_ms']:10.2f}{row['gap_ms']:9.2f}")
     lines.append(f"  {'step':<24}{report['limit_ms']:10.2f}{report['step_ms'] or 0:10.2f}")
-    lines.append(f"  launches {found['launches']}, copies to the host {found['device_to_host_copies']}")
-    for each in found["synchronizations"][:5]:
-        lines.append(f"  wait {each['count']} x {each['name']}, {each['ms']} ms: {each['scope']}")
-    for each in found["gaps"][:3]:
-        lines.append(f"  gap {each['ms']} ms, {each['after']} -> {each['before']}; host: {each['host']}")
+    lines.append(f"  launches {profile['launches']}, copies to the host {profile['device_to_host_copies']}")
+    for wait in profile["synchronizations"][:5]:
+        lines.append(f"  wait {wait['count']} x {wait['name']}, {wait['ms']} ms: {wait['scope']}")
+    for gap in profile["gaps"][:3]:
+        lines.append(f"  gap {gap['ms']} ms, {gap['after']} -> {gap['before']}; host: {gap['host']}")
     return "\n".join(lines)
 
 

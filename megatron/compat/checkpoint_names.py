@@ -83,7 +83,7 @@ def fail(name: str) -> NoReturn:
 
 
 def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
-    """Replace the prefix of keys and of their tensors' names in place. Raises ValueError for a key without it."""
+    """Replace the prefix of keys and tensor names in place. Raises ValueError for a key without it."""
     from dataclasses import replace
 
     for key in list(sharded_state_dict):

@@ -117,8 +117,8 @@ class ScriptBatch(dict[str, Any]):
 
 
 class MicroBatches(Iterator[object]):
-    """Micro-batches that every rank of a model replica reads, so that scripts need not broadcast. ``on_read`` gets each
-    of them before the script does. On a CPU their tensors are :class:`HostTensor`."""
+    """Micro-batches that every rank of a model replica reads, so that scripts need not broadcast. ``on_read`` gets it
+    before the script does. On a CPU their tensors are :class:`HostTensor`."""
 
     def __init__(self, batches: Iterator[object], on_read: Callable[[object], None]) -> None:
         self.batches, self.on_read = batches, on_read
