@@ -164,4 +164,4 @@ def test_time_to_assign_names_to_shards_is_linear(tmp_path):
     start = time.process_time()
     result = read_shards(tmp_path / "index.json", lambda path: dict.fromkeys(files[path.name], None))
     assert result.keys() == names.keys()
-    assert time.process_time() - start < 5  # comparing every name with every file takes 40 s
+    assert time.process_time() - start < 20  # comparing every name with every file takes 40 s
