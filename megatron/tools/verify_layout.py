@@ -12,12 +12,14 @@ Exit code 0: equal; 1: different, prints the first difference; 2: the flags cont
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import math
 import multiprocessing
 import os
 import socket
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -43,6 +45,7 @@ from megatron.training.config.flat import FlatConfig
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolve import gpu_present
 from megatron.training.config.training import ProfilingConfig
 from megatron.training.config.validation import ValidationConfig
 from megatron.training.config.variable_lengths import local_multiple
@@ -329,9 +332,14 @@ def launch(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": folder}
-    multiprocessing.set_forkserver_preload(["megatron.training.verify.layout_trace", "megatron.training.tasks.gpt"])
+    preloaded = ["megatron.training.verify.layout_trace", "megatron.training.tasks.gpt", "torch._dynamo"]
+    forks = threading.active_count() == 1 and not gpu_present()  # threads and CUDA do not survive a fork
+    if forks:  # this process has torch already, a server would import it again
+        for name in preloaded:
+            importlib.import_module(name)
+    multiprocessing.set_forkserver_preload(preloaded)
     arguments_ = (cfg, world_size, place, *arguments)
-    mp.start_processes(target, args=arguments_, nprocs=world_size, start_method="forkserver")
+    mp.start_processes(target, args=arguments_, nprocs=world_size, start_method="fork" if forks else "forkserver")
 
 
 def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Verdict:
