@@ -14,6 +14,7 @@ else:  # before the first GEMM, so that tests may enable deterministic algorithm
 import pytest
 from _pytest.runner import runtestprotocol
 
+import tests.test_utils.interpreter  # noqa: F401
 from tests.test_utils.gloo_pool import RankPool
 from tests.test_utils.warm_python import WarmPython
 

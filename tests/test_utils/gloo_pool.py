@@ -26,7 +26,7 @@ TASKS_PER_WORKER, THREADS_PER_WORKER = 500, 40
 time of a task. A fresh worker costs 0.3 CPU seconds until its caches are full."""
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "numpy", "megatron.training.run",
              "megatron.training.verify.layout_trace", "megatron.training.tasks.gpt",
-             "tests.test_utils.code_digests"]  # fmt: skip
+             "tests.test_utils.code_digests", "tests.test_utils.interpreter"]  # fmt: skip
 """Imports of nearly every task (1.5 seconds): done once in the server instead of in every worker."""
 
 
