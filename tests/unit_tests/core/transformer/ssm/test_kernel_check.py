@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron.core.fusions import linear_attention as fusion
 from megatron.core.fusions.gated_norm import GatedNormTraits
+from megatron.core.fusions.short_convolution import convolution_silu
 from megatron.core.transformer.ssm import convolution, delta_rule, gated_norm, kernel_check, state_space
 from tests.test_utils.kernels import DEVICE
 
@@ -18,11 +18,8 @@ SIZES = {"key": torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16), "value": torch.z
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """The kernels are chosen for bf16, and computed by the interpreter in fp32, as it has no bf16."""
-    kernels = fusion.linear_attention
     monkeypatch.setattr(kernel_check, "kernels_fit", lambda key, value: key.dtype == torch.bfloat16)
-    monkeypatch.setattr(
-        kernel_check, "linear_attention", lambda *inputs: kernels(*(x if x is None else x.float() for x in inputs))
-    )
+    monkeypatch.setattr(kernel_check, "KERNEL_DTYPE", torch.float32)
     monkeypatch.setattr(kernel_check, "_check_rule", kernel_check._check_rule.__wrapped__)
 
 
@@ -37,10 +34,11 @@ class Wrong(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def changed(place, factor):
-    """Kernels whose gradient of one input is wrong."""
-    correct = kernel_check.linear_attention
-    return lambda *inputs: correct(*inputs[:place], Wrong.apply(inputs[place], factor), *inputs[place + 1 :])
+def changed(rule, place, factor):
+    """Plain torch in the place of kernels, with a wrong gradient of one input."""
+    return lambda *inputs: rule(*(
+        Wrong.apply(x, factor) if index == place else x for index, x in enumerate(inputs) if x is not None
+    ))  # fmt: skip
 
 
 RULES = {
@@ -59,14 +57,14 @@ def test_right_kernels_serve_and_wrong_gradients_do_not(on_a_gpu, case, monkeypa
     assert not kernel_check.kernels_serve(rule, **floats, per_channel=per_channel)
     for place, name in ((1, "keys"), (3, "decays")):
         with monkeypatch.context() as patch:
-            patch.setattr(kernel_check, "linear_attention", changed(place, 1.1))
+            patch.setattr(kernel_check, "linear_attention", changed(rule, place, 1.1))
             caplog.clear()
             assert not kernel_check.kernels_serve(rule, **SIZES, per_channel=per_channel)
             assert f"wrong results on cpu ({name}: relative error 0.1" in caplog.text
 
 
 def test_results_that_are_not_finite_are_wrong(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(kernel_check, "linear_attention", changed(2, float("nan")))
+    monkeypatch.setattr(kernel_check, "linear_attention", changed(state_space.state_space, 2, float("nan")))
     assert not kernel_check.kernels_serve(state_space.state_space, **SIZES)
 
 
@@ -82,7 +80,10 @@ def test_kernels_that_raise_do_not_serve(on_a_gpu, monkeypatch, caplog):
 NORMS = {"SiLU": GatedNormTraits(1e-6), "groups": GatedNormTraits(1e-5, gate_first=True)}
 
 
-def changed_input(kernel, factor, x, *arguments):
+def changed_input(factor, kernel, x, *arguments):
+    """The kernel with a wrong gradient of its input; for the convolution plain torch, which takes less time."""
+    if kernel is convolution_silu:
+        return convolution._plain(Wrong.apply(x, factor), *arguments)[0]
     return kernel(Wrong.apply(x, factor), *arguments)
 
 
@@ -105,7 +106,7 @@ def test_wrong_kernels_of_convolutions_and_norms_are_found(module, name, argumen
     check, kernel = module._check_kernel.__wrapped__, getattr(module, name)
     assert check(*arguments, DEVICE)
     for factor in (1.1,) if module is convolution else (1.1, float("nan")):
-        monkeypatch.setattr(module, name, partial(changed_input, kernel, factor))
+        monkeypatch.setattr(module, name, partial(changed_input, factor, kernel))
         caplog.clear()
         assert not check(*arguments, DEVICE)
         assert f"give wrong results on {DEVICE} (inputs: relative error" in caplog.text
