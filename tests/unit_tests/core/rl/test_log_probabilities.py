@@ -1,6 +1,7 @@
 """Log-probabilities of sequences by the pipeline schedules equal the engine's scores, bit for bit, in every layout."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -42,7 +43,10 @@ def scored(rank, world_size, name, dtype, sizes):
     return result, full_log_probabilities([model], sequences(), row_length=ROW), scaled
 
 
-def generated(name, dtype, **fields):
+@cache
+def generated(name, dtype, scaled):
+    """Scores by the engine, on one rank, from logits divided by TEMPERATURE if ``scaled``."""
+    fields = {"sampling": Sampling(temperature=TEMPERATURE), "logprobs_at_temperature": True} if scaled else {}
     engine = Engine(build(name, DTYPES[dtype]), Limits(max_length=31, max_tokens=7), num_pages=40, page_size=4)
     requests = [Request(prompt=x, max_new_tokens=0, prompt_logprobs=True, **fields) for x in sequences()]
     return [
@@ -58,11 +62,13 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "sizes", "world_size"), LAYOUTS)
+IN_BF16 = [LAYOUTS[1], LAYOUTS[3], *LAYOUTS[5:8]]  # every model and every axis
+CASES = [*((*layout, "fp32") for layout in LAYOUTS), *((*layout, "bf16") for layout in IN_BF16)]
+
+
+@pytest.mark.parametrize(("name", "sizes", "world_size", "dtype"), CASES)
 def test_log_probabilities_of_every_layout_equal_the_engines_scores(gloo_pool, name, sizes, world_size, dtype):
-    expected = generated(name, dtype)
-    hot = generated(name, dtype, sampling=Sampling(temperature=TEMPERATURE), logprobs_at_temperature=True)
+    expected, hot = generated(name, dtype, False), generated(name, dtype, True)
     for tokens, rows, scaled in gloo_pool.run(scored, world_size, name, dtype, sizes):
         assert [len(x) for x in tokens] == [length - 1 for length in LENGTHS]
         assert all(torch.equal(x, y) for x, y in zip(tokens, expected, strict=True))

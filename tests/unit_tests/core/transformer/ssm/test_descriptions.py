@@ -73,7 +73,7 @@ def test_described_bytes_are_saved(kind, sizes, kernels, monkeypatch):
         enable_kernels(monkeypatch)
     monkeypatch.setattr(description, "_has_kernels", lambda *sizes: kernels)
     mixer, config = built(kind, *sizes)
-    length = 4096 if kernels else LENGTH  # kernels save one state per sequence
+    length = 1024 if kernels else LENGTH  # kernels save one state per sequence
     parameters, saved, alive = {param.data_ptr() for param in mixer.parameters()}, {}, []
 
     def pack(x):
