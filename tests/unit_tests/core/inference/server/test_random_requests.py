@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 from megatron.core.inference.sampling import Sampling, generate  # noqa: E402
 from tests.test_utils.model_server import LENGTH, running_server, tiny_model, tiny_tokenizer  # noqa: E402
 
-NUM_REQUESTS = 70
+NUM_REQUESTS = 50
 
 
 def random_body(rng):
@@ -28,13 +28,13 @@ def random_body(rng):
         "temperature": rng.choice((0, 0.7, 1.0, 1.5)), "top_k": rng.choice((-1, 3, 5, 40)),
         "top_p": rng.choice((0.5, 1)), "seed": rng.randrange(1000), "n": rng.choice((1, 2, 3)),
         "stop": rng.choice((stop, stop[0], [])),
-        "ignore_eos": rng.random() < 0.5, "max_tokens": rng.randrange(1, 40), "stream": True,
+        "ignore_eos": rng.random() < 0.5, "max_tokens": rng.randrange(1, 28), "stream": True,
         "stream_options": {"include_usage": True}, "min_p": 0, "user": "someone",
     }  # fmt: skip
     if is_chat:
         body |= {"logprobs": True, "top_logprobs": rng.randrange(4)}
         if rng.random() < 0.5:
-            body["max_completion_tokens"] = rng.randrange(1, 40)
+            body["max_completion_tokens"] = rng.randrange(1, 28)
     else:
         body |= {"logprobs": rng.randrange(4), "echo": rng.random() < 0.5}
     always = ("temperature", "seed", "stream_options", "top_logprobs", "max_completion_tokens")
