@@ -83,7 +83,8 @@ ENERGON = (
 def energon(tmp_path_factory):
     """Install megatron-energon; return the folder."""
     folder = tmp_path_factory.mktemp("energon")
-    command = [sys.executable, *"-m pip install -q --no-deps --no-compile --target".split(), folder, *ENERGON.split()]
+    options = ["-q", "--no-deps", "--no-compile", "--target", folder]
+    command = [sys.executable, "-m", "pip", "install", *options, *ENERGON.split()]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if result.returncode:
         pytest.skip(f"pip cannot install megatron-energon: {result.stderr.splitlines()[-1:]}")
