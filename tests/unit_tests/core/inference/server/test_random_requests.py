@@ -148,7 +148,7 @@ def test_random_requests_at_once_equal_their_definition(tmp_path):
 
             return await asyncio.gather(*(post(path, body) for path, body in requests))
 
-    with running_server(tokenizer, max_requests=200, pages=30) as (url, service):
+    with running_server(tokenizer, max_requests=200, pages=20) as (url, service):
         responses = asyncio.run(send(url))
         assert service.engine.scheduler.num_preemptions > 5
     reasons = set()
