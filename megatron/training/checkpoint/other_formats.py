@@ -121,11 +121,20 @@ def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[in
 def check_tensors(
     tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], where: str | os.PathLike
 ) -> None:
-    """Check that names and shapes are as expected and, except counters, dtypes floating point. Every kind of optimizer
-    state must exist for each parameter except ``expert_bias``. Reads no data. CheckpointError lists the differences."""
-    kinds = dict.fromkeys(name.split(".")[1] for name in tensors if name.startswith("optimizer."))
+    """Check that names and shapes are as expected and, except counters, dtypes floating point. Every parameter except
+    ``expert_bias`` must have all kinds of state of an optimizer. Reads no data. CheckpointError lists differences."""
+    kinds: dict[str, set[str]] = {}  # of each parameter: Muon trains some of them, Adam the others
+    for _, kind, name in (name.split(".", 2) for name in tensors if name.startswith("optimizer.")):
+        kinds.setdefault(name, set()).add(kind)
+    optimizers = set(map(frozenset, kinds.values()))
     trained = {name[len("model.") :]: shape for name, shape in expected.items() if not name.endswith(".expert_bias")}
-    state = {f"optimizer.{kind}.{name}": shape for kind in kinds for name, shape in trained.items()}
+    state = {
+        f"optimizer.{kind}.{name}": shape
+        for name, shape in trained.items()
+        for optimizer in optimizers
+        if name not in kinds or kinds[name] & optimizer
+        for kind in sorted(optimizer)
+    }
     problems = differences(tensors, {**expected, **state})
     problems += [
         f"{name} holds {tensor.dtype}, expected floating point"

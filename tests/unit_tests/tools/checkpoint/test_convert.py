@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -185,6 +186,21 @@ def test_training_state_goes_along_and_is_left_out_where_asked(folders, tmp_path
     assert "more" not in repeated.objects and not any(name.startswith("optimizer.") for name in repeated.names)
     del model.tensors["optimizer.exp_avg.output_layer.weight"]
     with pytest.raises(UserError, match=r"optimizer\.exp_avg\.output_layer\.weight is missing, expected \[64, 32\]"):
+        convert.completed(model, [], "hf", "model")
+
+
+@pytest.mark.parametrize(
+    "removed", ["exp_avg.output_layer.weight", "momentum_buffer.decoder.layers.0.mlp.linear_fc2.weight"]
+)
+def test_state_of_muon_for_matrices_and_adam_for_others_is_complete(removed):
+    model = random_model(LLAMA, 64)
+    for name, tensor in list(model.tensors.items()):
+        matrix = "layers" in name and len(tensor.shape) > 1
+        for kind in ("momentum_buffer",) if matrix else ("exp_avg", "exp_avg_sq"):
+            model.tensors[name.replace("model.", f"optimizer.{kind}.", 1)] = tensor
+    convert.completed(model, [], "hf", "model")
+    del model.tensors[f"optimizer.{removed}"]
+    with pytest.raises(UserError, match=re.escape(f"optimizer.{removed} is missing, expected")):
         convert.completed(model, [], "hf", "model")
 
 
