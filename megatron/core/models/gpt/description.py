@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from megatron.core.attention.description import describe_attention
 from megatron.core.attention.latent_description import describe_latent_attention
+from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.config.hybrid import depth_kinds
-from megatron.core.config.layer_kinds import layer_kinds
+from megatron.core.config.layer_kinds import layer_kinds, norm_places
 from megatron.core.config.problems import Settings
 from megatron.core.description.model import Config, LayerPlace, ModelDescription, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, norm, stream_elements
@@ -54,10 +55,12 @@ def describe_gpt(
     torch."""
     vocabulary = common.Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by)
     word, output = common.word_tables(config, vocabulary)
-    rotary, layers = position_embedding_type in ("rope", "yarn"), []
+    rotary, layers, alike = position_embedding_type in ("rope", "yarn"), [], {}
     for index, describe in enumerate(common.layer_descriptions(spec, config.num_layers, _decoder_layer)):
-        branches = describe(config, LayerPlace(index + 1, seq_length, rotary))
-        layers.append(tuple(branch.under(f"decoder.layers.{index}.") for branch in branches))
+        key = (describe, *_layer_kind(config, index + 1))
+        if key not in alike:  # a plan describes hundreds of models, whose layers are of a few kinds
+            alike[key] = describe(config, LayerPlace(index + 1, seq_length, rotary))
+        layers.append(tuple(branch.under(f"decoder.layers.{index}.") for branch in alike[key]))
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
     embedding, predictions = common.describe_embedding(config, word, positions, common.SETTINGS), []
     describe = common.layer_descriptions(spec, config.num_layers, _decoder_layer)[-1]
@@ -81,6 +84,12 @@ DESCRIBE = {
     "experts": describe_moe,
 }
 """Description of each kind of branch (``config/layer_kinds.py``)."""
+
+
+def _layer_kind(config: Config, number: int) -> tuple[object, ...]:
+    """Return all that distinguishes the built-in layer ``number`` from others: branches, norms, window, rotation."""
+    window = layer_window(config.window_size, config.window_attn_skip_freq, number)
+    return layer_kinds(config, number), norm_places(config, number), window, has_rotation(config.no_rope_freq, number)
 
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import Piece
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import GPTModel, description
 from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.norm import build_norm
@@ -146,6 +146,22 @@ def test_static_rows_are_counted_with_their_room(ranks, times):
         return next(saved.bytes for piece in layer for op in piece.ops for saved in op.saved if saved.name == "rows")
 
     assert rows(moe_static_rows=True) == times * rows()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"window_size": (3, 0), "window_attn_skip_freq": 2},
+        {"no_rope_freq": 2},
+        {"num_moe_experts": 4, "moe_layer_freq": 2},
+        {"experimental_attention_variant": "gdn", "linear_attention_freq": 2, "norm_placement": "mixed"},
+    ],
+)
+def test_layers_of_a_kind_are_described_as_each_by_itself(monkeypatch, overrides):
+    config = TransformerConfig(num_layers=5, hidden_size=32, num_attention_heads=2, **overrides)
+    model = described(config, 64, 16, position_embedding_type="rope")
+    monkeypatch.setattr(description, "_layer_kind", lambda config, number: (number,))
+    assert model == described(config, 64, 16, position_embedding_type="rope")
 
 
 @pytest.mark.parametrize("window, skip", [((7, 0), None), ((100, 0), None), ((3, 0), 2)])
