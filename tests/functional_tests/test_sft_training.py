@@ -106,9 +106,10 @@ SAME = {"one rank": "", "tp2+sp": LAYOUTS["tp2+sp"][1], "cp2": CP2, "pp2": PP2} 
 def test_packed_rows_train_as_separate_rows(gloo_pool, data, tmp_path, name):
     """Every conversation of the file in one global batch, packed or each in a row: the same losses and gradients."""
     ranks, runs = 2 if name in ("tp2+sp", "cp2", "pp2") else 1, []
-    for kind, flags in (("packed", []), ("separate", ["--no-sft-packing"])):
-        size = {"packed": rows(data), "separate": 60}[kind]
-        flags = [*data, *EXACT, *flags, *SAME[name].split(), "--global-batch-size", str(size), "--train-iters", "3"]
+    data = [*data[:-1], write_lines(tmp_path / "chats.jsonl", sums(16))]
+    for kind, flags in (("packed", []), ("separate", ["--no-sft-packing", "--micro-batch-size", "4"])):
+        size = {"packed": rows(data), "separate": 16}[kind]
+        flags = [*data, *EXACT, *flags, *SAME[name].split(), "--global-batch-size", str(size), "--train-iters", "2"]
         flags += ["--lr-warmup-iters", "0"]
         runs.append(records(gloo_pool, tmp_path / kind, ranks, flags))
     packed, separate = runs
