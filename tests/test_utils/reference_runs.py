@@ -12,7 +12,7 @@ VOCAB_SIZE = 61  # not divisible by anything
 BASE = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
     "--max-position-embeddings", "36", "--vocab-size", str(VOCAB_SIZE), "--micro-batch-size", "4",
-    "--global-batch-size", "4", "--train-iters", "10", "--lr", "5e-3", "--eval-iters", "2", "--adam-eps", "1e-5",
+    "--global-batch-size", "4", "--train-iters", "20", "--lr", "5e-3", "--eval-iters", "2", "--adam-eps", "1e-5",
 ]  # fmt: skip
 """eps: an entry of the gradient that is zero in exact arithmetic (the bias of keys) is rounding noise, which Adam
 with a smaller eps would blow up."""

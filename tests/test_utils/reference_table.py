@@ -126,7 +126,7 @@ SCHEDULE = {
     "wsd-exponential": f"--lr-decay-style WSD --lr-wsd-decay-iters 8 {WARMUP}",
     "wsd-linear": "--lr-decay-style WSD --lr-wsd-decay-iters 7 --lr-wsd-decay-style linear --lr-decay-iters 18",
     "wsd-cosine": "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-wsd-decay-style cosine --min-lr 1e-3",
-    "wsd-minus-sqrt": "--train-iters 20 --lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style minus_sqrt",
+    "wsd-minus-sqrt": "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style minus_sqrt",
     "in-samples": "--train-samples 83 --lr-warmup-samples 13 --lr-decay-samples 71 --lr-decay-style cosine",
     "wsd-in-samples": "--train-samples 80 --lr-decay-style WSD --lr-wsd-decay-samples 33",
     "ramp-up": f"--global-batch-size 8 --micro-batch-size 2 --rampup-batch-size 2 2 50 {WARMUP} {DROPOUT}",
@@ -251,14 +251,8 @@ PRECISION = {
     "bf16": (f"--bf16 {DROPOUT} --eval-interval 5 --adam-eps 1e-2", "bf16"),
     "bf16-llama": (f"--bf16 {LLAMA} --seed 8 --optimizer sgd --lr 0.3", "bf16"),
     "fp16-static": (f"{FP16} --loss-scale 256 {DROPOUT} --optimizer adam --lr 5e-3 --adam-eps 1e-2", "fp16"),
-    "fp16-dynamic": (
-        f"{FP16} --train-iters 20 --loss-scale-window 3 --initial-loss-scale 16384 --hysteresis 1",
-        "fp16",
-    ),
-    "fp16-patient": (
-        f"{FP16} --train-iters 20 --loss-scale-window 4 --initial-loss-scale 4194304 --hysteresis 3",
-        "fp16",
-    ),
+    "fp16-dynamic": (f"{FP16} --loss-scale-window 3 --initial-loss-scale 16384 --hysteresis 1", "fp16"),
+    "fp16-patient": (f"{FP16} --loss-scale-window 4 --initial-loss-scale 4194304 --hysteresis 3", "fp16"),
     "fp16-bounded": (
         f"{FP16} --initial-loss-scale 5200000 --min-loss-scale 1300000 --hysteresis 1 --optimizer adam --lr 5e-3"
         " --adam-eps 1e-2",
@@ -314,13 +308,15 @@ def _complete(row, more=""):
     return f"{data} {'' if 'all-defaults' in flags else NO_DROPOUT} {more} {flags}".split(), precision
 
 
-ROWS = {
-    name: _complete(row, FEW if group in (NETWORK, POSITIONS, FAMILIES, FP8) else SOME if group is OPTIMIZER else "")
-    for group in (
-        NETWORK, POSITIONS, FAMILIES, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, LATENTS, AHEADS, PRECISION,
-        FP8,
-    )
-    for name, row in group.items()
+ITERATIONS = {
+    FEW: (NETWORK, POSITIONS, FAMILIES, FP8), SOME: (OPTIMIZER, MIXTURES, LATENTS, AHEADS), "": (
+        SCHEDULE, SAMPLES, EVALUATION, PRECISION)
 }  # fmt: skip
-"""Name -> (flags after ``BASE``, precision). A few iterations show what a network computes; schedules, data and the
-optimizer's memory take ``BASE``'s."""
+ROWS = {
+    name: _complete(row, iterations)
+    for iterations, groups in ITERATIONS.items()
+    for group in groups
+    for name, row in group.items()
+}
+"""Name -> (flags after ``BASE``, precision). A few iterations show what a network computes; schedules and data take
+``BASE``'s."""
