@@ -13,11 +13,11 @@ from tests.test_utils.chats import MISTRAL, preferences, tokenizer_folder, write
 from tests.test_utils.gpt_runs import read_records, train, train_with_errors
 from tests.test_utils.hf_folders import LLAMA, tiny_llama, weights_in
 
-PAIRS = 24
+PAIRS = 12
 LENGTH = "192"
 DPO = [
     *LLAMA, "--dpo", "--micro-batch-size", "1", "--seq-length", LENGTH, "--max-position-embeddings", LENGTH,
-    "--log-interval", "1", "--train-iters", "4", "--eval-iters", "0", "--lr-warmup-iters", "0", "--lr", "1e-3",
+    "--log-interval", "1", "--train-iters", "3", "--eval-iters", "0", "--lr-warmup-iters", "0", "--lr", "1e-3",
 ]  # fmt: skip
 EXACT = [
     "--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0", "--lr-decay-style", "constant",
@@ -208,7 +208,7 @@ def test_layout_equals_one_rank(gloo_pool, data, one_rank, tmp_path, name, kind)
     ranks, layout = LAYOUTS[name]
     many = records(gloo_pool, tmp_path, ranks, [*data, *DROPOUT, *layout.split(), *reference.split()])
     one = one_rank(reference)
-    assert len(one) == len(many) == 4
+    assert len(one) == len(many) == 3
     for first, second in zip(one, many):
         assert first["num_tokens"] == second["num_tokens"]
         for figure in ("dpo loss", "grad_norm", *FIGURES[:3]):
@@ -218,7 +218,7 @@ def test_layout_equals_one_rank(gloo_pool, data, one_rank, tmp_path, name, kind)
 @pytest.mark.parametrize("layout", ["", CP2, PP2], ids=["one rank", "cp2", "pp2"])
 def test_packed_rows_train_as_separate_rows(gloo_pool, data, tmp_path, layout):
     runs = []
-    for kind, flags in (("packed", all_rows(data)), ("separate", ["--no-sft-packing", "--global-batch-size", "24"])):
+    for kind, flags in (("packed", all_rows(data)), ("separate", ["--no-sft-packing", "--global-batch-size", str(PAIRS)])):
         flags = [*data, *EXACT, *flags, *layout.split(), "--train-iters", "3"]
         runs.append(records(gloo_pool, tmp_path / kind, 2 if layout else 1, flags))
     packed, separate = runs
@@ -230,11 +230,11 @@ def test_packed_rows_train_as_separate_rows(gloo_pool, data, tmp_path, layout):
 
 @pytest.mark.parametrize("flags", ["", LORA], ids=["model", "base"])
 def test_a_resume_writes_the_same_bytes(gloo_pool, data, tmp_path, flags):
-    flags = [*data, *DROPOUT, *flags.split(), "--train-iters", "6"]
+    flags = [*data, *DROPOUT, *flags.split(), "--train-iters", "4"]
     complete = records(gloo_pool, tmp_path / "complete", 2, flags)
-    records(gloo_pool, tmp_path / "parts", 2, [*flags, "--exit-interval", "3"])
+    records(gloo_pool, tmp_path / "parts", 2, [*flags, "--exit-interval", "2"])
     parts = records(gloo_pool, tmp_path / "parts", 2, [*flags, "--load", str(tmp_path / "parts")])
-    assert len(complete) == 6 and json.dumps(complete) == json.dumps(parts)
+    assert len(complete) == 4 and json.dumps(complete) == json.dumps(parts)
 
 
 def test_validation_reports_the_figures(gloo_pool, model, tmp_path):
