@@ -16,8 +16,9 @@ from tests.test_utils.hf_folders import LLAMA, tiny_llama, weights_in
 PAIRS = 12
 LENGTH = "192"
 DPO = [
-    *LLAMA, "--dpo", "--micro-batch-size", "1", "--seq-length", LENGTH, "--max-position-embeddings", LENGTH,
-    "--log-interval", "1", "--train-iters", "3", "--eval-iters", "0", "--lr-warmup-iters", "0", "--lr", "1e-3",
+    *LLAMA, "--dpo", "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", LENGTH,
+    "--max-position-embeddings", LENGTH, "--log-interval", "1", "--train-iters", "3", "--eval-iters", "0",
+    "--lr-warmup-iters", "0", "--lr", "1e-3",
 ]  # fmt: skip
 EXACT = [
     "--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0", "--lr-decay-style", "constant",

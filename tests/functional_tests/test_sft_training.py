@@ -13,8 +13,9 @@ from tests.test_utils.gpt_runs import MODEL_FLAGS, read_records, train, train_wi
 from tests.test_utils.hf_folders import LLAMA, tiny_llama
 
 SFT = [
-    "--sft", "--micro-batch-size", "1", "--seq-length", "96", "--max-position-embeddings", "96", "--log-interval", "1",
-    "--train-iters", "4", "--eval-iters", "0", "--position-embedding-type", "rope",
+    "--sft", "--micro-batch-size", "1", "--global-batch-size", "4", "--seq-length", "96",
+    "--max-position-embeddings", "96", "--log-interval", "1", "--train-iters", "4", "--eval-iters", "0",
+    "--position-embedding-type", "rope",
 ]  # fmt: skip
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 EXACT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
@@ -142,7 +143,7 @@ def test_two_epochs_read_all_rows_twice(data, caplog):
         cfg = validate_args(parse_args([*pairs, "--num-epochs", "2"]), 1, announce=False)
     assert "sequences in" not in caplog.text
     assert cfg.training.train_samples == cfg.schedule.lr_decay_samples == 2 * rows(data)
-    assert cfg.training.train_iters == 2 * rows(data) // 8
+    assert cfg.training.train_iters == 2 * rows(data) // 4
 
 
 def test_a_resume_writes_the_same_bytes(gloo_pool, data, tmp_path):
@@ -223,5 +224,5 @@ def test_inspect_batch_names_lines_and_ranks(gloo_pool, data, tmp_path, capsys):
         assert all(text.startswith("line ") and "⟦" in text for _, text in sample["texts"])
         bounds = np.array(sample["arrays"]["cu_seqlens"])
         costs[sample["micro_batch"]][sample["rank"]] += int((np.diff(bounds)[: len(sample["texts"])] ** 2).sum())
-    assert len(samples) == 8 and sorted(costs, reverse=True) == costs  # the costliest rows come first
+    assert len(samples) == 4 and sorted(costs, reverse=True) == costs  # the costliest rows come first
     assert all(max(pair) < 2 * min(pair) for pair in costs)
