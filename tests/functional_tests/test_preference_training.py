@@ -219,7 +219,10 @@ def test_layout_equals_one_rank(gloo_pool, data, one_rank, tmp_path, name, kind)
 @pytest.mark.parametrize("layout", ["", CP2, PP2], ids=["one rank", "cp2", "pp2"])
 def test_packed_rows_train_as_separate_rows(gloo_pool, data, tmp_path, layout):
     runs = []
-    for kind, flags in (("packed", all_rows(data)), ("separate", ["--no-sft-packing", "--global-batch-size", str(PAIRS)])):
+    for kind, flags in (
+        ("packed", all_rows(data)),
+        ("separate", ["--no-sft-packing", "--global-batch-size", str(PAIRS)]),
+    ):
         flags = [*data, *EXACT, *flags, *layout.split(), "--train-iters", "3"]
         runs.append(records(gloo_pool, tmp_path / kind, 2 if layout else 1, flags))
     packed, separate = runs
