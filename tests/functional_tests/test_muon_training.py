@@ -5,7 +5,7 @@ import pytest
 from tests.functional_tests.test_data_parallel_training import OVERLAPPED, SAME_ARITHMETIC, SHORT, digests, run
 from tests.test_utils.gpt_runs import losses, train_with_errors
 
-MUON = ["--optimizer", "muon", "--swiglu", "--muon-extra-scale-factor", "0.2"]
+MUON = ["--optimizer", "muon", "--swiglu", "--muon-extra-scale-factor", "0.2", "--muon-fp32-matmul-prec", "high"]
 ADAPTIVE = ["--optimizer", "adaptive_muon"]
 LION = ["--optimizer", "lion"]
 LAYOUTS = {  # the last --optimizer counts

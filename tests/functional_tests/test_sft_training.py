@@ -216,7 +216,7 @@ def test_losses_equal_a_loop_of_transformers(gloo_pool, tmp_path):
 def test_inspect_batch_names_lines_and_ranks(gloo_pool, data, tmp_path, capsys):
     from megatron.tools.inspect_batch import main
 
-    records(gloo_pool, tmp_path, 2, [*data, *EXACT])
+    records(gloo_pool, tmp_path, 2, [*data, *EXACT, "--global-batch-size", "8"])
     assert main(["--load", str(tmp_path), "--iteration", "1", "--json"]) == 0
     samples = json.loads(capsys.readouterr().out)["samples"]
     costs = [[0, 0] for _ in range(4)]
@@ -224,5 +224,5 @@ def test_inspect_batch_names_lines_and_ranks(gloo_pool, data, tmp_path, capsys):
         assert all(text.startswith("line ") and "⟦" in text for _, text in sample["texts"])
         bounds = np.array(sample["arrays"]["cu_seqlens"])
         costs[sample["micro_batch"]][sample["rank"]] += int((np.diff(bounds)[: len(sample["texts"])] ** 2).sum())
-    assert len(samples) == 4 and sorted(costs, reverse=True) == costs  # the costliest rows come first
+    assert len(samples) == 8 and sorted(costs, reverse=True) == costs  # the costliest rows come first
     assert all(max(pair) < 2 * min(pair) for pair in costs)
