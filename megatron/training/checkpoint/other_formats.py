@@ -123,7 +123,7 @@ def check_tensors(
 ) -> None:
     """Check that names and shapes are as expected and, except counters, dtypes floating point. Every parameter except
     ``expert_bias`` must have all kinds of state of an optimizer. Reads no data. CheckpointError lists differences."""
-    kinds: dict[str, set[str]] = {}  # of each parameter: Muon trains some of them, Adam the others
+    kinds: dict[str, set[str]] = {}  # by parameter: Muon trains some of them, Adam the others
     for _, kind, name in (name.split(".", 2) for name in tensors if name.startswith("optimizer.")):
         kinds.setdefault(name, set()).add(kind)
     optimizers = set(map(frozenset, kinds.values()))
@@ -132,7 +132,7 @@ def check_tensors(
         f"optimizer.{kind}.{name}": shape
         for name, shape in trained.items()
         for optimizer in optimizers
-        if name not in kinds or kinds[name] & optimizer
+        if not (own := kinds.get(name, set()) - {"main_param"}) or own & optimizer  # every optimizer has main weights
         for kind in sorted(optimizer)
     }
     problems = differences(tensors, {**expected, **state})

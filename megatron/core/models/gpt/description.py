@@ -57,7 +57,7 @@ def describe_gpt(
     word, output = common.word_tables(config, vocabulary)
     rotary, layers, alike = position_embedding_type in ("rope", "yarn"), [], {}
     for index, describe in enumerate(common.layer_descriptions(spec, config.num_layers, _decoder_layer)):
-        key = (describe, *_layer_kind(config, index + 1))
+        key = _layer_kind(config, index + 1) if describe is _decoder_layer else index
         if key not in alike:  # a plan describes hundreds of models, whose layers are of a few kinds
             alike[key] = describe(config, LayerPlace(index + 1, seq_length, rotary))
         layers.append(tuple(branch.under(f"decoder.layers.{index}.") for branch in alike[key]))

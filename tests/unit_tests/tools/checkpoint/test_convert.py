@@ -189,14 +189,15 @@ def test_training_state_goes_along_and_is_left_out_where_asked(folders, tmp_path
         convert.completed(model, [], "hf", "model")
 
 
+@pytest.mark.parametrize("main", [[], ["main_param"]], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "removed", ["exp_avg.output_layer.weight", "momentum_buffer.decoder.layers.0.mlp.linear_fc2.weight"]
 )
-def test_state_of_muon_for_matrices_and_adam_for_others_is_complete(removed):
+def test_state_of_muon_for_matrices_and_adam_for_others_is_complete(removed, main):
     model = random_model(LLAMA, 64)
     for name, tensor in list(model.tensors.items()):
         matrix = "layers" in name and len(tensor.shape) > 1
-        for kind in ("momentum_buffer",) if matrix else ("exp_avg", "exp_avg_sq"):
+        for kind in (*main, *(["momentum_buffer"] if matrix else ["exp_avg", "exp_avg_sq"])):
             model.tensors[name.replace("model.", f"optimizer.{kind}.", 1)] = tensor
     convert.completed(model, [], "hf", "model")
     del model.tensors[f"optimizer.{removed}"]
