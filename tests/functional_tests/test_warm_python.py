@@ -15,16 +15,19 @@ import pytest
     "import sys; print('last words', file=sys.stderr); sys.exit(7)",
     "import sys; sys.exit('a reason')",
     "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "file = open('program.txt', 'w'); file.write('text'); print(1 / 3)",
+    "import sys; sys.excepthook = lambda kind, error, trace: print(kind.__name__, error); raise ValueError('odd')",
     "import atexit, threading; atexit.register(print, 'bye'); threading.Thread(target=print, args=['thread']).start()",
 ])  # fmt: skip
 def test_program_ends_as_in_a_separate_interpreter(warm_python, tmp_path, program):
     (tmp_path / "program.py").write_text(program)
     environment = {**os.environ, "MARK": "here"}
-    ends = [
-        subprocess.run([python, "program.py", "a", "b c"], cwd=tmp_path, env=environment, capture_output=True)
-        for python in (warm_python, sys.executable)
-    ]
-    assert (ends[0].returncode, ends[0].stdout, ends[0].stderr) == (ends[1].returncode, ends[1].stdout, ends[1].stderr)
+    ends = []
+    for python in (warm_python, sys.executable):
+        end = subprocess.run([python, "program.py", "a", "b c"], cwd=tmp_path, env=environment, capture_output=True)
+        files = [path.read_text() for path in tmp_path.glob("*.txt")]
+        ends.append((end.returncode, end.stdout, end.stderr, files))
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 3), (signal.SIGKILL, -signal.SIGKILL)])

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -121,8 +122,6 @@ def run_server(address, stand_in, *preloaded):
     """Import the ``preloaded`` modules, serve, and in each program run it."""
     import gc
     import importlib
-    import runpy
-    import types
 
     for name in preloaded:
         importlib.import_module(name)
@@ -130,6 +129,14 @@ def run_server(address, stand_in, *preloaded):
     gc.collect()
     gc.freeze()
     words = become(serve(address), stand_in, path)
+    end(lambda: run(words))
+
+
+def run(words):
+    """Run the program of ``words`` as ``__main__``."""
+    import runpy
+    import types
+
     if words[0] == "-m":
         sys.modules.pop(words[1], None)  # else runpy warns
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -142,6 +149,33 @@ def run_server(address, stand_in, *preloaded):
         with open(words[0], encoding="utf-8") as file:
             text = file.read()
     exec(compile(text, words[0], "exec"), main.__dict__)
+
+
+def end(program):
+    """Run ``program`` and end like an interpreter, which would also free all objects: 0.4 CPU seconds in a fork, whose
+    memory is copied when it is written."""
+    import atexit
+    import threading
+
+    code = 0
+    try:
+        program()
+    except SystemExit as error:
+        code = error.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if sys.modules["__main__"].__dict__ is not globals():  # runpy of -m restores this module
+        sys.modules["__main__"].__dict__.clear()  # closes its files
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a closed pipe, a closed stream
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 class WarmPython:

@@ -88,8 +88,8 @@ DESCRIBE = {
 
 def _layer_kind(config: Config, number: int) -> tuple[object, ...]:
     """Return all that distinguishes the built-in layer ``number`` from others: branches, norms, window, rotation."""
-    window = layer_window(config.window_size, config.window_attn_skip_freq, number)
-    return layer_kinds(config, number), norm_places(config, number), window, has_rotation(config.no_rope_freq, number)
+    windowed = layer_window(config.window_size, config.window_attn_skip_freq, number) is not None
+    return layer_kinds(config, number), norm_places(config, number), windowed, has_rotation(config.no_rope_freq, number)
 
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
