@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from tests.test_utils.foreign_models import (
+    BAMBA_SIZES,
     GATED,
     GLM_SETTINGS,
     GPT2_SETTINGS,
@@ -127,6 +128,10 @@ VARIANTS = {
         **rope(partial_rotary_factor=0.5),
     ),
     "olmo-hybrid-rope": variant("OlmoHybrid", {**GATED, **OLMO_DELTA}, linear_allow_neg_eigval=False, **rope(5e5)),
+    "bamba-all-rotated": variant(
+        "Bamba", {**GATED, **BAMBA_SIZES}, attn_layer_indices=[1], **rope(partial_rotary_factor=1.0)
+    ),
+    "mamba2-wide-head": variant("Mamba2", {}, num_heads=1, head_dim=96, expand=3, n_groups=1, state_size=6),
     "nemotron-biases": variant(
         "Nemotron", LN, attention_bias=True, mlp_bias=True, head_dim=12, num_key_value_heads=2,
         norm_eps=1e-3, **rope(kind="linear", factor=2.0, partial_rotary_factor=0.5),

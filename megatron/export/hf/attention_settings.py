@@ -201,6 +201,15 @@ class Rope(Rule):
         return {**config, "rope_scaling": scaling}
 
 
+class RopeTable(Rope):
+    """Rotary positions that are written as one table, ``rope_parameters``."""
+
+    def save(self, settings: Table) -> dict[str, Any]:
+        config = super().save(settings)
+        scaling = config.pop("rope_scaling") or {"rope_type": "default"}
+        return {"rope_parameters": {**scaling, **config}}
+
+
 def _plain(scaling: dict[str, object], config: Table) -> dict[str, object]:
     if scaling.get("factor") == 1.0:
         del scaling["factor"]

@@ -60,7 +60,8 @@ def mamba_sizes(cfg: Settings) -> Problems:
         return
     heads, groups, tp = model.mamba_num_heads, model.mamba_num_groups, model.tensor_model_parallel_size
     default, rest = divmod(2 * model.hidden_size, model.mamba_head_dim)
-    if rest and heads == max(default, 1) and "mamba_num_heads" not in cfg.explicit:
+    is_default = "hidden_size" in cfg.explicit and "mamba_num_heads" not in cfg.explicit  # no file states the heads
+    if rest and is_default and heads == max(default, 1):
         reason = f"does not divide twice the hidden size, {2 * model.hidden_size}"
         yield problem(cfg, "mamba_head_dim", reason, "give --mamba-num-heads")
     if heads % groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from megatron.export.hf.attention_settings import Rope, groups
+from megatron.export.hf.attention_settings import RopeTable, groups
 from megatron.export.hf.families import llama
 from megatron.export.hf.families.nemotron_h import mixer_names
 from megatron.export.hf.family import Family
@@ -91,7 +91,7 @@ BAMBA = Family(
         *same(num_attention_heads="num_attention_heads", max_position_embeddings="max_position_embeddings"),
         Same("mamba_num_groups", "mamba_n_groups", default=1), Same("mamba_state_dim", "mamba_d_state", default=256),
         Same("norm_epsilon", "rms_norm_eps", default=1e-5), llama.HEAD_SIZE, *llama.DROPOUT, llama.SILU_GATED,
-        Rope(share=0.5),
+        RopeTable(share=0.5),  # transformers reads the share in the table only
         FixedKeys({"mamba_d_conv": 4, "mamba_conv_bias": True, "mamba_proj_bias": False, "attention_bias": False,
                    "mlp_bias": False}),
         Ignored(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")),

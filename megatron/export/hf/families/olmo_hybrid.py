@@ -3,7 +3,7 @@ layer, with rotary positions or without."""
 
 from __future__ import annotations
 
-from megatron.export.hf.attention_settings import Rope, derived_head_size, groups
+from megatron.export.hf.attention_settings import RopeTable, derived_head_size, groups
 from megatron.export.hf.families import llama
 from megatron.export.hf.families.gated_delta import LAYER_KINDS, rows
 from megatron.export.hf.family import Family
@@ -11,7 +11,7 @@ from megatron.export.hf.layouts import BlockParts, Weights
 from megatron.export.hf.settings import Choice, Fixed, FixedKeys, Ignored, Same, Table
 
 
-class OptionalRope(Rope):
+class OptionalRope(RopeTable):
     """Rotary positions, or none if the base is null."""
 
     def load(self, config: Table) -> dict[str, object]:
@@ -24,9 +24,7 @@ class OptionalRope(Rope):
     def save(self, settings: Table) -> dict[str, object]:
         if settings["position_embedding_type"] == "none":
             return {"rope_parameters": {self.base_key: None}}
-        config = super().save(settings)
-        scaling = config.pop("rope_scaling") or {"rope_type": "default"}
-        return {"rope_parameters": {**scaling, self.base_key: config[self.base_key]}}
+        return super().save(settings)
 
 
 def mixer(convolutions: BlockParts) -> Weights:
