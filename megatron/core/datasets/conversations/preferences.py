@@ -31,6 +31,7 @@ def read_pair(line: Line, report: Report, number: int) -> Iterator[Pair]:
         raise UserError(f"has no {' and no '.join(missing)} (it has {keys}); a preference pair has chosen and rejected")
     for key in sorted(line.keys() - {*KEYS, *OPTIONAL}):
         report.count(f"key {key}", number)
+    report.formats.setdefault("preference pairs", number)
     chosen, rejected = (line[key] for key in KEYS)
     prompt = line.get("prompt")
     values = [chosen, rejected, *([] if prompt is None else [prompt])]
@@ -85,7 +86,7 @@ def pair_sequences(tokenizer: Tokenizer, pair: Pair, report: Report, number: int
                 f"{name}: the chat template renders its earlier answers in another way once messages follow; put "
                 "them into the prompt, or give a template for training by --chat-template"
             )
-        sequences += [sequence for sequence in tokens if sequence.trained[1:].any()]
+        sequences += tokens
     if len(sequences) == 2:
         return sequences
     report.count("unpaired", number)

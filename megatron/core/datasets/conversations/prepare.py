@@ -280,10 +280,11 @@ def _read(value: Line, report: Report, number: int) -> Iterator[Item]:
 def item_sequences(tokenizer: Tokenizer, item: Item, report: Report, number: int) -> list[Tokens]:
     """Return the sequences of one conversation or text; count in ``report`` the reason for none or several."""
     if not isinstance(item, Conversation):
-        if not item.completion.strip():
+        tokens = tokenize_text(tokenizer, item)
+        if not item.completion.strip() or not tokens.trained[1:].any():  # an end token only
             report.count("blank", number)
             return []
-        return [tokenize_text(tokenizer, item)]
+        return [tokens]
     if not any(message.get("content") or message.get("tool_calls") for message in item.messages):
         report.count("blank", number)
         return []
@@ -291,7 +292,8 @@ def item_sequences(tokenizer: Tokenizer, item: Item, report: Report, number: int
     if tokenizer.chat is None:
         raise UserError(f"the {tokenizer.tokenizer_type} has no chat template; give one by --chat-template FILE")
     rendered = list(answer_spans(tokenizer, item))
-    sequences = [tokenize_answers(tokenizer, text, spans) for text, spans in rendered]
+    tokenized = (tokenize_answers(tokenizer, text, spans) for text, spans in rendered)
+    sequences = [tokens for tokens in tokenized if tokens.trained[1:].any()]
     if not sequences:
         report.count("without_answer", number)
         return []

@@ -155,6 +155,18 @@ def test_everything_left_out_is_counted(tmp_path):
     assert "2 lines with the key id, which is not read (first: line 5)" in text
 
 
+def test_texts_and_answers_without_a_label_are_counted(tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = build_huggingface(tokenizer_folder(tmp_path / "tokenizer", template))
+    end = tokenizer.detokenize([tokenizer.eod])
+    lines = [{"text": end}, {"text": f"a{end}"}, {"text": end}]
+    arrays, report, _ = prepared(write_lines(tmp_path / "texts.jsonl", lines), tokenizer, None)
+    assert arrays["lines"].tolist() == [2] and report.counts == {"blank": 2} and report.first == {"blank": 1}
+    chats = [{"messages": [user(""), assistant(end)]}, {"messages": [user("a"), assistant("b")]}]
+    arrays, report, _ = prepared(write_lines(tmp_path / "chats.jsonl", chats), tokenizer, None)
+    assert arrays["lines"].tolist() == [2] and report.counts == {"without_answer": 1}
+
+
 def test_message_that_a_template_drops_is_counted(tmp_path):
     template = (
         "{%- for m in messages if m.role != 'system' %}{{- '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
