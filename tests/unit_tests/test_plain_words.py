@@ -1,5 +1,7 @@
 """The text of the tree stays in plain English: each folder stays below its ceiling of private idioms."""
 
+import io
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,19 @@ def test_docstrings_that_open_with_a_relative_word_are_found(tmp_path):
     assert {unit.text: found_in(unit) for unit in units(tmp_path) if found_in(unit)} == {
         "Which tokens a rank holds, in order.": ["opens with Which"], "parts_of": ["_of"]
     }  # fmt: skip
+
+
+def test_comments_and_their_lines_equal_those_of_the_tokenizer(tmp_path):
+    source = r'''
+a = "# not a comment 'here' \" # either"  # the first comment's "words"
+b = """ '#' one "" quote \""" # inside of it
+ # still inside """ + "continues \
+# on this line"  # the second comment of them
+c, d = r"\\", ''  # the third 'comment' is here
+e = f"{a!r:#>4} # no" + b'#'  # four words stand here
+'''
+    (path := tmp_path / "module.py").write_text(source)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    expected = [(x.start[0], x.string.lstrip("# ")) for x in tokens if x.type == tokenize.COMMENT]
+    assert [(unit.line, unit.text) for unit in units(path) if unit.kind == "comment"] == expected
+    assert [line for line, _ in expected] == [2, 5, 6, 7]
