@@ -167,7 +167,7 @@ def build_request(
 def generate_texts(
     engine: Engine, tokenizer: Tokenizer, jobs: Sequence[tuple[str, dict[str, Any]]], adapter: Any
 ) -> list[str]:
-    """Return the text after each context, before the first stop string and without special tokens."""
+    """Return the text after each context, cut at its stop strings as in the harness, without special tokens."""
     running: dict[int, tuple[int, TextStream, list[str]]] = {}
     texts = [""] * len(jobs)
     for index, (context, settings) in enumerate(jobs):
@@ -187,9 +187,11 @@ def generate_texts(
 
 
 def _answer(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str]) -> str:
+    from lm_eval.models.utils import postprocess_generated_text
+
     special_ids = tokenizer.all_special_ids
     text = tokenizer.detokenize([token for token in tokens if token not in special_ids])
-    return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=len(text))]
+    return postprocess_generated_text(text, [*stops], None)  # cuts at one stop string after the other
 
 
 def evaluate_tasks(

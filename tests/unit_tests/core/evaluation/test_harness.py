@@ -238,14 +238,17 @@ def test_answers_end_with_the_end_token_and_stop_strings_and_lack_special_tokens
     adapter, reference, _ = chain
     rng = random.Random(4)
     jobs = [("A", {"max_gen_toks": 14, "until": until, **extra})
-            for until in ([], ["zz"], ["P"], ["STO"], ["c", "😀"], ["<|x|>"], "d", ["OP<|x|>"], ["😀c"], ["cS", "b"])
+            for until in ([], ["zz"], ["P"], ["STO"], ["c", "😀"], ["<|x|>"], "d", ["OP<|x|>"], ["😀c"], ["cS", "b"],
+                          ["TO", "STO"], ["STO", "TO"])
             for extra in ({}, {"do_sample": False, "temperature": 1})]  # fmt: skip
     jobs += [("A" if rng.random() < 0.5 else "A" * 70, random_settings(rng, ["S", "TO", "c"])) for _ in range(20)]
     jobs = [(context, x) for context, x in jobs if context == "A" or "max_length" not in x]
+    jobs.append(("Ab", {"max_gen_toks": 14, "until": ["b", "b😀"]}))  # the context ends with them
     expected = reference.generate_until(instances(*jobs), disable_tqdm=True)
     actual = adapter.generate_until(instances(*jobs), disable_tqdm=True)
     assert [x for x in zip(jobs, actual, expected) if x[1] != x[2]] == []
     assert actual[:4] == ["b😀cSTOPd"] * 4 and actual[10] == "b😀cSTOP"
+    assert (actual[20], actual[22], actual[-1]) == ("b😀cS", "b😀c", "😀cSTOPd")
 
 
 def test_answers_end_with_every_end_token_that_the_model_names(chain, monkeypatch):
