@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -304,7 +305,8 @@ def host_blocks(tensor: Tensor) -> Iterator[memoryview]:
     data = flat_bytes(tensor)
     # one block at a time: a host copy of the full tensor could exceed the free memory
     for start in range(0, data.numel(), BLOCK_BYTES):
-        yield memoryview(data[start : start + BLOCK_BYTES].cpu().numpy())  # type: ignore[arg-type]
+        # Tensor.numpy would fix the size of the storage forever, which HostCopy changes
+        yield memoryview(np.from_dlpack(data[start : start + BLOCK_BYTES].cpu()))
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

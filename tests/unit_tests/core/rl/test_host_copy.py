@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from megatron.core.config.errors import UserError
+from megatron.core.dist_checkpointing import save
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.rl.host_copy import HostCopy
+from megatron.core.sharding.sharded_tensor import module_tensors
 from tests.test_utils.layouts import VOCAB_SIZE, configure
 from tests.unit_tests.training.test_live_weights import BASE, TP2
 
@@ -72,6 +75,16 @@ def test_a_module_without_optimizer_moves_weights_and_buffers_and_drops_gradient
     copy.reload()
     assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
     assert torch.equal(module.weight.grad, torch.zeros(6))
+
+
+def test_saved_weights_move_to_the_host_and_back(tmp_path):
+    module = torch.nn.Linear(5, 7)
+    values = [x.detach().clone() for x in module.parameters()]
+    save(module_tensors(module, groups=SINGLE_PROCESS), tmp_path / "saved")
+    copy = HostCopy([module])
+    assert copy.offload() == 4 * (5 * 7 + 7) and not any(x.untyped_storage().nbytes() for x in module.parameters())
+    copy.reload()
+    assert all(torch.equal(x, value) for x, value in zip(module.parameters(), values))
 
 
 def storages_of_live_tensors():
