@@ -306,7 +306,7 @@ def host_blocks(tensor: Tensor) -> Iterator[memoryview]:
     # one block at a time: a host copy of the full tensor could exceed the free memory
     for start in range(0, data.numel(), BLOCK_BYTES):
         # Tensor.numpy would fix the size of the storage forever, which HostCopy changes
-        yield memoryview(np.from_dlpack(data[start : start + BLOCK_BYTES].cpu()))
+        yield memoryview(np.from_dlpack(data[start : start + BLOCK_BYTES].cpu()))  # type: ignore[arg-type]
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
