@@ -16,7 +16,7 @@ from tests.test_utils.gloo_pool import PRELOADED
 from tests.test_utils.gpt_runs import losses
 
 PROMISE = 60.0
-"""Seconds until every process has exited, also on a busy machine; the watchdog's limit is 6 here."""
+"""Seconds until every process has exited, also on a busy machine; the watchdog's limit is 10 here."""
 AT_ONCE = 7
 LONGEST = ("is killed in the second save", "stands still", "hangs", "never", "holds", "loses", "leaves")
 
@@ -31,8 +31,8 @@ OTHER_SAYS = {
     Fault("hangs in data loading", 1, "ranks"): "rank 1 failed first: iteration 2, waiting for data: no progress for",
     Fault("hangs in a collective", 1, "torchrun"): "rank 1 failed first: iteration 2, waiting for data: no progress",
     Fault("hangs in evaluation", 1, "ranks"): "rank 1 failed first: iteration 4, waiting for evaluation data: no progr",
-    Fault("hangs in a save", 1, "ranks", collective_minutes=0.15): "rank 1 failed first: iteration 5, saving a checkp",
-    Fault("hangs before the first iteration", 1, "ranks", collective_minutes=0.1): "rank 1 failed first: before the fi",
+    Fault("hangs in a save", 1, "ranks", collective_minutes=0.25): "rank 1 failed first: iteration 5, saving a checkp",
+    Fault("hangs before the first iteration", 1, "ranks", collective_minutes=0.15): "rank 1 failed first: before the f",
     Fault("holds the interpreter", 1, "ranks"): "is stopped, locked or out of reach: no sign of life for",
     Fault("is stopped", 1, "ranks"): "is stopped, locked or out of reach: no sign of life for",
 }
@@ -41,7 +41,7 @@ MENDED_BY_THE_USER = {
     Fault("runs out of memory", 1, "torchrun"): "error on rank 1: out of memory for 2.00 GiB in iteration 2\n",
     Fault("runs out of memory in evaluation", 1, "ranks"): "error on rank 1: out of memory for 2.00 GiB in",
     Fault("computes NaN", 1, "ranks"): "error on rank 1: rank 1, iteration 2 (samples from 8 on): lm loss is nan",
-    Fault("hangs in a background save", 1, "ranks", collective_minutes=0.15): (
+    Fault("hangs in a background save", 1, "ranks", collective_minutes=0.25): (
         "error on rank 1: the background save of iteration 5: no progress for"
     ),
 }
@@ -59,11 +59,11 @@ OTHER_HOST_SAYS = {
     Fault("holds the interpreter", 1, "hosts"): "rank 1 failed first: ",
 }
 MISSING = {
-    Fault("never arrives", 1, "torchrun"): "1 of 2 ranks did not arrive within 6 s: 1.",
-    Fault("never arrives", 1, "ranks", ranks=(0,)): "1 of 2 ranks did not arrive within 6 s: 1.",
-    Fault("never arrives", 0, "ranks", ranks=(1,)): "rank 0 did not answer within 6 s",
+    Fault("never arrives", 1, "torchrun"): "1 of 2 ranks did not arrive within 10 s: 1.",
+    Fault("never arrives", 1, "ranks", ranks=(0,)): "1 of 2 ranks did not arrive within 10 s: 1.",
+    Fault("never arrives", 0, "ranks", ranks=(1,)): "rank 0 did not answer within 10 s",
 }
-NO_FAULT = [Fault("stands still", "all", "ranks", timeout=10.0), Fault("ends a child", 1, "ranks")]
+NO_FAULT = [Fault("stands still", "all", "ranks"), Fault("ends a child", 1, "ranks")]
 KILLED_IN_A_SAVE = Fault("is killed in the second save", 0, interpreter=True, timeout=60.0)
 THE_SAME_AGAIN = Fault("nothing", "none", interpreter=True, timeout=60.0)
 UNDISTURBED = Fault("nothing", "none", "ranks")
@@ -97,7 +97,7 @@ def outcome(request, tmp_path_factory):
 
 
 def check_end(run):
-    assert run.code != 0 and not run.left, (run.code, run.left)
+    assert run.code != 0 and not run.left, (run.code, run.left, run.errors)
     assert run.seconds < PROMISE
 
 

@@ -41,8 +41,8 @@ class Fault:
     interpreter: bool = False
     """Whether torchrun and the ranks are fresh processes of a shell, with nothing loaded."""
     device: str = "cpu"
-    timeout: float = 6.0
-    """--watchdog-timeout-seconds."""
+    timeout: float = 10.0
+    """--watchdog-timeout-seconds. With 6, a busy machine made a rank seem dead before its fault."""
     collective_minutes: float = 10.0
     """--distributed-timeout-minutes."""
     layout: str = ""
