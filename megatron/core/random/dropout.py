@@ -52,10 +52,8 @@ class Dropout(nn.Module):
     def __init__(self, rate: float, *site: str | int, fused: bool = False, first_feature: int = 0) -> None:
         super().__init__()
         self.rate, self.site, self.first_feature = rate, site, first_feature
+        self.scale = 1.0 / (1.0 - DropoutStream.exact_rate(rate))
         self._drop = ByDevice(self._drop_in_kernel, self._drop_plain) if fused else self._drop_plain
-
-    def _scaled(self, x: Tensor, mask: Tensor) -> Tensor:
-        return ScaleByMask.apply(x, mask, 1.0 / (1.0 - DropoutStream.exact_rate(self.rate)))
 
     def _checked(self, coordinates: DropoutCoordinates | None) -> DropoutCoordinates:
         if coordinates is None:
@@ -83,7 +81,7 @@ class Dropout(nn.Module):
             position = at.position_s[first : first + step, None, None]
             sample = samples if len(samples) == 1 else samples[first : first + step]
             mask[first : first + step] = at.stream.keep_mask(self.rate, self.site, sample, position, 0, features)
-        dropped = self._scaled(x, mask)
+        dropped = ScaleByMask.apply(x, mask, self.scale)
         return dropped if residual is None else residual + dropped
 
     def _drop_in_kernel(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
