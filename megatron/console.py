@@ -114,26 +114,29 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
 
 
 FOLDERS = {
-    **dict.fromkeys(("generate", "serve", "evaluate", "fill-mask", "inspect-batch", "prune", "quantize"), "--load"),
+    **dict.fromkeys(("generate", "serve", "evaluate", "fill-mask", "inspect-batch", "prune"), "--load"),
+    "quantize": "--load --load-hf",
+    "card": "--load-hf",
     "convert": "--load-dir",
     "verify": "",
     "inspect": "",
 }
-"""Tool -> flag of the folder that it reads; empty: its first word."""
+"""Tool -> flags of the folder that it reads; empty: its first word."""
 
 
 def check_folders(name: str, arguments: Sequence[str]) -> None:
     """Raise UserError if a folder that the tool ``name`` reads does not exist or holds no checkpoint: before the tool
     imports torch, which takes seconds."""
-    flag = FOLDERS.get(name)
-    if flag is None or {"-h", "--help"} & set(arguments):
+    flags = FOLDERS.get(name)
+    if flags is None or {"-h", "--help"} & set(arguments):
         return
-    words = [word for argument in arguments for word in (argument.split("=", 1) if flag else [argument])]
+    words = [word for argument in arguments for word in (argument.split("=", 1) if flags else [argument])]
     normal = [word.replace("_", "-") for word in words]
-    place = normal.index(flag) + 1 if flag in normal else len(words) if flag else 0
+    flag = next((word for word in normal if word in flags.split()), "")
+    place = normal.index(flag) + 1 if flag else len(words) if flags else 0
     if place < len(words) and not words[place].startswith("--"):
         if not os.path.lexists(words[place]):
-            fix = folder_fix(flag, words[place]) if flag else "check the path"
+            fix = folder_fix(words[place]) if flag else "check the path"
             raise UserError(f"{flag} {words[place]}: there is no such folder; {fix}".lstrip())
         if not may_hold_checkpoint(words[place]):
             raise UserError(f"{flag} {words[place]}: holds no checkpoint; give the --save folder of a run".lstrip())

@@ -46,9 +46,7 @@ def parse_command_line(argv: Sequence[str], about: str) -> tuple[argparse.Namesp
     if options.inspect is not None and options.inspect < 1:
         raise UserError(f"--inspect {options.inspect}: must be at least 1")
     if not os.path.isdir(options.load_hf):
-        raise UserError(
-            f"--load-hf {options.load_hf}: there is no such folder; {folder_fix('--load-hf', options.load_hf)}"
-        )
+        raise UserError(f"--load-hf {options.load_hf}: there is no such folder; {folder_fix(options.load_hf)}")
     return options, rest
 
 

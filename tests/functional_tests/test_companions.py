@@ -349,7 +349,7 @@ def test_settings_that_the_teacher_does_not_fit_are_rejected(teacher, gloo_pool,
     assert settings_of(teacher, f"{CP2} --cp-comm-type a2a p2p a2a p2p", 2).companions["teacher"].model.num_layers == 6
     with pytest.raises(ConfigError, match="companion teacher: .*layers"):
         settings_of(teacher, f"{PP2} --num-virtual-stages-per-pipeline-rank 4 --num-layers 8", 2)
-    with pytest.raises(ConfigError, match=f"companions: {tmp_path} holds no checkpoint"):
+    with pytest.raises(ConfigError, match=f"companions {tmp_path}: holds no checkpoint"):
         settings_of(tmp_path)
     broken = tmp_path / "broken"
     shutil.copytree(teacher, broken)

@@ -259,6 +259,8 @@ def test_checkpoints_that_do_not_fit_are_rejected(gloo_pool, bases, tmp_path):
     full_model = ("--pretrained-checkpoint", base, *TO_RUN, "--load", other, "--save", save)
     assert f"{other}/iter_0000004 contains a full model without adapters" in rejected(gloo_pool, *full_model)
     assert "contains adapters only: add --lora-rank" in rejected(gloo_pool, "--load", adapters, "--save", save)
+    teacher = rejected(gloo_pool, "--export-kd-teacher-load", adapters)
+    assert f"--export-kd-teacher-load {adapters}: contains adapters only; merge them" in teacher
     rank = ("--pretrained-checkpoint", base, "--lora-rank", "2", "--load", adapters, "--save", save)
     assert "lora_rank is 2, the checkpoint has 4" in rejected(gloo_pool, *rank)
     assert not list(save.glob("iter_*"))

@@ -37,12 +37,12 @@ def printable(text: str) -> str:
     )
 
 
-def folder_fix(flag: str, name: str) -> str:
-    """Return the fix for a folder of ``flag`` that does not exist; ``name`` may be one of the Hugging Face hub."""
+def folder_fix(name: str) -> str:
+    """Return the fix for a folder that does not exist; ``name`` may be one of the Hugging Face hub."""
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]+", name):
         return "check the path"
     folder = name.partition("/")[2]
-    return f"nothing is downloaded: run `hf download {name} --local-dir {folder}`, then give {flag} {folder}"
+    return f"nothing is downloaded: run `hf download {name} --local-dir {folder}`, then give {folder} instead"
 
 
 class MissingModule(UserError, ImportError):

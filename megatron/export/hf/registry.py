@@ -130,8 +130,7 @@ def load_settings(folder: Path, model_family: object = None) -> tuple[Family, di
         config = dict(read_config(folder / CONFIG, model_family))
     except FileNotFoundError:
         if not folder.is_dir():
-            fix = folder_fix("--load-hf", str(folder))
-            raise UserError(f"{folder}: there is no such folder; {fix}") from None
+            raise UserError(f"{folder}: there is no such folder; {folder_fix(str(folder))}") from None
         raise UserError(f"{folder}: no folder of a Hugging Face model: {CONFIG} is missing") from None
     family = find_family(config)
     try:

@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatron.core.config.distillation import DistillationConfig
+from megatron.core.config.errors import UserError, folder_fix
 from megatron.core.config.fp8 import Fp8Config
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.model_parallel_config import PrecisionConfig
@@ -40,19 +41,32 @@ _OF_TRAINING = {"qk_clip", "log_max_attention_logit"}
 _FIXED = {"skip_train": True, "needs_data": False, "resolved": False, "explicit": frozenset()}
 
 
-def load_companion_config(cfg: PretrainConfig, folder: str, step: int | None = None) -> PretrainConfig:
+def load_companion_config(
+    cfg: PretrainConfig, folder: str, step: int | None = None, *, flag: str = "companions"
+) -> PretrainConfig:
     """Return the settings of the model in ``folder``, in the layout of the run ``cfg``.
 
     Args:
         cfg: resolved settings of the run.
         folder: a --save directory, or a Hugging Face folder if there is no checkpoint and ``step`` is None.
         step: iteration to load; None: the latest.
+        flag: source of ``folder``, for messages.
 
     Raises:
-        UserError: the folder holds no model, or one of an unknown family."""
+        UserError: the folder holds no model, or one of an unknown family, or adapters only."""
+    if not os.path.isdir(folder):
+        raise UserError(f"{flag} {folder}: there is no such folder; {folder_fix(folder)}")
     if step is None and os.path.isfile(Path(folder) / "config.json") and find_checkpoint(folder) is None:
-        return companion_config(cfg, load_hf_settings(folder, cfg.model_family), folder, load_hf=folder)
-    return companion_config(cfg, load_checkpoint_args(folder, step), folder, load=folder, ckpt_step=step)
+        try:
+            settings = load_hf_settings(folder, cfg.model_family)
+        except UserError as error:
+            raise UserError(f"{flag} {error}") from None
+        return companion_config(cfg, settings, folder, load_hf=folder)
+    settings = load_checkpoint_args(folder, step, flag)
+    if settings.get("lora_rank") is not None:
+        fix = "merge them with megatron lora merge --saver native"
+        raise UserError(f"{flag} {folder}: contains adapters only; {fix}")
+    return companion_config(cfg, settings, folder, load=folder, ckpt_step=step)
 
 
 def files_of_models(cfg: PretrainConfig) -> list[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.core.config.errors import UserError
-from megatron.core.config.lora import LoraConfig
 from megatron.core.config.preferences import REFERENCE, PreferenceConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
@@ -23,12 +21,12 @@ def reference_settings(cfg: PretrainConfig) -> PretrainConfig | None:
     preferences = cfg.group(PreferenceConfig)
     from megatron.training.checkpoint.companion_settings import load_companion_config  # imports torch
 
-    folder = preferences.dpo_reference_load or cfg.checkpoint.load_hf or cfg.checkpoint.pretrained_checkpoint
-    if folder is None:  # a rule reports it
-        return None
-    reference = load_companion_config(cfg, folder)
-    if reference.group(LoraConfig).lora_rank is not None:
-        raise UserError(
-            f"--dpo-reference-load: {folder} contains adapters only; merge them with megatron lora merge --saver native"
-        )
-    return reference
+    sources = {
+        "--dpo-reference-load": preferences.dpo_reference_load,
+        "--load-hf": cfg.checkpoint.load_hf,
+        "--pretrained-checkpoint": cfg.checkpoint.pretrained_checkpoint,
+    }
+    for flag, folder in sources.items():
+        if folder:
+            return load_companion_config(cfg, folder, flag=flag)
+    return None  # a rule reports it

@@ -89,13 +89,15 @@ FORGOTTEN = ("seed", "split", "dataloader_type", "global_batch_size", "mask_prob
 UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "finetune"}
 
 
-def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
-    """Return all settings of the checkpoint selected by ``--load load_dir --ckpt-step step``: names in ``CONVERTED``
+def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None, flag: str = "--load") -> dict[str, Any]:
+    """Return all settings of the checkpoint selected by ``flag load_dir --ckpt-step step``: names in ``CONVERTED``
     and weight settings of the family as command-line types, others as stored. CheckpointError if there is no valid
     checkpoint or a setting cannot be converted."""
     selected = find_checkpoint(load_dir, step)
     if selected is None:
-        raise CheckpointError(f"{load_dir} holds no checkpoint to take the model's settings from; check --load")
+        raise CheckpointError(
+            f"{flag} {load_dir}: holds no checkpoint to take the model's settings from; check the path"
+        )
     path = os.path.join(selected.directory, MANIFEST)
     args = read_manifest(selected.directory)["objects"].get("args")
     if not isinstance(args, dict):
@@ -133,7 +135,9 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     if is_new and None not in sizes:
         logger.warning("--use-checkpoint-args: %s holds no checkpoint yet: this command line's settings apply", folder)
         return cfg
-    stored = load_checkpoint_args(folder, checkpoint.ckpt_step if folder == checkpoint.load else None)
+    is_load = folder == checkpoint.load
+    flag = "--load" if is_load else "--pretrained-checkpoint"
+    stored = load_checkpoint_args(folder, checkpoint.ckpt_step if is_load else None, flag)
     refuse_other_family(stored, cfg.model_family, folder)
     fields = {*cfg.flat.values()}
     if cfg.upcycling.moe_use_upcycling and stored.get("num_moe_experts") is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.core.config.distillation import TEACHER, DistillationConfig
-from megatron.core.config.errors import UserError
-from megatron.core.config.lora import LoraConfig
 from megatron.training.checkpoint.reference_settings import reference_companions
 from megatron.training.config.pretrain_config import PretrainConfig
 
@@ -19,9 +17,6 @@ def frozen_models(cfg: PretrainConfig) -> Mapping[str, PretrainConfig]:
         return reference_companions(cfg)
     from megatron.training.checkpoint.companion_settings import load_companion_config  # imports torch
 
-    teacher = load_companion_config(cfg, folder)
-    if teacher.group(LoraConfig).lora_rank is not None:
-        fix = "merge them with megatron lora merge --saver native"
-        raise UserError(f"--export-kd-teacher-load: {folder} contains adapters only; {fix}")
+    teacher = load_companion_config(cfg, folder, flag="--export-kd-teacher-load")
     # checkpoints have no padding: equal padding gives equal slices of the vocabulary
     return {TEACHER: teacher.with_settings(make_vocab_size_divisible_by=cfg.embeddings.make_vocab_size_divisible_by)}

@@ -39,7 +39,7 @@ def load_folders_exist(cfg: PretrainConfig) -> Problems:
         return
     resumes = checkpoint.load is not None and os.path.isdir(checkpoint.load)
     if checkpoint.load_hf is not None and not os.path.isdir(checkpoint.load_hf):
-        yield problem(cfg, "load_hf", "there is no such folder", folder_fix("--load-hf", checkpoint.load_hf))
+        yield problem(cfg, "load_hf", "there is no such folder", folder_fix(checkpoint.load_hf))
     if (
         checkpoint.pretrained_checkpoint is not None
         and not resumes

@@ -26,6 +26,7 @@ from megatron.training.rules import (
     training,
     variable_lengths,
 )
+from megatron.training.rules.inputs import Line
 from megatron.training.rules.sites import sites_exist
 
 RULES = collect_rules(
@@ -53,7 +54,7 @@ def _companion_problems(cfg: PretrainConfig) -> Problems:
     try:
         companions = cfg.companions
     except UserError as error:  # a folder that cannot be read
-        yield Problem("companions", str(error))
+        yield Line(str(error).partition(" ")[0].rstrip(":"), str(error))
         return
     for name, companion in companions.items():
         yield from (replace(problem, flag=f"companion {name}: {problem.flag}") for problem in check(companion))

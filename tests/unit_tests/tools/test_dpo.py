@@ -54,7 +54,8 @@ PROBLEMS = {
     f"{PAIRS} --dpo-label-smoothing 0.5": "--dpo-label-smoothing 0.5: must be at least 0 and less than 0.5",
     f"{PAIRS} --dpo-reference base": "base is the model below adapters, which requires --lora-rank; add --lora-rank",
     f"{PAIRS} --lora-rank 2 --dpo-reference base --dpo-reference-load {{hf}}": "contradicts --dpo-reference base",
-    "--dpo --dpo-reference-load {hf}/none": "companions: .*none holds no checkpoint",
+    "--dpo --dpo-reference-load {hf}/none": "^--dpo-reference-load .*none: there is no such folder; check the path",
+    "--dpo --dpo-reference-load a/b": "^--dpo-reference-load a/b: .* run `hf download a/b --local-dir b`, then give b",
     f"{PAIRS} --dpo-reference stored": "stored requires data files, not --mock-data; use model",
     "--no-sft-packing": "--no-sft-packing: requires --sft or --dpo; add one, or remove this flag",
 }

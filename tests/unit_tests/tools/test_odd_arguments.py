@@ -64,10 +64,9 @@ def test_records_of_huge_values_have_a_page_and_a_picture(place, capsys):
     assert run_tool("plot", ["run", "--text"]) == 0
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name, flag", [(name, flag) for name in FOLDERS for flag in FOLDERS[name].split() or [""]])
 @pytest.mark.parametrize("form", ["{flag} nosuch", "{flag}=nosuch"])
-def test_missing_folders_are_answered_before_torch_is_imported(python_without_torch, name, form, tmp_path):
-    flag = FOLDERS[name]
+def test_missing_folders_are_answered_before_torch_is_imported(python_without_torch, name, flag, form, tmp_path):
     arguments = form.format(flag=flag).split() if flag else ["nosuch"]
     program = (
         "import sys; from megatron.console import run_tool; "
@@ -80,14 +79,15 @@ def test_missing_folders_are_answered_before_torch_is_imported(python_without_to
 
 @pytest.mark.parametrize("command", [
     *(f"{name} {FOLDERS[name]}" for name in ("generate", "evaluate", "convert")), "plan --load-hf",
-    "sft --data x.jsonl --load-hf", "dpo --data x.jsonl --load-hf", "pretrain gpt --mock-data --dry-run --load-hf",
+    "quantize --data x --save-hf y --load-hf", "card --output x --load-hf", "sft --data x.jsonl --load-hf",
+    "dpo --data x.jsonl --load-hf", "pretrain gpt --mock-data --dry-run --load-hf",
 ])  # fmt: skip
 def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main([*command.split(), "Qwen/Qwen3-0.6B"]) == 2
     message, flag = capsys.readouterr().err.replace("\n", " "), command.split()[-1]
     fix = "nothing is downloaded: run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then give "
-    assert f"{flag} Qwen/Qwen3-0.6B: there is no such folder; {fix}{flag} Qwen3-0.6B" in message
+    assert f"{flag} Qwen/Qwen3-0.6B: there is no such folder; {fix}Qwen3-0.6B instead" in message
 
 
 @pytest.mark.parametrize("word, answer", [

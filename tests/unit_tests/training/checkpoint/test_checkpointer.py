@@ -281,7 +281,7 @@ def test_architecture_can_come_from_the_checkpoint(two):
     {"hidden_size": None}, {"exit_on_missing_checkpoint": True}, {"pretrained_checkpoint": "none"},
 ])  # fmt: skip
 def test_a_missing_checkpoint_is_rejected_where_something_of_it_is_needed(tmp_path, given):
-    with pytest.raises(CheckpointError, match="holds no checkpoint.*check --load"):
+    with pytest.raises(CheckpointError, match="^--(load|pretrained-checkpoint) .*none: holds no checkpoint"):
         apply_checkpoint_args(settings(use_checkpoint_args=True, load=str(tmp_path / "none"), **given))
 
 

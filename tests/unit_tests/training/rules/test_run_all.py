@@ -435,7 +435,7 @@ def test_a_folder_that_is_not_writable_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, fix", [
-    ("Qwen/Qwen3-0.6B", "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then give --load-hf Qwen3-0.6B"),
+    ("Qwen/Qwen3-0.6B", "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then give Qwen3-0.6B instead"),
     ("./nosuch/folder/x", "check the path"),
 ])  # fmt: skip
 def test_a_hub_name_of_load_hf_gets_the_command_that_downloads_it(name, fix):
