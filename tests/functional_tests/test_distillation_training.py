@@ -258,9 +258,12 @@ def test_pairs_of_layers_that_do_not_fit_end_the_run_with_one_message(gloo_pool,
     (tmp_path / "kd.yaml").write_text("intermediate_layer_pairs: [[decoder.layers.0.mlp, decoder.layers.1]]")
     (tmp_path / "alpha.yaml").write_text("kd_loss_alpha: 0.5\nskip_lm_loss: false")
     argv = flags_of(same_width, data, flags.format(tmp=tmp_path))
-    results = gloo_pool.run(train_with_errors, 2 if PP2 in flags else 1, argv)
-    assert {code for code, _ in results} == {2}
-    assert len(re.findall(LAYER_PROBLEMS[flags], "".join(text for _, text in results))) == 1, results
+    ranks = 2 if PP2 in flags else 1
+    results = gloo_pool.run(train_with_errors, ranks, argv)
+    ((code, text),) = gloo_pool.run(train_with_errors, 1, [*argv, "--dry-run", "--dry-run-world-size", str(ranks)])
+    assert {code, *(code for code, _ in results)} == {2}
+    for errors in (text, "".join(text for _, text in results)):
+        assert len(re.findall(LAYER_PROBLEMS[flags], errors)) == 1, errors
 
 
 def test_layers_of_another_width_are_rejected(gloo_pool, folders, data):

@@ -70,7 +70,7 @@ TRAINING = {
     "initialize": "core config",
     "report": "core arguments config observe rules",
     "data": "core config exits initialize observe",
-    "tasks": "core config data hooks initialize observe",
+    "tasks": "core config data hooks initialize observe rules",
     "checkpoint": "core arguments config stored_settings train_state",
     "start": "core checkpoint config data initialize rules tasks",
     "evaluate": "core config data initialize observe tasks",

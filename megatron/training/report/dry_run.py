@@ -30,6 +30,7 @@ from megatron.training.report.rates import cost_rows
 from megatron.training.report.variable_lengths import variable_length_rows
 from megatron.training.rules.checkpoints import load_folders_exist, save_folder_unused, save_folder_writable
 from megatron.training.rules.inputs import input_problems
+from megatron.training.rules.layer_pairs import stages_of_pairs
 from megatron.training.rules.run_all import check
 
 Rows = Iterator[tuple[str, object]]
@@ -71,9 +72,12 @@ def preflight(cfg: PretrainConfig) -> bool:
 
 
 def dry_run_report(cfg: PretrainConfig) -> str:
-    """Return the text of ``--dry-run`` for a resolved and checked configuration. Omits empty sections."""
+    """Return the text of ``--dry-run`` for a resolved and checked configuration. Omits empty sections.
+    Raises ConfigError for --kd-layer-pairs that do not fit."""
     vocab_size, source = known_vocab_size(cfg.tokenizer)
     model = cfg.describe(vocab_size or 0)
+    if vocab_size or cfg.model.pipeline_model_parallel_size == 1:  # the output layer is a part of the last stage
+        stages_of_pairs(cfg, vocab_size or 0)
     sections: dict[str, Iterable[tuple[str, object]]] = {
         "layout": _layout(cfg),
         "pipeline": pipeline_rows(cfg, vocab_size),

@@ -20,14 +20,15 @@ from megatron.core.models.gpt.model import GPTModel
 from megatron.core.pipeline_parallel.loss_weights import LossPairs, MainLoss
 from megatron.core.pipeline_parallel.paired_stage import PairedOutput
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.layer_losses import LayerTargets
+from megatron.core.transformer.layer_losses import LayerTargets, connect_layers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batches import Batches
 from megatron.training.data.datasets import select_data_set
 from megatron.training.data.packed_rows import PackedRows
 from megatron.training.data.planned_rows import PlannedRows
 from megatron.training.data.stored_logits import IDS, VALUES
-from megatron.training.tasks import distillation, layer_pairs
+from megatron.training.rules.layer_pairs import stages_of_pairs
+from megatron.training.tasks import distillation
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask
 from megatron.training.tasks.preferences import LOSS, PreferenceRows, preference_losses
@@ -52,7 +53,7 @@ class GPTTask(LanguageModelTask):
             self.stored_logits = distillation.open_stored(self.distillation, self.vocab_size)
             if self.stored_logits is None:
                 distillation.check_vocabulary(cfg, self.vocab_size, tokenizer)
-                layer_pairs.stages_of_pairs(cfg, self.vocab_size)
+                stages_of_pairs(cfg, self.vocab_size)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -85,11 +86,12 @@ class GPTTask(LanguageModelTask):
         return super().make_batches()
 
     def connect(self, model: Sequence[nn.Module], frozen: Mapping[str, Sequence[nn.Module]]) -> None:
-        """Attach the losses between layers of the model and of the teacher."""
+        """Attach the losses of --kd-layer-pairs to this rank's chunks of ``model``."""
         if self.distillation.kd_layer_pairs:
-            layer_pairs.connect(
-                self.cfg, self.vocab_size, model, frozen[TEACHER], parallel_state.get_process_groups().pp
-            )
+            pp, stages = parallel_state.get_process_groups().pp, stages_of_pairs(self.cfg, self.vocab_size)
+            for index, (student, teacher) in enumerate(zip(model, frozen[TEACHER])):
+                local = [pair for pair, stage in stages.items() if stage == pp.rank + index * pp.size]
+                connect_layers(student, teacher, local, self.distillation.kd_layer_loss_scale / len(stages))
 
     def loss_func(self, batch: dict[str, Tensor], output: object) -> LossPairs:
         """Return the masked sum of token losses and the token count; with --dpo losses and count of pairs."""

@@ -103,7 +103,7 @@ KIMI, DELTA = {"experimental_attention_variant": "kda"}, {"experimental_attentio
 
 
 @pytest.mark.parametrize("change", [{"bf16": False}, KIMI, {**DELTA, "num_moe_experts": 8}])
-def test_runs_in_32_bits_and_recurrences_without_kernels_have_no_measured_rate(change):
+def test_runs_in_32_bits_and_recurrences_that_were_never_measured_have_no_rate(change):
     assert nearest_rate(resolved("", 8).with_settings(**DELTA)).row == "gdn-s32768"
     cfg = resolved("", 8).with_settings(**change)
     assert nearest_rate(cfg) is None and "not measured" in dict(cost_rows(cfg, 1e15, 1000))["time"]

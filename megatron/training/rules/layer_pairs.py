@@ -1,17 +1,13 @@
-"""Pipeline stages of the layers that distillation compares (--kd-layer-pairs)."""
+"""Pipeline stages of the layers that distillation compares (--kd-layer-pairs). Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
-
-from torch import nn
 
 from megatron.core.config.cli import ConfigError, Problem
 from megatron.core.config.distillation import TEACHER, DistillationConfig, LayerPair
-from megatron.core.groups.process_groups import Group
 from megatron.core.pipeline_parallel.stages import pipeline_stages
-from megatron.core.transformer.layer_losses import connect_layers
 from megatron.training.config.pretrain_config import PretrainConfig
 
 FLAG = "--kd-layer-pairs"
@@ -37,16 +33,6 @@ def stages_of_pairs(cfg: PretrainConfig, vocab_size: int) -> Mapping[LayerPair, 
             reason = f"is on pipeline stages {of_student[pair.student]} and {of_teacher[pair.teacher]}"
             raise _problem(pair, reason, f"use a pair on one stage, such as {_nearest(pair, of_student, of_teacher)}")
     return {pair: of_student[pair.student] for pair in pairs}
-
-
-def connect(
-    cfg: PretrainConfig, vocab_size: int, model: Sequence[nn.Module], teacher: Sequence[nn.Module], pp: Group
-) -> None:
-    """Attach the losses of --kd-layer-pairs to this rank's chunks of ``model``."""
-    settings, stages = cfg.group(DistillationConfig), stages_of_pairs(cfg, vocab_size)
-    for index, (student, frozen) in enumerate(zip(model, teacher)):
-        local = [pair for pair, stage in stages.items() if stage == pp.rank + index * pp.size]
-        connect_layers(student, frozen, local, settings.kd_layer_loss_scale / len(stages))
 
 
 def _stages_of_layers(cfg: PretrainConfig, vocab_size: int) -> dict[int | None, int]:
