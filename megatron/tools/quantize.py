@@ -181,8 +181,10 @@ def main(argv: Sequence[str]) -> int:
     if world.is_first:
         step = [] if args.ckpt_step is None else ["--ckpt-step", str(args.ckpt_step)]
         words = ["--saver", "hf", "--load-dir", args.load, "--save-dir", args.save_hf, "--no-checking"]
-        form = [] if args.format == "fp8" else ["--quantize", args.format]
-        convert.main([*words, *form, *step], input_scales)
+        if args.format == "fp8":
+            convert.main([*words, *step], input_scales)
+        else:
+            convert.main([*words, "--quantize", args.format, *step])
     if world.size > 1:
         dist.barrier(world.handle)
     # the weights of the folder itself: the second perplexity describes what was written

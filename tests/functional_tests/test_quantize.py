@@ -1,6 +1,7 @@
 """``megatron quantize``: scales, values and perplexities equal a definition with transformers; compressed-tensors loads
 the folder; calibration does not depend on the layout."""
 
+import dataclasses
 import json
 import math
 import re
@@ -10,6 +11,7 @@ import torch
 
 from megatron.console import run_tool
 from megatron.core.config.errors import UserError
+from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.tensor_parallel.calibration import Magnitudes
 from megatron.export.hf import load_hf, save_hf
 from megatron.export.hf.reader import read_weights
@@ -168,6 +170,19 @@ def test_percentile_is_the_smallest_magnitude_that_covers_the_share(percentile):
 def test_a_missing_scale_is_named(folder, tmp_path):
     with pytest.raises(UserError, match=r"no scale of the inputs of decoder.layers.0.*linear_qkv"):
         save_hf(load_hf(folder), tmp_path / "out", quantize={"decoder.layers.7.mlp.linear_fc1": 1.0})
+    assert not (tmp_path / "out").exists()
+
+
+def test_inputs_that_are_all_zero_are_named(folder, texts, tmp_path, capsys):
+    """Without any scale the folder must not be written in the dtype of the model."""
+    source = load_hf(folder)
+    embedding = source.tensors["model.embedding.word_embeddings.weight"]
+    zeros = LazyTensor.of(torch.zeros(embedding.shape))
+    tensors = {**source.tensors, "model.embedding.word_embeddings.weight": zeros}
+    save_hf(dataclasses.replace(source, tensors=tensors), tmp_path / "zeros")
+    tokenizer_folder(tmp_path / "zeros", MISTRAL)
+    assert run(tmp_path / "zeros", texts, tmp_path / "out") == 2
+    assert "no scale of the inputs of decoder.layers.0.self_attention.linear_qkv" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -146,6 +146,7 @@ def main(argv: Sequence[str], input_scales: Mapping[str, float] | None = None) -
         source.tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("optimizer.")}
         source.objects = {}
     source.tensors = {name: cast(name, tensor, args.dtype) for name, tensor in source.tensors.items()}
+    quantize = args.quantize if input_scales is None else input_scales
     size = formats.total_bytes(source.tensors)
     say(f"{args.load_dir}: format {loader}, {len(source.tensors)} tensors, {size / 1e9:.3f} GB, as the settings say")
     for note in source.notes:
@@ -160,11 +161,10 @@ def main(argv: Sequence[str], input_scales: Mapping[str, float] | None = None) -
         "shard": args.max_shard_size,
         "padding": args.keep_vocab_padding,
         "original": args.original_dir and formats.stamp(args.original_dir),
-        "quantize": input_scales or args.quantize,
+        "quantize": quantize,
     }
     with Target(args.save_dir, identity) as target:
-        options = {"allow_non_finite": args.allow_non_finite, "original": args.original_dir}
-        options |= {"quantize": input_scales or args.quantize}
+        options = {"allow_non_finite": args.allow_non_finite, "original": args.original_dir, "quantize": quantize}
         write(source, saver, target, size, int(args.max_shard_size * 1e9), **options)
     say(f"{args.save_dir}: complete, format {saver}")
     if saver == "native":
