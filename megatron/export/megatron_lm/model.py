@@ -123,7 +123,8 @@ def _shaped(place: table.Counterpart, tensor: LazyTensor, settings: Settings, wh
             return torch.cat([section.unflatten(0, (shape[0], -1)) for section in sections], 1)
         return (values[: shape[0]] if place.name in table.VOCABULARY else values).reshape(shape)
 
-    return LazyTensor(shape, tensor.dtype, read)
+    local = LazyTensor(shape, tensor.dtype, read)
+    return table.reorder_gates(local, settings, to_local=True) if place.row.fold == "groups" else local
 
 
 def _complete(tensors: Mapping[str, LazyTensor], settings: Settings, where: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Table of tensor names, splits and settings of Megatron-LM and local checkpoints, used by both readers and the writer.
 
 Both store a layer's weights in the same element order: query, key and value interleaved by query group, gate before
-value. Differences: local shapes are [groups, …, hidden] and [2, width, hidden], the experts of a layer are one tensor,
+value. Differences: a group of gated attention has all queries, then all gates (locally each query head is followed by
+its gate); local shapes are [groups, …, hidden] and [2, width, hidden], the experts of a layer are one tensor,
 norms have separate names, and the vocabulary is not padded. The projections of Mamba-2 and of gated delta nets are
 sections here (all of z, then all of x …), each split by tensor parallelism, and interleaved by groups of heads locally.
 """
@@ -14,7 +15,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.interchange import Settings
 
 T = TypeVar("T")
@@ -288,6 +293,22 @@ def section_rows(row: Row, settings: Settings) -> list[int]:
     return [1, 1] if row.fold == "gate" and is_gated(settings) else [1]
 
 
+def reorder_gates(tensor: LazyTensor, settings: Settings, *, to_local: bool) -> LazyTensor:
+    """Return ``linear_qkv`` [groups, rows, …] with the gate of each query head of a group after it, from all queries
+    before all gates, or back; unchanged without gates."""
+    if not settings.get("attention_output_gate"):
+        return tensor
+    heads = settings["num_attention_heads"] // tensor.shape[0]  # of a group: its rows are queries, gates, key, value
+    channels = tensor.shape[1] // (2 * heads + 2)
+
+    def read() -> Tensor:
+        queries, key_value = tensor.read().split((2 * heads * channels, 2 * channels), 1)
+        blocks = queries.unflatten(1, (2, heads, channels) if to_local else (heads, 2, channels)).transpose(1, 2)
+        return torch.cat((blocks.flatten(1, 3), key_value), 1)
+
+    return LazyTensor(tensor.shape, tensor.dtype, read)
+
+
 def is_gated(settings: Settings) -> bool:
     """Whether MLPs are gated, according to the arguments of either program."""
     return any(settings.get(name) for name in ("swiglu", "quick_geglu", "geglu"))
@@ -308,8 +329,7 @@ _NOT_TAKEN = {
 }  # fmt: skip
 """Arguments that are not converted: they concern the run, but neither the model nor its training."""
 _NO_COUNTERPART = (
-    "moe_latent_size", "experimental_attention_variant", "linear_attention_freq",
-    "attention_output_gate", "enable_mhc_connections", "mrope_section", "heterogeneous_layers_config_path",
+    "moe_latent_size", "enable_mhc_connections", "mrope_section", "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size",
     "moe_apply_probs_on_input", "openai_gelu", "retro_add_retriever",
 )  # fmt: skip

@@ -40,6 +40,7 @@ from megatron.export.megatron_lm.names import (
     SECTIONS,
     VOCABULARY,
     padded_size,
+    reorder_gates,
     section_rows,
     their_name,
 )
@@ -196,6 +197,8 @@ def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interc
         sections = [_section(tensor, sizes, index) for index in range(len(sizes))]
         names = [f"{prefix}{their}.{suffix}" for suffix in SECTIONS[row.fold]]
         return {name: _Piece(section, section.shape, None) for name, section in zip(names, sections)}
+    if row.fold == "groups":
+        tensor = reorder_gates(tensor, interchange.settings, to_local=False)
     start, dims = (tensor.shape[:1], tensor.shape[1:]) if row.experts else ((), tensor.shape)
     if row.fold == "groups" or (row.fold == "gate" and len(dims) == (3 if name.endswith("weight") else 2)):
         dims = (dims[0] * dims[1], *dims[2:])

@@ -10,7 +10,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist
+from megatron.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist, save_megatron_torch_dist
 from megatron.tools.checkpoint import convert
 from tests.test_utils.megatron_torch import ARGS, SCHEDULE
 
@@ -122,9 +122,9 @@ def expect(loaded):
     assert loaded.settings["hybrid_layer_pattern"] == PATTERN
 
 
-def write_torch_dist(folder, args=SETTINGS, leave_out=()):
+def write_torch_dist(folder, args=SETTINGS, leave_out=(), changed={}):
     tensors = {f"{kind.replace('optimizer.', 'optimizer.state.')}.{name}".removeprefix("model."): tensor
-               for kind, model in STATE_KINDS.items() for name, tensor in model.items()
+               for kind, model in STATE_KINDS.items() for name, tensor in {**model, **changed}.items()
                if name not in leave_out}  # fmt: skip
     dcp.save(tensors, storage_writer=FileSystemWriter(folder / "iter_0000007"), no_dist=True)
     common = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 7,
@@ -203,6 +203,26 @@ def test_torch_dist_is_read_and_written_with_the_same_names_and_values(tmp_path)
     assert all(torch.equal(plain[name], tensor) for name, tensor in tensors.items())
     modules = {name.partition("._extra_state")[0] for name in stored if "_extra_state" in name}
     assert {"decoder.layers.0.mixer.in_proj", "decoder.layers.0.mixer.out_proj"} <= modules
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_gates_follow_their_queries_here_and_all_queries_of_a_group_there(groups, tmp_path):
+    heads, channels = 4, 4
+    sizes = {**SETTINGS, "num_attention_heads": heads, "num_query_groups": groups, "kv_channels": channels,
+             "group_query_attention": True, "attention_output_gate": True}  # fmt: skip
+    rows = torch.arange(groups * (2 * heads // groups + 2) * channels * HIDDEN).float().view(-1, HIDDEN)
+    name = "decoder.layers.2.self_attention.linear_qkv.weight"
+    depth = "mtp.layers.0.mtp_model_layer.layers.1.self_attention.linear_qkv.weight"
+    tensors = write_torch_dist(tmp_path / "theirs", sizes, changed={name: rows, depth: rows})
+    loaded = load_megatron_torch_dist(tmp_path / "theirs")
+    for group, stored in enumerate(rows.chunk(groups)):
+        queries, gates, rest = stored.split(([heads // groups * channels] * 2) + [2 * channels])
+        expected = [x for pair in zip(queries.split(channels), gates.split(channels)) for x in pair]
+        assert torch.equal(loaded.tensors[f"model.{name}"].read()[group], torch.cat([*expected, rest]))
+    save_megatron_torch_dist(loaded, tmp_path / "again")
+    again = {key: torch.empty_like(tensors[key]) for key in (name, f"optimizer.state.exp_avg.{name}")}
+    dcp.load(again, checkpoint_id=tmp_path / "again" / "iter_0000007", no_dist=True)
+    assert all(torch.equal(again[key], tensors[key]) for key in again)
 
 
 def test_older_spelling_of_the_pattern_is_read(tmp_path):
