@@ -122,9 +122,9 @@ def expect(loaded):
     assert loaded.settings["hybrid_layer_pattern"] == PATTERN
 
 
-def write_torch_dist(folder, args=SETTINGS, leave_out=(), changed={}):
+def write_torch_dist(folder, args=SETTINGS, leave_out=(), changed=()):
     tensors = {f"{kind.replace('optimizer.', 'optimizer.state.')}.{name}".removeprefix("model."): tensor
-               for kind, model in STATE_KINDS.items() for name, tensor in {**model, **changed}.items()
+               for kind, model in STATE_KINDS.items() for name, tensor in (model | dict(changed)).items()
                if name not in leave_out}  # fmt: skip
     dcp.save(tensors, storage_writer=FileSystemWriter(folder / "iter_0000007"), no_dist=True)
     common = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 7,
