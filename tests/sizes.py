@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=96_584, any_uses=958, skips=304)
+CEILING = Size(lines=96_610, any_uses=958, skips=304)
 
 
 def main() -> None:
