@@ -252,7 +252,7 @@ class Family:
         if "num_moe_experts" in covered and dense:
             yield "num_moe_experts is None, the family has experts"
         defaults = {**_defaults(), **ELSEWHERE}
-        for name in described(settings)[1]:
+        for name in dict.fromkeys((*described(settings)[1], "hybrid_layer_pattern")):
             if name not in covered and settings[name] != defaults[name]:
                 yield str(refuse(name, settings[name], f"the family has {defaults[name]!r} alone"))
 

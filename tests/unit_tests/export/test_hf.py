@@ -19,6 +19,7 @@ from megatron.export.hf.conversion import expected, placements
 from megatron.export.hf.family import complete
 from megatron.export.hf.registry import known_families
 from megatron.export.interchange import Interchange
+from tests.test_utils.hf_folders import random_model
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 53, "hidden_size": 32,
@@ -308,6 +309,33 @@ def test_settings_that_no_family_has_are_rejected_with_the_reasons_of_the_neares
         save_hf(model, tmp_path / "b", family="qwen3")
     with pytest.raises(UserError, match="no family that can be converted; known: "):
         save_hf(model, tmp_path / "b", family="qwen33")
+
+
+NEMOTRON = (
+    "--hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 48 --max-position-embeddings 64 --disable-bias-linear "
+    "--normalization RMSNorm --position-embedding-type none --squared-relu --mamba-num-heads 2 --mamba-num-groups 1 "
+)
+ROUTER = (
+    "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type none "
+)
+GRANITE = NEMOTRON.replace("--squared-relu", "--swiglu --untie-embeddings-and-output-weights")
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (f"{NEMOTRON} --hybrid-layer-pattern M*-",
+     "not nemotron_h: untie_embeddings_and_output_weights is False, the family has True alone"),
+    (f"{NEMOTRON} {ROUTER} --untie-embeddings-and-output-weights --hybrid-layer-pattern M*E",
+     "not nemotron_h: moe_shared_expert_intermediate_size is None, the family has a shared expert"),
+    (f"{GRANITE} --hybrid-layer-pattern ME*E --num-experts 4 --moe-router-load-balancing-type none",
+     "not granitemoehybrid: moe_shared_expert_intermediate_size is None, the family has a shared expert"),
+    (f"{GRANITE.replace('type none', 'type rope')} --hybrid-layer-pattern *-*- --softmax-scale 0.3 --window-size 5,0",
+     r"not granite: (\S+ is [^;]+; )*hybrid_layer_pattern is '\*-\*-', the family has None alone"),
+])  # fmt: skip
+def test_hybrid_models_that_transformers_would_compute_differently_are_rejected(flags, reason, tmp_path):
+    with pytest.raises(UserError, match=reason):
+        save_hf(random_model(flags.split(), 61), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_tensors_that_do_not_fit_the_settings_are_not_written(tmp_path):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from megatron.export.hf.attention_settings import Rope, groups
 from megatron.export.hf.families import llama
 from megatron.export.hf.families.mamba2 import COMMON, mamba_heads
-from megatron.export.hf.families.nemotron_h import KINDS, mixer_names
+from megatron.export.hf.families.nemotron_h import KINDS, mixer_names, require_shared_expert
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import Stacked
 from megatron.export.hf.settings import Computed, FixedKeys, Ignored, Rule, Same, Table, get, refuse, same
@@ -65,6 +65,7 @@ def _save_layers(settings: Table) -> dict[str, object]:
         width, experts = settings["ffn_hidden_size"], {"num_local_experts": 0, "num_experts_per_tok": 0}
         sizes = {"intermediate_size": width, "shared_intermediate_size": width}
     else:
+        require_shared_expert(settings)
         names = {"intermediate_size": "moe_ffn_hidden_size",
                  "shared_intermediate_size": "moe_shared_expert_intermediate_size"}  # fmt: skip
         sizes = {key: settings[name] for key, name in names.items()}

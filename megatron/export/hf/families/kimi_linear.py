@@ -124,7 +124,7 @@ KIMI_LINEAR = Family(
     "kimi_linear", "KimiLinearForCausalLM", models="Kimi-Linear-48B-A3B",
     config=(
         *llama.SIZES[:-1], Same("max_position_embeddings", "model_max_length"), llama.FFN, *llama.rms_norm(1e-5),
-        *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES, LINEAR_ATTENTION,
+        *llama.DROPOUT, *llama.UNTIED, llama.SILU_GATED, llama.NO_BIASES, LINEAR_ATTENTION,
         *same(kv_lora_rank="kv_lora_rank", qk_head_dim="qk_nope_head_dim", qk_pos_emb_head_dim="qk_rope_head_dim",
               v_head_dim="v_head_dim", moe_ffn_hidden_size="moe_intermediate_size"),
         Same("q_lora_rank", "q_lora_rank", default=None),

@@ -27,6 +27,12 @@ def tied(default: bool) -> Choice:
     return Choice("tie_word_embeddings", options, default)
 
 
+UNTIED: tuple[Rule, ...] = (
+    Fixed({"untie_embeddings_and_output_weights": True}), FixedKeys({"tie_word_embeddings": False}),
+)  # fmt: skip
+"""Rules of families whose class of ``transformers`` never ties the output layer."""
+
+
 def rms_norm(default: float = 1e-6) -> tuple[Rule, ...]:
     """RMSNorm; ``default``: of its epsilon."""
     return Fixed({"normalization": "RMSNorm"}), Same("norm_epsilon", "rms_norm_eps", default=default)

@@ -38,6 +38,13 @@ def _save_pattern(settings: Table) -> dict[str, object]:
     return {"layers_block_type": [names[symbol] for symbol in pattern if symbol in SYMBOLS]}
 
 
+def require_shared_expert(settings: Table) -> None:
+    """Raise UserError if layers of experts have no shared expert."""
+    name = "moe_shared_expert_intermediate_size"
+    if settings[name] is None:
+        raise refuse(name, None, "the family has a shared expert")
+
+
 class OfExperts(Rule):
     """Rules that apply only to patterns with experts."""
 
@@ -54,6 +61,7 @@ class OfExperts(Rule):
     def save(self, settings: Table) -> dict[str, object]:
         if settings["num_moe_experts"] is None:
             return {}
+        require_shared_expert(settings)
         return {name: value for rule in self.rules for name, value in rule.save(settings).items()}
 
 
@@ -104,7 +112,7 @@ NEMOTRON_H = Family(
         Computed(("layers_block_type", "hybrid_override_pattern", "layer_types"),
                  ("hybrid_layer_pattern", "num_layers"), _load_pattern, _save_pattern),
         Same("norm_epsilon", "layer_norm_epsilon", "norm_eps", default=1e-5), groups(8), *llama.DROPOUT,
-        llama.tied(False), llama.NO_BIASES, Same("kv_channels", "head_dim", "attention_head_dim", default=128),
+        *llama.UNTIED, llama.NO_BIASES, Same("kv_channels", "head_dim", "attention_head_dim", default=128),
         Same("mamba_head_dim", "mamba_head_dim", default=64), Same("mamba_num_groups", "n_groups", default=8),
         Same("mamba_state_dim", "ssm_state_size", default=128),
         Fixed({"normalization": "RMSNorm", "squared_relu": True, "position_embedding_type": "none"}),
