@@ -338,6 +338,21 @@ def test_hybrid_models_that_transformers_would_compute_differently_are_rejected(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_a_router_without_a_factor_is_written_with_the_factor_1(family, tmp_path):
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 48 --max-position-embeddings 64 "
+        "--swiglu --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --position-embedding-type rope "
+        "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+        "--rope-type rope --qk-layernorm --num-experts 4 --moe-ffn-hidden-size 16 "
+        "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 16 "
+    )
+    router = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    flags += router if family == "deepseek_v3" else "--moe-router-pre-softmax"
+    save_hf(random_model(flags.split(), 61), tmp_path / "out", family=family)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["routed_scaling_factor"] == 1
+
+
 def test_tensors_that_do_not_fit_the_settings_are_not_written(tmp_path):
     model = load_hf(write(tmp_path / "a", random_weights(CONFIG)))
     more = Interchange(model.settings, {**model.tensors, "model.extra.weight": LazyTensor.of(torch.zeros(3))})

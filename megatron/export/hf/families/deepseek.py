@@ -38,7 +38,7 @@ DEEPSEEK_V2 = Family(
         *llama.SIZES, llama.FFN, *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES,
         mixtures.first_dense(0), *mixtures.LATENT_ATTENTION, mixtures.SHARED_EXPERTS, CHOICE,
         *same(num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
-              moe_ffn_hidden_size="moe_intermediate_size", moe_router_topk_scaling_factor="routed_scaling_factor"),
+              moe_ffn_hidden_size="moe_intermediate_size"), mixtures.RoutedScale(),
         Fixed({"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}),
         FixedKeys({"norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False, "moe_layer_freq": 1}),
         Ignored(("output_router_logits", "ep_size", "aux_loss_alpha", "seq_aux")),

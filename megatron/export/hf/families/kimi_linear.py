@@ -134,8 +134,7 @@ KIMI_LINEAR = Family(
                "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
                "moe_router_pre_softmax": False}),
         Renamed(
-            *same(num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
-                  moe_router_topk_scaling_factor="routed_scaling_factor"),
+            *same(num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok"), mixtures.RoutedScale(),
             mixtures.expert_groups(2), mixtures.NORMALIZED_IF_SEVERAL, mixtures.SHARED_EXPERTS,
             FixedKeys({"scoring_func": "sigmoid"}),
         ),

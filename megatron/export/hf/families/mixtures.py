@@ -8,6 +8,7 @@ from megatron.export.hf.families import llama
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import Halves, Interleaved, Weights
 from megatron.export.hf.settings import (
+    REQUIRED,
     Choice,
     Computed,
     Fixed,
@@ -198,13 +199,24 @@ NORMALIZED_IF_SEVERAL = Computed(
 )
 """Sigmoid scores are divided by the sum of the chosen ones, here only if several are chosen."""
 
+
+class RoutedScale(Same):
+    """Factor of the router's weights. Without one, 1 is written: ``transformers`` reads no null."""
+
+    def __init__(self, default: object = REQUIRED) -> None:
+        super().__init__("moe_router_topk_scaling_factor", "routed_scaling_factor", default=default)
+
+    def save(self, settings: Table) -> dict[str, object]:
+        return {self.hf_keys[0]: settings[self.settings[0]] or 1.0}
+
+
 SHARED_EXPERTS = Computed(
     ("n_shared_experts",), ("moe_shared_expert_intermediate_size",), _load_shared_width, _save_shared_width
 )
 SIGMOID_ROUTER: tuple[Rule, ...] = (
     *same(num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
-          moe_ffn_hidden_size="moe_intermediate_size", moe_router_topk_scaling_factor="routed_scaling_factor"),
-    expert_groups(2), NORMALIZED_IF_SEVERAL,
+          moe_ffn_hidden_size="moe_intermediate_size"),
+    RoutedScale(), expert_groups(2), NORMALIZED_IF_SEVERAL,
     Fixed({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
           "moe_router_pre_softmax": False}),
     FixedKeys({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),

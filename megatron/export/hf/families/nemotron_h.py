@@ -8,7 +8,7 @@ from megatron.core.config.hybrid import SYMBOLS
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.export.hf.attention_settings import groups
 from megatron.export.hf.families import llama
-from megatron.export.hf.families.mixtures import NORMALIZED_IF_SEVERAL, expert_groups
+from megatron.export.hf.families.mixtures import NORMALIZED_IF_SEVERAL, RoutedScale, expert_groups
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import BlockParts, QueryKeyValue, Weights
 from megatron.export.hf.settings import Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse, same
@@ -123,10 +123,7 @@ NEMOTRON_H = Family(
             *same(num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
                   moe_ffn_hidden_size="moe_intermediate_size",
                   moe_shared_expert_intermediate_size="moe_shared_expert_intermediate_size"),
-            Computed(("routed_scaling_factor",), ("moe_router_topk_scaling_factor",),
-                     lambda config: {"moe_router_topk_scaling_factor": get(config, ("routed_scaling_factor",), 1.0)},
-                     lambda settings: {"routed_scaling_factor": settings["moe_router_topk_scaling_factor"] or 1.0}),
-            expert_groups(2), NORMALIZED_IF_SEVERAL,
+            RoutedScale(1.0), expert_groups(2), NORMALIZED_IF_SEVERAL,
             Fixed({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
         ),
         # transformers limits time steps from below by it; these models are trained without a limit
