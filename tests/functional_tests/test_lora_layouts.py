@@ -13,6 +13,7 @@ from tests.test_utils.layouts import FEW_STEPS, MODEL, VOCAB_SIZE, Layout, confi
 
 VOCABULARY = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)]
 TP2, PP2 = (f"--{axis}-model-parallel-size 2" for axis in ("tensor", "pipeline"))
+CUT = "--pipeline-model-parallel-layout E|ttttL"
 SP, CP2, VPP2 = "--sequence-parallel", "--context-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention"
@@ -38,6 +39,7 @@ ROWS = {
     "PP 2": ("llama", f"{PP2} --micro-batch-size 2", 2),
     "PP 2 x VPP 2": ("llama", f"{PP2} {VPP2} --micro-batch-size 2", 2),
     "zero bubble": ("llama", f"{PP2} --pipeline-schedule zero-bubble --micro-batch-size 1", 2),
+    "PP 2, a stage without adapters": ("llama", f"{PP2} {CUT} --micro-batch-size 2", 2),
     "CP 2": ("llama", f"{CP2} --micro-batch-size 8", 2),
     "EP 2": ("experts", "--expert-model-parallel-size 2 --micro-batch-size 4", 2),
     "EP 2, TP 2 + SP": (
@@ -128,14 +130,17 @@ def test_every_layout_equals_one_rank(matrix, bases, name, variant):
 # ---- frozen base, memory
 
 
-@pytest.mark.parametrize("name, variant", [("TP 2 + SP, PP 2", ""), ("TP 2, shared key head", "DoRA"), ("EP 2", "")])
+@pytest.mark.parametrize("name, variant", [
+    ("TP 2 + SP, PP 2", ""), ("PP 2, a stage without adapters", ""), ("TP 2, shared key head", "DoRA"), ("EP 2", ""),
+])  # fmt: skip
 def test_frozen_base_has_no_gradients_and_estimated_bytes_are_exact(gloo_pool, bases, name, variant):
     one = row(bases, name, variant)
     results = gloo_pool.run(inspect, one.world_size, one)
     estimate = estimate_memory(configure(one.argv, one.world_size, "fp64"), VOCAB_SIZE)
     for rank, (trained, buffers, state, size, wrong) in enumerate(results):
         memory = estimate[rank * len(estimate) // one.world_size]
-        assert not wrong and trained and all("adapter.lora_" in name for name in trained)
+        assert not wrong and all("adapter.lora_" in name for name in trained)
+        assert trained or (rank == 0 and "without" in name), rank
         assert (memory.weights, memory.gradients, memory.optimizer) == (size * 8, buffers * 8, state * 8)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megatron import serve_other_names
 from megatron.core.config.errors import UserError, listed
 from megatron.core.distributed.data_parallel import DataParallel, UpdatedGathers, weight_updates
+from megatron.core.distributed.reductions import all_reduce
 from megatron.core.fusions.storage import Storage, build_storage
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.host_memory import HostMemory
@@ -69,7 +70,7 @@ class MegatronOptimizer(MegatronNames):
     allocates all state and copies fp32 masters from the model. ``param_groups``: as returned by ``parameter_groups``;
     copied and reduced to the parameters that this rank updates. Data-parallel wrappers of ``model_chunks`` define the
     shards; ``zero_grad`` clears their gradient buffers, and ``update`` starts their weight all-gather. UserError if no
-    parameter is trainable, ValueError for two parameters with the same name."""
+    parameter of any pipeline stage is trainable, ValueError for two parameters with the same name."""
 
     def __init__(
         self, config: OptimizerConfig, param_groups: Sequence[dict[str, Any]], model_chunks: Sequence[nn.Module],
@@ -90,10 +91,10 @@ class MegatronOptimizer(MegatronNames):
         cut = [shards for chunk in parallel if (shards := chunk.parameter_shards()) is not None]
         shards = {key: shard for chunk_shards in cut for key, shard in chunk_shards.items()} if cut else None
         rates = {"lr": 0.0 if config.lr is None else config.lr, "weight_decay": config.weight_decay}
+        param_groups = param_groups or [{"names": [], "params": []}]  # a stage of a pipeline may be frozen
         self.param_groups = [{**rates, **group, **self._adopt(group, shards)} for group in param_groups]
         """Parameter groups, with local shards only; the scheduler writes their ``lr`` and ``weight_decay``."""
-        if not self.model_params:
-            raise UserError("the model has no parameter to train")
+        self._check_parameters()
         self.parts = self._build_parts()
         self.weight_edits: list[WeightEdit] = []
         """Called after each update, before weights are gathered."""
@@ -113,6 +114,14 @@ class MegatronOptimizer(MegatronNames):
         self._steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self._found_nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self._start_payload_sync()
+
+    def _check_parameters(self) -> None:
+        """Raise UserError if no stage of the pipeline has a parameter to train. Collective over ``pp``."""
+        num_trained = torch.tensor(len(self.model_params), device=self.device)
+        if self.groups.pp.size > 1:
+            all_reduce(num_trained, self.groups.pp).wait()
+        if not num_trained:
+            raise UserError("the model has no parameter to train")
 
     def _adopt(self, group: dict[str, Any], shards: dict[nn.Parameter, ParameterShard] | None) -> dict[str, Any]:
         """Register the parameters of ``group``, with a shard and master of each that this rank updates at least partly;
@@ -207,7 +216,7 @@ class MegatronOptimizer(MegatronNames):
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
-        return next(iter(self.model_params.values())).device
+        return next(parameter for chunk in self.model_chunks for parameter in chunk.parameters()).device
 
     @property
     def saves_masters(self) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.config.errors import UserError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -119,6 +120,11 @@ def test_it_works_without_a_data_parallel_wrapper():
         net(batch(0)).sum().backward()
         assert optimizer.step()[0]
     assert not torch.equal(before, net[0].weight)
+
+
+def test_a_model_without_trainable_parameters_is_an_error():
+    with pytest.raises(UserError, match="the model has no parameter to train"):
+        get_megatron_optimizer(settings(), [network().requires_grad_(False)], groups=SINGLE_PROCESS)
 
 
 def test_steps_are_bit_reproducible():
