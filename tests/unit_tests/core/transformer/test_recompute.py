@@ -206,7 +206,6 @@ def test_incomplete_settings_are_rejected():
 
 @pytest.mark.parametrize("name", ["self_attention", "cross_attention", "mixer", "mlp"])
 def test_a_stage_without_a_branch_accepts_its_name(name):
-    """As a stage of the embedding alone, or of the mixers of a hybrid model."""
     config = RecomputeConfig(recompute_granularity="selective", recompute_modules=[name])
     assert Recompute(config, torch.nn.Module(), SINGLE_PROCESS).names == {name}
 
