@@ -48,8 +48,6 @@ class Branch(Sited):
     """One residual branch of ``layer``. Builds its modules and registers them on the layer. ``layer_number`` counts
     from 1 over the full model. Its sites are its mixer, under the branch's name, its norm and the norm's output."""
 
-    calls: tuple[str, ...] = ("self_attention", "cross_attention", "mixer", "mlp")
-    """Here the usual names, which are known on stages without such a branch; of an object its own name."""
     spans, results = ("attn_norm", "mlp_norm"), ("layernorm",)
 
     def __init__(

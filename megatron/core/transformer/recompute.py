@@ -217,12 +217,15 @@ def discard(result: Tensor | Sequence[Tensor], function: Callable, *args: Any) -
 class Recompute:
     """Policy: sites in ``recompute_modules`` run again in backward; with full granularity groups of layers do.
 
-    Raises UserError for names that neither the classes in use nor a branch of ``stack`` declare."""
+    Raises UserError for names that neither the classes in use nor a branch of ``stack`` declare, except names of
+    ``BRANCHES``, which another stage may have."""
+
+    BRANCHES = ("cross_attention", "mixer", "mlp", "self_attention")
 
     def __init__(self, config: RecomputeConfig, stack: nn.Module, groups: ProcessGroups) -> None:
         self.config, self.groups = config, groups
         names = recomputed_modules(config)
-        declared = known_sites("calls", "results", owners=sited(stack))
+        declared = sorted({*self.BRANCHES, *known_sites("calls", "results", owners=sited(stack))})
         if unknown := sorted(names.difference(declared)):
             raise UserError(f"recompute_modules {unknown}: choose from {', '.join(declared)}")
         self.names = names - {f"{name}_act" for name in names}  # the output inside of a network that is recomputed
