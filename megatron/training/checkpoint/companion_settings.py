@@ -55,7 +55,7 @@ def load_companion_config(
     Raises:
         UserError: the folder holds no model, or one of an unknown family, or adapters only."""
     if not os.path.isdir(folder):
-        raise UserError(f"{flag} {folder}: there is no such folder; {folder_fix(folder)}")
+        raise UserError(f"{flag} {folder:.200}: there is no such folder; {folder_fix(folder)}")
     if step is None and os.path.isfile(Path(folder) / "config.json") and find_checkpoint(folder) is None:
         try:
             settings = load_hf_settings(folder, cfg.model_family)

@@ -59,7 +59,7 @@ FLAGS = (
     (["pretrain", "gpt", "--tensor-model-parallel-size", "2"], "torchrun --nproc_per_node=2 -m megatron pretrain gpt "),
     (["pretrain", "bert", "--num-experts", "4"], "megatron pretrain hybrid and megatron pretrain vlm; remove it"),
     (["pretrain", "gpt", "--data-path", "{text}"], "with the tokenizer flags of this run: megatron preprocess --input"),
-    (["generate", "--load", "{text}", "--prompt", "x"], "check --load"),
+    (["generate", "--load", "{text}", "--prompt", "x"], "to take the model's settings from; check the path"),
 ])  # fmt: skip
 def test_problems_of_the_console_command_name_no_script(words, said, tmp_path, monkeypatch, capsys):
     text = tmp_path / "corpus.jsonl"

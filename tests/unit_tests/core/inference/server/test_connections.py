@@ -276,8 +276,8 @@ def test_answers_while_the_server_ends_close_their_connection(tokenizer):
     with running_server(tokenizer) as (url, service):
         gate, step = threading.Event(), service.engine.step
         service.engine.step = lambda: gate.wait(20) and step()
-        body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
-        stream = json.dumps({"prompt": "a", "max_tokens": 3, "stream": True}).encode()
+        request = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+        body, stream = json.dumps(request).encode(), json.dumps({**request, "stream": True}).encode()
         clients = []
         for content in (body, stream, b'{"prompt": 3}'):
             head = b"POST /v1/completions HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n" % (JSON, len(content))
