@@ -147,7 +147,9 @@ class Monitor(threading.Thread):
         """Publish the heartbeat, re-arm the C-level timer, read the failure: end if one is declared. Else answer an
         inquiry, judge other ranks and declare the result, which the next round reads."""
         self.rounds += 1
-        self.store.publish(self.progress.heartbeat(self.rounds))
+        # before the first request: in a request this process may be suspended, which is no silence
+        now, heartbeat = time.monotonic(), self.progress.heartbeat(self.rounds)
+        self.store.publish(heartbeat)
         if self._guards_itself:  # later than the limit of other ranks, so that they report this rank and its reason
             stacks.leave_if_locked(self.limits.heartbeat + self.limits.spreading)
         failure = self.store.failure()
@@ -157,23 +159,23 @@ class Monitor(threading.Thread):
             self.end(failure)
         elif self.store.inquired():
             self.store.answer(self._answer())
-        if failure is None and not self.finishing and (failure_here := self._judge_everybody()) is not None:
+        failure_here = None if failure or self.finishing else self._judge_everybody(now, heartbeat)
+        if failure_here is not None:
             self.store.declare(failure_here)
             self.wake.set()
 
     # ---- judging
 
-    def _judge_everybody(self) -> Failure | None:
-        """Return the first failure. Local ranks are checked by their processes; by heartbeats, rank 0 checks all ranks,
-        others check rank 0. Rank 0 also checks its local progress, unless it is at a debugger prompt."""
+    def _judge_everybody(self, now: float, local: Heartbeat) -> Failure | None:
+        """Return the first failure at the time ``now``. Local ranks are checked by their processes; by heartbeats, rank
+        0 checks all ranks, others check rank 0. Rank 0 also checks its ``local`` one, unless at a debugger prompt."""
         for rank in self.local_ranks.dead():
             if not self.store.finished(rank):
                 return self._death(rank, self.store.heartbeat(rank))
         for rank in range(1, len(self.arrivals)) if self.rank == 0 else [0]:
-            if (failure := self._judge(rank)) is not None:
+            if (failure := self._judge(rank, now)) is not None:
                 return failure
-        one = self.progress.heartbeat()
-        if self.rank > 0 or one.silence <= one.allowed or stacks.is_debugged(self.main_thread):
+        if self.rank > 0 or local.silence <= local.allowed or stacks.is_debugged(self.main_thread):
             return None
         return self._find_culprit()
 
@@ -181,13 +183,12 @@ class Monitor(threading.Thread):
         words = "" if heartbeat is None else f", {heartbeat.where}"
         return Failure(rank, f"its process {self.arrivals[rank].pid} died{words}")
 
-    def _judge(self, rank: int) -> Failure | None:
-        """Return a failure if the heartbeat of ``rank`` stopped. Without progress of its main thread, all ranks are
-        asked for their stacks (blocks up to ``limits.spreading`` s): the failure may name another rank."""
+    def _judge(self, rank: int, now: float) -> Failure | None:
+        """Return a failure if the heartbeat of ``rank`` stopped before ``now``. Without progress of its main thread, all
+        ranks are asked for their stacks (blocks up to ``limits.spreading`` s): the failure may name another rank."""
         heartbeat = self.store.heartbeat(rank) or UNHEARD
         if self.store.finished(rank):
             return None
-        now = time.monotonic()
         count, since = self._heard.setdefault(rank, (heartbeat.count, now))
         if heartbeat.count != count:
             self._heard[rank] = (heartbeat.count, now)

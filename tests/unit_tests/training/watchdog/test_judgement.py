@@ -65,14 +65,31 @@ def test_the_rank_that_got_least_far_is_blamed(heartbeats, waits, culprit):
 def test_a_rank_is_gone_if_its_heart_stops_or_never_beats():
     """The others' hosts are out of reach before their first heartbeat, or after one."""
     first, second, third = monitors(3)
+
+    def judge(rank):
+        return first._judge(rank, time.monotonic())
+
     third.store.publish(Heartbeat(1, 5, 9, COMPUTING, silence=0.0, allowed=1.0))
-    assert first._judge(1) is None and first._judge(2) is None
+    assert judge(1) is None and judge(2) is None
     first._heard = {rank: (count, since - 10.0) for rank, (count, since) in first._heard.items()}
-    assert "before the first iteration: process 1 on host1 is stopped, locked or out of reach" in first._judge(1).reason
-    assert "iteration 6, computing: process 2 on host2" in first._judge(2).reason
+    assert "before the first iteration: process 1 on host1 is stopped, locked or out of reach" in judge(1).reason
+    assert "iteration 6, computing: process 2 on host2" in judge(2).reason
     second.store.publish(Heartbeat(1, 0, 0, COMPUTING, silence=0.0, allowed=1.0))
     third.store.finish()
-    assert first._judge(1) is None and first._judge(2) is None
+    assert first._judge(1, time.monotonic()) is None and first._judge(2, time.monotonic()) is None
+
+
+def test_a_suspension_during_a_request_is_no_silence():
+    """As by Ctrl-Z of all ranks while a monitor waits for the store."""
+    first, second = monitors(2)
+    for monitor in (first, second):
+        monitor._guards_itself = False  # no timer that would end this process
+        monitor.progress.mark(COMPUTING)
+        monitor._round()
+    read = first.store.failure
+    first.store.failure = lambda: time.sleep(0.6) or read()
+    first._round()
+    assert read() is None
 
 
 def test_an_error_with_the_store_gone_leaves_the_last_word_to_the_monitor():
