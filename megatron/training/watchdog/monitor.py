@@ -184,8 +184,8 @@ class Monitor(threading.Thread):
         return Failure(rank, f"its process {self.arrivals[rank].pid} died{words}")
 
     def _judge(self, rank: int, now: float) -> Failure | None:
-        """Return a failure if the heartbeat of ``rank`` stopped before ``now``. Without progress of its main thread, all
-        ranks are asked for their stacks (blocks up to ``limits.spreading`` s): the failure may name another rank."""
+        """Return a failure if the heartbeat of ``rank`` stopped before ``now``. Without progress of its main thread,
+        all ranks are asked for stacks (blocks up to ``limits.spreading`` s): the failure may name another rank."""
         heartbeat = self.store.heartbeat(rank) or UNHEARD
         if self.store.finished(rank):
             return None

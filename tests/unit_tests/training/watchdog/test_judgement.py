@@ -80,7 +80,6 @@ def test_a_rank_is_gone_if_its_heart_stops_or_never_beats():
 
 
 def test_a_suspension_during_a_request_is_no_silence():
-    """As by Ctrl-Z of all ranks while a monitor waits for the store."""
     first, second = monitors(2)
     for monitor in (first, second):
         monitor._guards_itself = False  # no timer that would end this process
