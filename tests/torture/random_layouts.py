@@ -18,6 +18,7 @@ from tests.test_utils.gloo_pool import RankPool
 from tests.test_utils.layout_table import ENCODER_FAMILIES, MODELS, layout_flags
 from tests.test_utils.layouts import FEW_STEPS, Layout, Matrix, configure
 from tests.torture.common import Cases, Failure
+from tests.torture.layouts import Worker
 
 HYBRID = {row.model: row.precision for row in linear.LAYOUTS.values()}
 RANKS = ["tp2", "tp2 sp", "tp2 sp", "cp2", "pp2", "dp2", "tp4 sp", "cp4", "pp4", "ep2", "ep2 tp2 sp", "ep2 etp1 tp2 sp"]
@@ -62,12 +63,6 @@ def draw(random):
     precision = HYBRID.get(model, "fp32" if "--fp8" in model else "bf16" if "--bf16" in model else "fp64")
     steps = 1 if "--fp8" in model else FEW_STEPS  # in fp8, rounding errors of a step become larger ones of the next
     return Layout(model, layout, world_size, precision, steps=steps, family=family)
-
-
-class Worker:
-    """This process's pool of ranks, made at the first row."""
-
-    matrix = None
 
 
 def case(number, random, folder, tally):
