@@ -76,7 +76,7 @@ def test_a_rank_is_gone_if_its_heart_stops_or_never_beats():
     assert "iteration 6, computing: process 2 on host2" in judge(2).reason
     second.store.publish(Heartbeat(1, 0, 0, COMPUTING, silence=0.0, allowed=1.0))
     third.store.finish()
-    assert first._judge(1, time.monotonic()) is None and first._judge(2, time.monotonic()) is None
+    assert judge(1) is None and judge(2) is None
 
 
 def test_a_suspension_during_a_request_is_no_silence():
