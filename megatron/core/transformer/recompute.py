@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.config import layer_kinds
 from megatron.core.config.errors import UserError
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.model_rules import recomputed_modules
@@ -220,7 +221,7 @@ class Recompute:
     Raises UserError for names that neither the classes in use nor a branch of ``stack`` declare, except names of
     ``BRANCHES``, which another stage may have."""
 
-    BRANCHES = ("cross_attention", "mixer", "mlp", "self_attention")
+    BRANCHES = ("cross_attention", *(branch.name for branch in layer_kinds.BRANCHES.values()))
 
     def __init__(self, config: RecomputeConfig, stack: nn.Module, groups: ProcessGroups) -> None:
         self.config, self.groups = config, groups
