@@ -62,4 +62,4 @@ def run_as_on_a_device(monkeypatch):
     """Let CPUs run the operations of a device: no checks of ids, and random numbers by torch."""
     for module in (layers, cross_entropy):
         monkeypatch.setattr(module, "check_ids", lambda *_: None)
-    monkeypatch.setattr(philox, "philox", philox._rounds)
+    monkeypatch.setattr(philox, "_array", lambda values: values)
