@@ -125,9 +125,9 @@ class LanguageModule(MegatronModule):
                     groups=self.groups,
                 )
             yield
-            self.tie_over_stages(whole_embedding=tie_embedding)
-            if config.perform_initialization:
-                initialize_parameters(self, self.seed, self.groups)
+        self.tie_over_stages(whole_embedding=tie_embedding)
+        if config.perform_initialization:
+            initialize_parameters(self, self.seed, self.groups)
 
     # ---- words
 
