@@ -202,15 +202,21 @@ def _portable(value: object) -> object:
 
 def software() -> dict[str, str]:
     """Return versions and environment variables that change results, with the kind "software"."""
-    versions = {"megatron": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    versions = {"megatron": __version__, **_versions()}
+    names = {*VARIABLES, *(name for name in os.environ if name.startswith(VARIABLE_PREFIXES))}
+    versions |= {f"environment variable {name}": os.environ.get(name, "unset") for name in sorted(names)}
+    return {f"{name}\0software": value for name, value in versions.items()}
+
+
+@functools.cache  # reading the metadata of all packages takes as long as building a small model
+def _versions() -> dict[str, str]:
+    versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    names = {*VARIABLES, *(name for name in os.environ if name.startswith(VARIABLE_PREFIXES))}
-    versions |= {f"environment variable {name}": os.environ.get(name, "unset") for name in sorted(names)}
-    return {f"{name}\0software": value for name, value in versions.items()}
+    return versions
 
 
 def code() -> dict[str, str]:
