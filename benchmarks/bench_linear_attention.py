@@ -1,10 +1,12 @@
 """Linear recurrences of one layer on a GPU: our kernels, plain torch, and fla-core if it is installed and works here.
 
     python benchmarks/bench_linear_attention.py [--output benchmarks/results/linear_attention.json] [--sweep] [--smoke]
+        [--shapes gated kimi] [--lengths 8192 131072] [--variants kernels fla] [--kernels]
 
 Median milliseconds of the forward pass, and of both passes, in bf16. For short sequences also the relative errors of
 outputs and gradients against plain torch in fp64. ``--sweep``: both passes with other tilings of one kernel
-(``CANDIDATES``). Tokens/s of models: rows ``gdn*`` and ``dense*`` of bench_training.py.
+(``CANDIDATES``). ``--kernels``: milliseconds of both passes by kernel. Shapes and variants are selected by parts of
+their names. Tokens/s of models: rows ``gdn*`` and ``dense*`` of bench_training.py.
 ``--smoke`` runs tiny sizes on a CPU, with our kernels only if TRITON_INTERPRET=1; times mean nothing.
 """
 
@@ -13,8 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,7 +116,36 @@ def relative_errors(rule: Rule, inputs: list[Tensor], grad: Tensor) -> list[floa
     return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(actual, right, strict=True)]
 
 
-def measure(name: str, rule: Rule, inputs: list[Tensor], repeats: int, *, errors: bool) -> dict[str, Any]:
+def per_pass(spans: Iterable[tuple[str, float, float]], passes: int) -> dict[str, float]:
+    """Return the median over ``passes`` of the sum of durations by name, the largest first, of (name, begin, duration).
+    Every pass launches the same kernels."""
+    durations: dict[str, list[float]] = {}
+    for name, _, duration in sorted(spans, key=lambda span: span[1]):
+        durations.setdefault(name, []).append(duration)
+    sums = {}
+    for name, parts in durations.items():
+        count = max(1, len(parts) // passes)
+        sums[name] = statistics.median(sum(parts[at : at + count]) for at in range(0, len(parts), count))
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def kernel_milliseconds(work: Callable[[], object], passes: int = 5) -> dict[str, float]:
+    """Return the milliseconds of ``work`` by kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(passes):
+            work()
+        torch.cuda.synchronize()
+    spans = (
+        (event.name[:60], event.time_range.start, event.time_range.elapsed_us() / 1e3)
+        for event in profile.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    return {name: round(value, 4) for name, value in per_pass(spans, passes).items()}
+
+
+def measure(
+    name: str, rule: Rule, inputs: list[Tensor], repeats: int, *, errors: bool, kernels: bool
+) -> dict[str, Any]:
     """Return times, peak memory and errors of ``rule``, or the reason why it does not run."""
     device = inputs[0].device
     grad = torch.randn_like(inputs[2])
@@ -125,6 +157,8 @@ def measure(name: str, rule: Rule, inputs: list[Tensor], repeats: int, *, errors
         row["both_ms"] = milliseconds(lambda: forward_and_backward(rule, inputs, grad), device, repeats)
         if device.type == "cuda":
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if kernels and device.type == "cuda":
+            row["kernels"] = kernel_milliseconds(lambda: forward_and_backward(rule, inputs, grad))
         if errors:
             row["errors"] = relative_errors(rule, inputs, grad)
     except Exception as error:  # a package without support of this GPU or Triton, or too little memory: a result too
@@ -149,10 +183,16 @@ def variants(kind: str, length: int, *, sweep: bool, kernels: bool) -> dict[str,
     return rules | {"fla-core": by_fla}
 
 
+def contains(name: str, parts: list[str] | None) -> bool:
+    """Whether ``name`` contains one of ``parts``; None: any name."""
+    return parts is None or any(part in name for part in parts)
+
+
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all shapes, lengths and variants; print a line for each at once."""
     device = torch.device("cpu" if options.smoke else "cuda")
-    shapes, lengths, repeats = (SMOKE, (70,), 1) if options.smoke else (SHAPES, LENGTHS, options.repeats)
+    shapes, lengths, repeats = (SMOKE, (70,), 1) if options.smoke else (SHAPES, options.lengths, options.repeats)
+    shapes = {name: shape for name, shape in shapes.items() if contains(name, options.shapes)}
     kernels, rows = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1", []
     for name, shape in shapes.items():
         for length in lengths:
@@ -161,8 +201,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
                 inputs = [x.detach().float().requires_grad_() for x in inputs]
             sweep = options.sweep and length == lengths[0]
             for variant, rule in variants(shape[0], length, sweep=sweep, kernels=kernels).items():
-                row = {"shape": name, "length": length}
-                row |= measure(variant, rule, inputs, repeats, errors=length <= LONGEST_PLAIN)
+                if not contains(variant, options.variants):
+                    continue
+                row, errors = {"shape": name, "length": length}, length <= LONGEST_PLAIN
+                row |= measure(variant, rule, inputs, repeats, errors=errors, kernels=options.kernels)
                 rows.append(row)
                 sys.stdout.write(json.dumps(row) + "\n")
                 sys.stdout.flush()
@@ -174,6 +216,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "linear_attention.json")
     parser.add_argument("--sweep", action="store_true", help="also time the other tilings, at the first length")
+    parser.add_argument("--shapes", nargs="+", metavar="SUBSTRING", help="measure only these shapes")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--variants", nargs="+", metavar="SUBSTRING", help="measure only these variants")
+    parser.add_argument("--kernels", action="store_true", help="also report the time of both passes by kernel")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU; writes nothing")
     options = parser.parse_args()
     if not options.smoke and not torch.cuda.is_available():
