@@ -270,17 +270,21 @@ def _spec(cls: type, field: dataclasses.Field, annotation: object) -> FlagSpec:
 
 
 @functools.cache
+def _class_flags(group: type) -> tuple[FlagSpec, ...]:
+    names = group.__dict__.get("__annotations__", {})
+    members = [field for field in dataclasses.fields(group) if field.name in names and field.metadata.get("flag", True)]
+    # without the hints of base classes: families inherit all groups
+    annotated = types.SimpleNamespace(__annotations__={field.name: field.type for field in members})
+    hints = get_type_hints(annotated, vars(sys.modules[group.__module__]), include_extras=True)
+    return tuple(_spec(group, field, hints[field.name]) for field in members)
+
+
 def group_flags(*groups: type) -> tuple[FlagSpec, ...]:
     """Return the flags of these dataclasses, without inherited fields and those marked ``flag=False``."""
-    specs = []
-    for group in groups:
-        hints = get_type_hints(group, include_extras=True)
-        for field in dataclasses.fields(group):
-            if field.metadata.get("flag", True) and field.name in group.__dict__.get("__annotations__", {}):
-                specs.append(_spec(group, field, hints[field.name]))
-    return tuple(specs)
+    return tuple(spec for group in groups for spec in _class_flags(group))
 
 
+@functools.cache
 def flags_of(kind: type) -> tuple[FlagSpec, ...]:
     """Return the flags of a dataclass and its bases, in the order of ``--help``."""
     return group_flags(*(base for base in kind.__mro__ if "__annotations__" in vars(base) and is_dataclass(base)))
