@@ -6,6 +6,7 @@ bit-identical values."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from megatron.core.sharding.named_slices import stored_parameters
 from megatron.core.sharding.sharded_tensor import ShardedTensor, stored_tensors
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SMALL = 1 << 14
 _HASHED_AT_ONCE = 1 << 24  # elements per chunk: temporaries take 24 bytes per element and would not fit on a full GPU
 
 
@@ -41,12 +43,23 @@ def tensor_hash(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Return a 64-bit, position-dependent hash of the bits of ``tensor``, int64 on ``device``. No host sync. Sum modulo
     2^64 of each element's bits plus one, times an odd weight: a change of a single element changes the hash."""
     bits = tensor.detach().contiguous().view(-1).view(_INTEGER[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=device or bits.device)
+    device = device or bits.device
+    if bits.numel() <= _SMALL:  # most tensors of a small model
+        return ((bits.to(device, torch.int64) + 1) * _small_weights(device)[: bits.numel()]).sum()
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for first in range(0, bits.numel(), _HASHED_AT_ONCE):
-        some = bits[first : first + _HASHED_AT_ONCE].to(total.device).to(torch.int64)
-        weights = torch.arange(first, first + some.numel(), device=total.device) * 2 * 0x9E3779B97F4A7C1 + 1
-        total += ((some + 1) * weights).sum()
+        some = bits[first : first + _HASHED_AT_ONCE].to(device).to(torch.int64)
+        total += ((some + 1) * _weights(first, first + some.numel(), device)).sum()
     return total
+
+
+def _weights(first: int, end: int, device: torch.device) -> Tensor:
+    return torch.arange(first, end, device=device) * 2 * 0x9E3779B97F4A7C1 + 1
+
+
+@functools.cache
+def _small_weights(device: torch.device) -> Tensor:
+    return _weights(0, _SMALL, device)
 
 
 def weight_rectangles(module: nn.Module, groups: ProcessGroups) -> Iterator[ShardedTensor]:
