@@ -223,12 +223,11 @@ def code() -> dict[str, str]:
     """Return digests of every source file of this package, the program's modules, and the functions in the loaded
     modules of this package, which a program may have replaced."""
     digests = dict(_sources())
-    libraries = tuple({path for name in ("stdlib", "platstdlib", "purelib", "platlib") for path in _spellings(name)})
-    for name, module in sorted(sys.modules.items()):
+    for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if name.partition(".")[0] == "megatron":
             digests[f"functions of {name}"] = _functions_digest(module)
-        elif path and path.endswith(".py") and not path.startswith(libraries) and os.path.isfile(path):
+        elif path and _is_of_program(path):
             digests[f"module {name}"] = digest(Path(path).read_bytes())
     return digests
 
@@ -238,6 +237,13 @@ def _sources() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): digest(path.read_bytes()) for path in (ROOT / "megatron").rglob("*.py")}
 
 
+@functools.cache  # a process has thousands of modules
+def _is_of_program(path: str) -> bool:
+    libraries = tuple(path for name in ("stdlib", "platstdlib", "purelib", "platlib") for path in _spellings(name))
+    return path.endswith(".py") and not path.startswith(libraries) and os.path.isfile(path)
+
+
+@functools.cache
 def _spellings(library: str) -> tuple[str, str]:
     path = sysconfig.get_path(library)
     return path, os.path.realpath(path)
