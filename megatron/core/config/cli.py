@@ -284,7 +284,6 @@ def group_flags(*groups: type) -> tuple[FlagSpec, ...]:
     return tuple(spec for group in groups for spec in _class_flags(group))
 
 
-@functools.cache
 def flags_of(kind: type) -> tuple[FlagSpec, ...]:
     """Return the flags of a dataclass and its bases, in the order of ``--help``."""
     return group_flags(*(base for base in kind.__mro__ if "__annotations__" in vars(base) and is_dataclass(base)))
