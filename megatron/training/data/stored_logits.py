@@ -58,7 +58,7 @@ class StoredLogits:
     @classmethod
     def create(cls, folder: str, dtype: str, vocab_size: int, shape: tuple[int, int, int]) -> StoredLogits:
         """Create a folder for ``shape`` [samples, s, k], to be renamed by :meth:`finish`."""
-        partial = Path(f"{folder}.partial")
+        partial = Path(f"{Path(folder)}.partial")  # next to the folder, also with a slash at its end
         sizes = dict(zip(("samples", "length", "top_k"), shape), dtype=dtype, vocab_size=vocab_size)
         try:
             if os.path.lexists(folder):
