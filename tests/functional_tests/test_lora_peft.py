@@ -57,6 +57,11 @@ CASES = {
         "qwen3_moe", ["q_proj"], {"target_parameters": ["model.layers.1.mlp.experts.down_proj"], "use_rslora": True},
     ),
     "deepseek, latent attention": ("deepseek_v3", LATENT_MODULES, {}),
+    "deepseek, a dense layer and shared experts": (
+        "deepseek_v3", ["o_proj"], {"target_parameters": [
+            "layers.0.mlp.gate_proj.weight", "layers.0.mlp.down_proj.weight", "shared_experts.up_proj.weight",
+        ]},
+    ),
 }  # fmt: skip
 EAGER = {"experts_implementation": "eager"}  # grouped GEMMs take no fp64
 FLAGS = [

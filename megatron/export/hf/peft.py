@@ -14,7 +14,10 @@ Routed experts are 3-D parameters in transformers 5, with PEFT's ``target_parame
 
   ….mlp.experts[.base_layer].lora_A.weight [E r, in]    ….lora_B.weight [out, r E]
 
-``base_layer`` is in the keys of the first parameter (``gate_up_proj``) if both have adapters."""
+``base_layer`` is in the keys of the first parameter (``gate_up_proj``) if both have adapters.
+
+PEFT takes target modules that are named as matrices of routed experts (``gate_proj``) for those, and leaves out the
+adapters of dense layers and shared experts of that name. Their weights are ``target_parameters``, too."""
 
 from __future__ import annotations
 
@@ -104,11 +107,21 @@ def to_peft(
             for leaf, value in (("a", a), ("b", b), ("magnitude", magnitude)):
                 if value is not None:
                     tensors[f"{PREFIX}{_module(part)}.{LEAVES[leaf]}"] = value.contiguous()
-    modules = {_module(part) for placement in placements.values() for part in placement.parts}
-    config = _config(lora, base, ranks, modules)
-    if parameters := [parameter for name, parameter in stacked.items() if name in adapters]:
-        config["target_parameters"] = short_names(parameters, stacked.values())
+    parts = [part for placement in placements.values() for part in placement.parts]
+    named_as_experts = {_last(_module(part)) for part in parts if part.expert is not None}
+    unsafe = sorted(module for module in ranks if _last(module) in named_as_experts)
+    if unsafe and lora.use_dora:
+        raise UserError(f"PEFT cannot read DoRA of {listed(unsafe)}; write the full model with megatron lora merge")
+    config = _config(lora, base, ranks, {_module(part) for part in parts}, unsafe)
+    parameters = [parameter for name, parameter in stacked.items() if name in adapters]
+    if parameters or unsafe:
+        names = short_names(parameters, stacked.values())
+        config["target_parameters"] = names + [f"{module}.weight" for module in unsafe]
     return tensors, config
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[-1]
 
 
 def expert_parameter(placement: Placement) -> str | None:
@@ -143,13 +156,16 @@ def _parts(placement: Placement, adapter: Adapter) -> Iterable[tuple[HFTensor, t
         yield part, (low, high, norms)
 
 
-def _config(lora: LoraSettings, base: str, ranks: Mapping[str, int], modules: set[str]) -> dict[str, object]:
+def _config(
+    lora: LoraSettings, base: str, ranks: Mapping[str, int], modules: set[str], parameters: Collection[str]
+) -> dict[str, object]:
+    """Return ``adapter_config.json``. ``parameters``: those of the modules ``ranks`` that are no target modules."""
     larger = {module: rank for module, rank in ranks.items() if rank != lora.rank}
     alphas = {module: lora.scale * (rank**0.5 if lora.use_rslora else rank) for module, rank in larger.items()}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
         "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": short_names(ranks, modules),
+        "target_modules": short_names(ranks.keys() - parameters, modules),
         "use_rslora": lora.use_rslora, "use_dora": lora.use_dora, "fan_in_fan_out": False, "inference_mode": True,
         "init_lora_weights": True, "modules_to_save": None, "rank_pattern": larger, "alpha_pattern": alphas,
     }  # fmt: skip
