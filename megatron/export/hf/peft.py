@@ -159,7 +159,7 @@ def _parts(placement: Placement, adapter: Adapter) -> Iterable[tuple[HFTensor, t
 def _config(
     lora: LoraSettings, base: str, ranks: Mapping[str, int], modules: set[str], parameters: Collection[str]
 ) -> dict[str, object]:
-    """Return ``adapter_config.json``. ``parameters``: those of the modules ``ranks`` that are no target modules."""
+    """Return ``adapter_config.json``. ``parameters``: names of ``ranks`` that are no target modules."""
     larger = {module: rank for module, rank in ranks.items() if rank != lora.rank}
     alphas = {module: lora.scale * (rank**0.5 if lora.use_rslora else rank) for module, rank in larger.items()}
     return {
