@@ -107,7 +107,7 @@ def native_folder(path: Path, step: int | None) -> Path:
         return path
     checkpoint = find_checkpoint(path, step)
     if checkpoint is None:
-        raise CheckpointError(f"{path}: holds no checkpoint")
+        raise CheckpointError(f"{path}: holds no checkpoint; give the --save folder of a run")
     return Path(checkpoint.directory)
 
 

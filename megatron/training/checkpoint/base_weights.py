@@ -39,7 +39,7 @@ def load_native_weights(
     def find() -> str:
         checkpoint = find_checkpoint(folder, step)
         if checkpoint is None:
-            raise CheckpointError(f"{folder} holds no checkpoint")
+            raise CheckpointError(f"{folder}: holds no checkpoint; give the --save folder of a run")
         return checkpoint.directory
 
     reader = together_reader(from_first_rank(find, groups.world), groups.world)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron.core.config.errors import UserError, folder_fix
 from megatron.core.config.problems import Problems, problem
-from megatron.core.dist_checkpointing.files import may_hold_checkpoint
+from megatron.core.dist_checkpointing.files import TRACKER, may_hold_checkpoint
+from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.safe_files import why_not_creatable
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.inputs import Line
@@ -57,6 +58,24 @@ def load_folders_exist(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, "load", "there is no such folder", fix)
         elif not fast and not may_hold_checkpoint(checkpoint.load):
             yield problem(cfg, "load", "holds no checkpoint", fix)
+
+
+def load_of_another_format(cfg: PretrainConfig) -> Problems:
+    """Reject a --load with a model that no run resumes from, as it would start from random weights. Accepts missing
+    and empty folders, which the run may fill."""
+    checkpoint = cfg.checkpoint
+    if cfg.program.dry_run or checkpoint.load is None:
+        return
+    folder = Path(checkpoint.load)
+    if os.path.lexists(folder) and not folder.is_dir():
+        yield problem(cfg, "load", "is no folder", "give the --save folder of a run")
+    resumable = (folder / TRACKER).is_file() or (folder / MANIFEST).is_file() or any(folder.glob("iter_*"))
+    for file, reason, fix in (
+        ("adapter_config.json", "has adapters of PEFT, which no run loads", "convert them with megatron lora import"),
+        *[("config.json", "is a Hugging Face model", "give it as --load-hf")] * (checkpoint.load_hf is None),
+    ):
+        if (folder / file).is_file() and not resumable:
+            yield problem(cfg, "load", reason, fix)
 
 
 def save_folder_unused(cfg: PretrainConfig) -> Problems:

@@ -441,3 +441,23 @@ def test_a_folder_that_is_not_writable_is_named(tmp_path, monkeypatch):
 def test_a_hub_name_of_load_hf_gets_the_command_that_downloads_it(name, fix):
     (problem,) = rules_checkpoints.load_folders_exist(compose(FlatConfig(load_hf=name)))
     assert str(problem).startswith(f"--load-hf {name}: there is no such folder") and str(problem).endswith(fix)
+
+
+def test_load_of_another_format_is_rejected(tmp_path):
+    """Such a run would start from random weights."""
+
+    def problems(**flags):
+        return list(map(str, rules_checkpoints.load_of_another_format(compose(FlatConfig(**flags)))))
+
+    for file, fix in (("config.json", "give it as --load-hf"), ("adapter_config.json", "megatron lora import")):
+        folder = tmp_path / file.partition(".")[0]
+        folder.mkdir()
+        assert problems(load=str(folder)) == problems(load=str(tmp_path / "missing")) == []
+        (folder / file).write_text("{}")
+        (text,) = problems(load=str(folder))
+        assert text.startswith(f"--load {folder}: ") and fix in text
+        assert len(problems(load=str(folder), load_hf="base")) == (file == "adapter_config.json")
+        (text,) = problems(load=str(folder / file))
+        assert "is no folder; give the --save folder of a run" in text
+        (folder / "iter_0000001").mkdir()
+        assert problems(load=str(folder)) == []
