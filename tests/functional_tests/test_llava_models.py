@@ -7,6 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron.console import run_tool
 from megatron.core.config.errors import UserError
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from tests.functional_tests.test_image_models import IMAGE, VOCAB, local_model
@@ -88,6 +89,15 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(kind, tmp_path):
     local = to_local(placements(family, complete(settings)), stored)
     compared = compare_gradients(native, {name.removeprefix("model."): x.read() for name, x in local.items()})
     assert compared == sum(grad.numel() for grad in gradients.values())
+
+
+def test_convert_compares_logits_with_transformers(tmp_path, capsys):
+    peer("siglip-mistral").save_pretrained(tmp_path / "hf")
+    for source, target, more in (("hf", "native", ["--model-type", "VLM"]), ("native", "exported", [])):
+        saver = "native" if target == "native" else "hf"
+        folders = ["--load-dir", str(tmp_path / source), "--save-dir", str(tmp_path / target)]
+        assert run_tool("convert", ["--saver", saver, *folders, *more]) == 0
+        assert str(capsys.readouterr()).count(": equal") == 2  # a small random model, and this one
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,11 @@ import pytest
 import torch
 
 from megatron.console import run_tool
+from megatron.core.config.errors import UserError
+from megatron.export.hf.conversion import placements
+from megatron.export.hf.family import complete
+from megatron.export.hf.peft import Adapter, LoraSettings, to_peft
+from megatron.export.hf.registry import load_settings
 from tests.test_utils.lazy_packages import lazy_package
 
 peft = lazy_package("peft")
@@ -217,6 +222,7 @@ def test_adapters_of_fused_modules_are_exported_as_one_of_a_larger_rank(gloo_poo
     gloo_pool.run(train_here, 1, argv, 3, str(tmp_path / "run"))
     for action, folder in (("export", "exported"), ("merge", "merged")):
         lora(action, "--load", tmp_path / "run", "--save", tmp_path / folder)
+    assert run_tool("verify", [str(tmp_path / "run")]) == 0
     config = json.loads((tmp_path / "exported" / "adapter_config.json").read_text())
     assert set(config["rank_pattern"].values()) == ({3 * RANK} if name == "gpt2" else {2 * RANK, 3 * RANK})
     adapted = peft.PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "exported")
@@ -237,6 +243,19 @@ def test_imported_adapters_train_in_a_layout_as_with_peft(gloo_pool, tmp_path, l
     assert native.keys() == foreign.keys()
     for name in native:
         assert_close(native[name], foreign[name].double(), 5e-6)
+
+
+def test_dora_of_modules_named_as_experts_is_not_exported(tmp_path):
+    """PEFT reads DoRA of target modules only."""
+    base_model("deepseek_v3", tmp_path)
+    family, settings, _ = load_settings(tmp_path, "gpt")
+    adapter = Adapter(torch.ones(1, 2, 48), torch.ones(32, 2), torch.ones(32))
+    adapters = {"decoder.layers.0.mlp.linear_fc2.weight": adapter}
+    plan = placements(family, complete(settings))
+    with pytest.raises(UserError, match="cannot read DoRA of model.layers.0.mlp.down_proj; write the full model"):
+        to_peft(plan, adapters, LoraSettings(2, 4.0, use_dora=True), "base")
+    _, config = to_peft(plan, adapters, LoraSettings(2, 4.0), "base")
+    assert config["target_parameters"] == ["model.layers.0.mlp.down_proj.weight"] and config["target_modules"] == []
 
 
 # ---- generation

@@ -129,7 +129,8 @@ def small_config(
 ) -> dict[str, object]:
     """Return config.json of the small model: ``config`` of the large one with other values for keys of rules whose
     output changes from ``settings`` to ``small``. Token ids outside the small vocabulary are removed."""
-    kept_keys = {name: value for name, value in config.items() if not _is_foreign_token(name, value)}
+    flat = family.flat(config)
+    kept_keys = {name: value for name, value in flat.items() if not _is_foreign_token(name, value)}
     dropped: set[str] = set()
     for rule in family.config:
         if rule.save(settings) != rule.save(small):
@@ -138,7 +139,7 @@ def small_config(
     for rule in family.config:
         kept_keys |= {name: value for name, value in rule.save(small).items() if name in dropped}
     absent = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name not in kept_keys}
-    return {**absent, **kept_keys}
+    return family.nested({**absent, **kept_keys})
 
 
 def _is_foreign_token(name: str, value: object) -> bool:

@@ -60,7 +60,7 @@ def verify(args: argparse.Namespace, flags: list[str], step: int | None) -> list
     problems = []
     if kind == "native":  # opening it has checked that shards cover every tensor exactly once
         problems += CheckpointReader(formats.native_folder(Path(args.folder), step)).verify_assets()
-    if not args.no_names:
+    if not args.no_names and "base" not in source.objects:  # adapters: the names of no full model
         try:
             completed(source, flags, kind, args.folder)
         except UserError as error:
