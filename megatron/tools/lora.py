@@ -80,9 +80,9 @@ class Base(NamedTuple):
         return {param.name: param for param in self.cfg.describe(self.model.settings["vocab_size"]).params()}
 
 
-def open_base(folder: str) -> Base:
+def open_base(folder: str, model_family: str | None = None) -> Base:
     """Open a base model of any format. UserError if it does not exist or does not fit its settings."""
-    loader, model = formats.open_checkpoint(folder, "auto")
+    loader, model = formats.open_checkpoint(folder, "auto", model_family=model_family)
     model.tensors = {name: tensor for name, tensor in model.tensors.items() if name.startswith("model.")}
     model.objects = {}
     cfg = completed(model, [], loader, folder)
@@ -96,7 +96,7 @@ def load_adapters(folder: str, step: int | None, base: str | None) -> tuple[dict
     stored, args = source.objects.get("base"), source.settings
     if not isinstance(stored, dict) or not isinstance(args.get("lora_rank"), int):
         raise CheckpointError(f"--load {folder}: contains no adapters; give the folder of a run with --lora-rank")
-    opened = open_base(base or str(stored.get("folder")))
+    opened = open_base(base or str(stored.get("folder")), args.get("model_family"))
     if opened.identity != stored.get("identity"):
         raise CheckpointError(f"{opened.folder}: is not the base that the adapters of {folder} were trained on")
     rank, variants = args["lora_rank"], (bool(args["lora_use_rslora"]), bool(args["lora_use_dora"]))

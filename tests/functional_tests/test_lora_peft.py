@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron.console import run_tool
 from megatron.core.config.errors import UserError
@@ -12,6 +13,9 @@ from megatron.export.hf.conversion import placements
 from megatron.export.hf.family import complete
 from megatron.export.hf.peft import Adapter, LoraSettings, to_peft
 from megatron.export.hf.registry import load_settings
+from tests.functional_tests.test_image_models import peer, save
+from tests.test_utils.foreign_models import MODELS as FOREIGN_MODELS
+from tests.test_utils.foreign_models import build
 from tests.test_utils.lazy_packages import lazy_package
 
 peft = lazy_package("peft")
@@ -256,6 +260,50 @@ def test_dora_of_modules_named_as_experts_is_not_exported(tmp_path):
         to_peft(plan, adapters, LoraSettings(2, 4.0, use_dora=True), "base")
     _, config = to_peft(plan, adapters, LoraSettings(2, 4.0), "base")
     assert config["target_parameters"] == ["model.layers.0.mlp.down_proj.weight"] and config["target_modules"] == []
+
+
+def test_adapters_of_shared_experts_of_nemotron_h_are_applied(tmp_path):
+    """Its files have other names than its modules."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    build(FOREIGN_MODELS["nemotron-h"]).save_pretrained(base)
+    family, settings, _ = load_settings(base, "gpt")
+    plan, name = placements(family, complete(settings)), "layers.4.mixer.shared_experts.up_proj.weight"
+    (placement,) = (item for item in plan if item.parts[0].name.endswith(name))
+    a, b = torch.randn(1, 2, placement.shape[-1]), torch.randn(*placement.shape[:-1], 2)
+    tensors, config = to_peft(plan, {placement.name: Adapter(a, b)}, LoraSettings(2, 6.0), str(base))
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    before = loaded(base).state_dict()[f"model.{name}"].clone()
+    after = peft.PeftModel.from_pretrained(loaded(base), adapter).merge_and_unload().state_dict()[f"model.{name}"]
+    assert_close(after, before + 3.0 * (b.view(-1, 2).double() @ a[0].double()), 1e-6)
+
+
+def train_images(rank, world_size, argv):
+    """A task of the pool: ``pretrain_vlm.py``; the exit code."""
+    from megatron.training.arguments import parse_args
+    from megatron.training.run import run
+    from megatron.training.tasks.language_model import task_class
+
+    return run(parse_args(argv, model_family="vlm"), task_class("vlm"))
+
+
+def test_adapters_of_image_models_are_exported_and_merged(gloo_pool, tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    save(peer("qwen3_vl"), base)
+    argv = f"--load-hf {base} --save {run} --mock-data --tokenizer-type NullTokenizer --lora-rank 3 --lora-alpha 12"
+    argv += " --micro-batch-size 2 --global-batch-size 4 --seq-length 32 --lr 0.3 --train-iters 3 --eval-iters 0"
+    argv += " --lr-warmup-iters 0 --num-workers 0 --lora-target-modules linear_qkv linear_fc2 vision.*.linear_fc1"
+    assert gloo_pool.run(train_images, 1, argv.split()) == [0]
+    for action, folder in (("export", "exported"), ("merge", "merged")):
+        lora(action, "--load", run, "--save", tmp_path / folder)
+    before, merged = (transformers.AutoModelForImageTextToText.from_pretrained(x) for x in (base, tmp_path / "merged"))
+    first = {name: value.clone() for name, value in before.state_dict().items()}
+    adapted = peft.PeftModel.from_pretrained(before, tmp_path / "exported").merge_and_unload().state_dict()
+    changed = {name for name, value in adapted.items() if not torch.equal(value, first[name])}
+    assert any("visual" in name for name in changed) and any("q_proj" in name for name in changed)
+    for name, value in merged.state_dict().items():
+        assert_close(adapted[name], value, 1e-5)
 
 
 # ---- generation

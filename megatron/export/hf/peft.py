@@ -116,8 +116,12 @@ def to_peft(
     parameters = [parameter for name, parameter in stacked.items() if name in adapters]
     if parameters or unsafe:
         names = short_names(parameters, stacked.values())
-        config["target_parameters"] = names + [f"{module}.weight" for module in unsafe]
+        config["target_parameters"] = names + [f"{_name(module)}.weight" for module in unsafe]
     return tensors, config
+
+
+def _name(module: str) -> str:
+    return module.removeprefix("backbone.")  # of Nemotron-H's files; PEFT compares the ends of names
 
 
 def _last(module: str) -> str:
@@ -165,7 +169,7 @@ def _config(
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
         "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": short_names(ranks.keys() - parameters, modules),
+        "target_modules": [_name(module) for module in short_names(ranks.keys() - parameters, modules)],
         "use_rslora": lora.use_rslora, "use_dora": lora.use_dora, "fan_in_fan_out": False, "inference_mode": True,
         "init_lora_weights": True, "modules_to_save": None, "rank_pattern": larger, "alpha_pattern": alphas,
     }  # fmt: skip
