@@ -75,6 +75,12 @@ def _module(part: HFTensor) -> str:
     return part.name.removesuffix(".weight")
 
 
+def _key(part: HFTensor) -> str:
+    """Return the beginning of PEFT's keys. transformers adds ``model.`` to LLaVA's towers in full names only."""
+    outer = "model." if part.name.startswith(("vision_tower.", "multi_modal_projector.")) else ""
+    return f"{PREFIX}{outer}{_module(part)}"
+
+
 def _rows(part: HFTensor, tensor: Tensor, columns: int) -> list[Tensor]:
     """Return the views of ``tensor`` [*lead, columns] that hold the rows of one HF tensor."""
     return [view.reshape(-1, columns) for view in part.views(tensor)]
@@ -106,7 +112,7 @@ def to_peft(
             ranks[_module(part)] = len(a)
             for leaf, value in (("a", a), ("b", b), ("magnitude", magnitude)):
                 if value is not None:
-                    tensors[f"{PREFIX}{_module(part)}.{LEAVES[leaf]}"] = value.contiguous()
+                    tensors[f"{_key(part)}.{LEAVES[leaf]}"] = value.contiguous()
     parts = [part for placement in placements.values() for part in placement.parts]
     named_as_experts = {_last(_module(part)) for part in parts if part.expert is not None}
     unsafe = sorted(module for module in ranks if _last(module) in named_as_experts)
@@ -121,7 +127,8 @@ def to_peft(
 
 
 def _name(module: str) -> str:
-    return module.removeprefix("backbone.")  # of Nemotron-H's files; PEFT compares the ends of names
+    """Return the end of a module's name in transformers, which PEFT compares; files of Nemotron-H and LLaVA differ."""
+    return module.removeprefix("backbone.").replace("language_model.model.", "language_model.")
 
 
 def _last(module: str) -> str:
@@ -240,7 +247,7 @@ def _merged(
     placement: Placement, num_matrices: int, tensors: Mapping[str, LazyTensor], lora: LoraSettings, used: set[str]
 ) -> Adapter | None:
     """Return the adapter of one local weight, None without one. Adds the keys that it read to ``used``."""
-    keys = [[f"{PREFIX}{_module(part)}.{leaf}" for leaf in LEAVES.values()] for part in placement.parts]
+    keys = [[f"{_key(part)}.{leaf}" for leaf in LEAVES.values()] for part in placement.parts]
     present = [part_keys[0] in tensors for part_keys in keys]
     if not any(present):
         return None
