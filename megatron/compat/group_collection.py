@@ -54,4 +54,9 @@ class ProcessGroupCollection:
         return f"ProcessGroupCollection({', '.join(sizes)})"
 
 
+def differing_groups(collection: ProcessGroupCollection) -> list[str]:
+    """Return the names of the groups in ``collection`` that are not the running program's."""
+    return [name for name, group in vars(collection).items() if group != _GETTERS[name]()]
+
+
 _NAMES = ", ".join(_GETTERS)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, Signature, signature
 
+from megatron.compat.group_collection import ProcessGroupCollection, differing_groups
+from megatron.core.config.cli import ConfigError, Problem
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.bert import model as bert
 from megatron.core.models.common.settings import LanguageModelSettings
@@ -40,14 +42,33 @@ def takes_fields(order: str) -> Callable[[Init], Init]:
     return wrap
 
 
-class GPTModel(gpt.GPTModel):
-    """GPT with Megatron-LM's arguments."""
+_construct_gpt = takes_fields(
+    "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process parallel_output "
+    "fp16_lm_cross_entropy share_embeddings_and_output_weights position_embedding_type rotary_percent rotary_base "
+    "rope_scaling rope_scaling_factor seq_len_interpolation_factor mtp_block_spec"
+)(gpt.GPTModel.__init__)
 
-    __init__ = takes_fields(
-        "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process parallel_output "
-        "fp16_lm_cross_entropy share_embeddings_and_output_weights position_embedding_type rotary_percent rotary_base "
-        "rope_scaling rope_scaling_factor seq_len_interpolation_factor mtp_block_spec"
-    )(gpt.GPTModel.__init__)
+
+class GPTModel(gpt.GPTModel):
+    """GPT with Megatron-LM's arguments. ``pg_collection`` has to hold the groups of ``parallel_state``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: object,
+        scatter_embedding_sequence_parallel: bool = True,
+        pg_collection: ProcessGroupCollection | None = None,
+        **named: object,
+    ) -> None:
+        if not scatter_embedding_sequence_parallel:
+            reason = "embeddings of whole sequences on each rank are not available"
+            raise ConfigError([Problem("scatter_embedding_sequence_parallel", reason, False, "remove it")])
+        if pg_collection is not None and (names := differing_groups(pg_collection)):
+            reason = f"the groups {', '.join(names)} are not those of parallel_state"
+            raise ConfigError([Problem("pg_collection", reason, fix="ProcessGroupCollection.use_mpu_process_groups()")])
+        _construct_gpt(self, config, *args, **named)
+
+    __init__.__signature__ = signature(_construct_gpt)  # type: ignore[attr-defined]
 
 
 class BertModel(bert.BertModel):

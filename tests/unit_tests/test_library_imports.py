@@ -97,7 +97,7 @@ def test_names_of_existing_programs_are_where_they_look_for_them(module):
 
 MISSING_FAMILIES = {
     "megatron.core.datasets.multimodal_dataset": "vision-language models",
-    "megatron.core.models.multimodal.llava_model": "vision-language models",
+    "megatron.core.models.multimodal.llava_spec": "vision-language models",
     "megatron.core.datasets.retro.query.retro_dataset": "Retro models",
     "megatron.core.models.retro.utils": "Retro models",
     "megatron.legacy.data.biencoder_dataset_utils": "ICT",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from abc import ABCMeta
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -228,9 +229,10 @@ MEANT = {
 """Names of other programs' flags -> what they mean here, where no flag is spelled alike."""
 
 
-class TakesSettings(type):
+class TakesSettings(ABCMeta):
     """Metaclass of a library configuration: the constructor takes, and objects have, the settings of this table by
-    Megatron-LM's names. Raises ConfigError for a missing capability, unless it is off or at its default."""
+    Megatron-LM's names. Raises ConfigError for a missing capability, unless it is off or at its default. Subclasses
+    can have abstract bases too."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> None:
         super().__init__(name, bases, members)
@@ -249,11 +251,17 @@ class TakesSettings(type):
         settings = cls.in_our_words(settings)
         fields_here = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         rest = {name: settings.pop(name) for name in sorted(settings.keys() & defaults().keys() - fields_here)}
-        if problems := [problem for name, value in rest.items() for problem in _rejected(name, value)]:
+        if problems := rejected_settings(rest):
             raise cli.ConfigError(problems)
         instance = super().__call__(*args, **settings)
         vars(instance).update(rest)
         return instance
+
+
+def rejected_settings(values: Mapping[str, object]) -> list[cli.Problem]:
+    """Return a problem for each setting of the table in ``values`` that exists only in Megatron-LM and is not at its
+    default."""
+    return [problem for name in sorted(values.keys() & defaults().keys()) for problem in _rejected(name, values[name])]
 
 
 def _rejected(name: str, value: object) -> Iterator[cli.Problem]:

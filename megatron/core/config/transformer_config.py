@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
+from megatron.core.config.absent import rejected_settings
 from megatron.core.config.cli import ConfigError, Problem, derived
 from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.config.model_rules import invalid_values, library_problems
@@ -32,6 +33,8 @@ _ACTIVATIONS = {
     ("fast_gelu", True): "geglu",
 }
 """Our switch by the name of Megatron-LM's ``activation_func`` and by ``gated_linear_unit``."""
+_PLAIN_GELU = "gelu", False
+"""The activation without a switch."""
 
 
 @dataclass(kw_only=True)
@@ -49,6 +52,13 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
     bias_gelu_fusion: bool = False
     """As in the group of the command line, whose default is True (the tanh approximation of GELU)."""
 
+    impossible_activation: tuple[str, bool] | None = derived(None)
+    """Name of ``activation_func`` and ``gated_linear_unit`` as a program gave them, if this library does not have both
+    together. Programs may set one of them later, before ``__post_init__``."""
+
+    cuda_graph_impl = "none"
+    """Megatron-LM's name; not a setting of models here, since training loops record graphs."""
+
     @property
     def activation_func(self) -> Any:
         """The torch function of the feed-forward network, under Megatron-LM's name. Imports torch."""
@@ -63,10 +73,30 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             return partial(F.gelu, approximate="tanh")
         return F.silu if self.swiglu else F.relu if self.relu else F.gelu
 
+    @activation_func.setter
+    def activation_func(self, function: Any) -> None:
+        self._choose_activation((_name_of(function), self._activation()[1]))
+
+    @ModelSettings.gated_linear_unit.setter  # type: ignore[attr-defined]
+    def gated_linear_unit(self, gated: bool) -> None:
+        self._choose_activation((self._activation()[0], bool(gated)))
+
+    def _activation(self) -> tuple[str, bool]:
+        """Megatron-LM's name of the activation, and whether there is a gate."""
+        chosen = (names for names, switch in _ACTIVATIONS.items() if getattr(self, switch))
+        return self.impossible_activation or next(chosen, _PLAIN_GELU)
+
+    def _choose_activation(self, names: tuple[str, bool]) -> None:
+        vars(self).update(dict.fromkeys(_ACTIVATIONS.values(), False) | _switches(names))
+
     @property
     def bias_activation_fusion(self) -> bool:
         """Whether the activation has a fused kernel, under Megatron-LM's name."""
         return self.bias_swiglu_fusion if self.gated_linear_unit else self.bias_gelu_fusion
+
+    @bias_activation_fusion.setter
+    def bias_activation_fusion(self, fused: bool) -> None:
+        self.bias_swiglu_fusion = self.bias_gelu_fusion = fused
 
     @property
     def mup_width_mult(self) -> float:
@@ -78,11 +108,15 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         """Opposite of ``no_persist_layer_norm``, under Megatron-LM's name."""
         return not self.no_persist_layer_norm
 
+    @persist_layer_norm.setter
+    def persist_layer_norm(self, persistent: bool) -> None:
+        self.no_persist_layer_norm = not persistent
+
     @classmethod
     def in_our_words(cls, arguments: dict[str, object]) -> dict[str, object]:
         """Return ``arguments`` of Megatron-LM's constructor under the names that they have here, single values for
         lists. Drops settings of the training loop and, without CUDA graphs, cuda_graph_* settings. Other names stay
-        unchecked. ConfigError for an activation that this library does not have."""
+        unchecked."""
         # not in compat: programs and models have one class, whose objects must answer to both names
         # older names take precedence: ``dataclasses.replace`` passes all fields in addition to the requested names
         settings = {name: value for name, value in arguments.items() if name not in _RENAMED}
@@ -102,20 +136,21 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             settings["no_persist_layer_norm"] = not settings.pop("persist_layer_norm")
         if {"activation_func", "gated_linear_unit"} & settings.keys():
             function, gated = settings.pop("activation_func", None), settings.pop("gated_linear_unit", False)
-            name = "gelu" if function is None else getattr(function, "__name__", type(function).__name__)
-            kind = name, bool(gated)
-            if kind != ("gelu", False):
-                if kind not in _ACTIVATIONS:
-                    reason = f"{'gated' if gated else 'plain'} {kind[0]} is not available"
-                    fix = "gelu, relu and squared_relu, or with gated_linear_unit silu, quick_gelu and fast_gelu"
-                    raise ConfigError([Problem("activation_func", reason, fix=fix)])
-                settings[_ACTIVATIONS[kind]] = True
+            settings |= _switches((_name_of(function), bool(gated)))
         return settings
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             if (value := getattr(self, name)) is None or value < 1:
                 raise ConfigError([Problem(name, "must be a positive integer", value)])
+        own = {field.name for field in fields(self)}  # the rest was set by a program before it called this method
+        if problems := rejected_settings({name: value for name, value in vars(self).items() if name not in own}):
+            raise ConfigError(problems)
+        if self.impossible_activation:
+            name, gated = self.impossible_activation
+            reason = f"{'gated' if gated else 'plain'} {name} is not available"
+            fix = "gelu, relu and squared_relu, or with gated_linear_unit silu, quick_gelu and fast_gelu"
+            raise ConfigError([Problem("activation_func", reason, fix=fix)])
         if problems := invalid_values(self):  # before other checks, which compute with the values
             raise ConfigError(problems)
         derived_sizes = following_sizes(self)
@@ -129,6 +164,17 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             raise ConfigError([Problem("virtual_pipeline_model_parallel_size", reason, size, "remove it")])
         if self.virtual_pipeline_model_parallel_size is not None and self.num_virtual_stages_per_pipeline_rank is None:
             self.num_virtual_stages_per_pipeline_rank = self.virtual_pipeline_model_parallel_size
+
+
+def _name_of(function: Any) -> str:
+    return "gelu" if function is None else getattr(function, "__name__", type(function).__name__)
+
+
+def _switches(names: tuple[str, bool]) -> dict[str, Any]:
+    """The values of fields that stand for an activation of Megatron-LM."""
+    if names in _ACTIVATIONS:
+        return {_ACTIVATIONS[names]: True, "impossible_activation": None}
+    return {"impossible_activation": None if names == _PLAIN_GELU else names}
 
 
 def _older_name(name: str) -> property:

@@ -84,6 +84,12 @@ _INNER_NORMS: Mapping[type, Mapping[str, str]] = {
 """Linear layers into which Transformer Engine fuses norms inside a mixer, by norm name."""
 
 
+@cache
+def _engine_class(kind: type) -> type:
+    """A subclass with the name by which converters of other programs recognize a linear layer with a norm."""
+    return type("TELayerNormColumnParallelLinear", (kind,), {"__module__": __name__})
+
+
 class EngineNamedLayer(TransformerLayer):
     """Transformer layer with Transformer Engine's parameter names: a norm that Transformer Engine fuses into a linear
     layer appears as that layer's ``layer_norm_weight`` and ``layer_norm_bias``; expert weights have one name per
@@ -114,6 +120,8 @@ class EngineNamedLayer(TransformerLayer):
             for norm, linear in norms.items():
                 if isinstance(self.get_submodule(norm), MovableParameters):
                     move_parameters(self, norm, f"{branch.name}.{linear}", "layer_norm_")
+                    module = branch.mixer.get_submodule(linear)
+                    module.__class__ = _engine_class(type(module))  # type: ignore[arg-type]  # classes are hashable
 
 
 class TransformerEngineLayer(EngineNamedLayer):

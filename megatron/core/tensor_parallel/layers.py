@@ -350,6 +350,8 @@ class VocabParallelOutput(GemmLayer):
     """Cap of the logits: soft_cap * tanh(x / soft_cap); None: no cap."""
     borrowed: tuple[nn.Parameter, ...] = ()
     """Parameters of other modules that ``forward`` is called with."""
+    tensor_model_parallel, partition_dim = True, 0
+    """Megatron-LM's names for the split of the weight; converters of other programs read them."""
 
     def __init__(
         self,

@@ -4,7 +4,10 @@ import inspect
 
 import pytest
 
+from megatron.compat import group_collection
+from megatron.compat.group_collection import ProcessGroupCollection
 from megatron.compat.models import BertModel, GPTModel, T5Model, takes_fields
+from megatron.core.config.cli import ConfigError
 
 COMMON = ["vocab_size", "max_sequence_length", "pre_process", "post_process"]
 ENDS = {
@@ -52,3 +55,17 @@ def test_positions_are_those_of_megatron_lm(kind):
     ]
     first, last = ENDS[kind]
     assert positional[: len(first) + 4] == first + COMMON and positional[-len(last) :] == last
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ({"scatter_embedding_sequence_parallel": False}, "scatter_embedding_sequence_parallel False: embeddings of"),
+        ({"pg_collection": ProcessGroupCollection(tp=object())}, "pg_collection: the groups tp are not those"),
+    ],
+    ids=["embeddings", "groups"],
+)
+def test_arguments_of_megatron_lm_that_change_the_layout_are_rejected(argument, message, monkeypatch):
+    monkeypatch.setitem(group_collection._GETTERS, "tp", object)
+    with pytest.raises(ConfigError, match=message):
+        GPTModel(None, None, 8, 8, **argument)

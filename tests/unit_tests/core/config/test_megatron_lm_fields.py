@@ -2,6 +2,7 @@
 the fields whose default is another one here, with the reason."""
 
 import csv
+from abc import ABC
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ DIFFERENT = {
         **dict.fromkeys(["gradient_accumulation_fusion", "overlap_p2p_comm", "masked_softmax_fusion"], SPEED),
         **dict.fromkeys(["persist_layer_norm", "bias_dropout_fusion", "apply_rope_fusion"], SPEED),
         **dict.fromkeys(["moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"], LIST),
-        **dict.fromkeys(["enable_cuda_graph", "cuda_graph_warmup_steps", "cuda_graph_impl"], LOOP),
+        **dict.fromkeys(["enable_cuda_graph", "cuda_graph_warmup_steps"], LOOP),
         **dict.fromkeys(["cuda_graph_modules", "inference_cuda_graph_scope", "barrier_with_L1_time"], LOOP),
         "config_logger_dir": "None, as on the command line",
         "transformer_impl": "the library's own layers need no package",
@@ -114,6 +115,39 @@ def test_older_names_read_and_write_the_field():
 @pytest.mark.parametrize("function, gated", [(F.gelu, False), (F.relu, False), (F.silu, True)])
 def test_activation_func_is_the_function_that_was_passed(function, gated):
     assert TransformerConfig(**SIZES, activation_func=function, gated_linear_unit=gated).activation_func is function
+
+
+class Deferring(TransformerConfig, ABC):
+    """A configuration that is checked after programs have set fields, as Megatron Bridge does it."""
+
+    def __post_init__(self):
+        pass
+
+    def finalize(self):
+        TransformerConfig.__post_init__(self)
+
+
+def test_names_of_megatron_lm_can_be_set_before_the_configuration_is_checked():
+    config = Deferring(**SIZES, activation_func=F.silu, bias_activation_fusion=False)
+    assert not config.swiglu and not config.bias_swiglu_fusion
+    with pytest.raises(ConfigError, match="activation_func: plain silu is not available"):
+        config.finalize()
+    config.gated_linear_unit, config.bias_activation_fusion, config.persist_layer_norm = True, True, False
+    config.finalize()
+    assert config.swiglu and config.bias_swiglu_fusion and config.no_persist_layer_norm
+    assert config.activation_func is F.silu
+    config.activation_func = F.relu
+    with pytest.raises(ConfigError, match="activation_func: gated relu is not available"):
+        config.finalize()
+    config.gated_linear_unit = False
+    assert config.relu and not config.swiglu and config.activation_func is F.relu
+
+
+def test_missing_capabilities_are_rejected_when_set_before_the_check():
+    config = Deferring(**SIZES)
+    config.cpu_offloading_num_layers = 1
+    with pytest.raises(ConfigError, match="cpu_offloading_num_layers 1: offloading of full layers"):
+        config.finalize()
 
 
 @pytest.mark.parametrize("settings", [{"squared_relu": True}, {"quick_geglu": True}, {"geglu": True}])

@@ -78,6 +78,13 @@ def test_norms_go_by_the_names_of_fused_linear_layers(case):
         torch.testing.assert_close(other.grad, param.grad, rtol=0, atol=0)
 
 
+def test_linear_layers_with_a_norm_have_the_class_name_of_the_engine():
+    layer = make_model(True, normalization="RMSNorm").decoder.layers[0]
+    linears = [layer.self_attention.linear_qkv, layer.mlp.linear_fc1, layer.self_attention.linear_proj]
+    names = ["TELayerNormColumnParallelLinear", "TELayerNormColumnParallelLinear", "RowParallelLinear"]
+    assert [type(linear).__name__ for linear in linears] == names
+
+
 def test_moved_norms_follow_changes_of_their_parameters():
     model = make_model(True)
     weight = model.decoder.layers[0].self_attention.linear_qkv.layer_norm_weight
