@@ -48,13 +48,14 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
     return max(64, int(hidden_size * 4 * 2 / 3) // 64 * 64)
 
 
-def following_sizes(settings: ModelSettings) -> dict[str, object]:
-    """Return {name: value} for sizes that are None in ``settings`` and follow from the others."""
+def following_sizes(settings: ModelSettings, *, gated: bool) -> dict[str, object]:
+    """Return {name: value} for sizes that are None in ``settings`` and follow from the others. ``gated``: whether the
+    feed-forward network has the default size of SwiGLU."""
     hidden, heads = settings.hidden_size, settings.num_attention_heads
     values = {
         "num_query_groups": heads,
         "kv_channels": max(hidden // heads, 1) if hidden and heads else None,
-        "ffn_hidden_size": default_ffn_hidden_size(hidden, gated=settings.swiglu) if hidden else None,
+        "ffn_hidden_size": default_ffn_hidden_size(hidden, gated=gated) if hidden else None,
         "embedding_init_method_std": settings.init_method_std,
     }
     if settings.hybrid_layer_pattern is not None and hidden:

@@ -39,7 +39,7 @@ _PLAIN_GELU = "gelu", False
 
 @dataclass(kw_only=True)
 class TransformerConfig(ModelParallelConfig, ModelSettings):
-    """Sizes and choices of a transformer. ``num_query_groups``, ``ffn_hidden_size``, ``kv_channels`` and
+    """Sizes and choices of a transformer. ``num_query_groups``, ``ffn_hidden_size`` (4 x hidden), ``kv_channels`` and
     ``embedding_init_method_std`` follow from the other sizes when they are None. Impossible sizes raise one
     :class:`~megatron.core.config.cli.ConfigError` with all of them."""
 
@@ -153,7 +153,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             raise ConfigError([Problem("activation_func", reason, fix=fix)])
         if problems := invalid_values(self):  # before other checks, which compute with the values
             raise ConfigError(problems)
-        derived_sizes = following_sizes(self)
+        derived_sizes = following_sizes(self, gated=False)  # 4 x hidden also with SwiGLU, as in Megatron-LM's library
         for name, value in derived_sizes.items():
             setattr(self, name, value)
         if problems := library_problems(self, vars(self).keys() - derived_sizes.keys()):

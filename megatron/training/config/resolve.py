@@ -119,7 +119,7 @@ def _implementations(cfg: FlatConfig, gpus: bool) -> dict[str, object]:
 
 def _network(cfg: FlatConfig) -> dict[str, object]:
     num_layers = cfg.encoder_num_layers if cfg.num_layers is None else cfg.num_layers
-    values: dict[str, object] = {"num_layers": num_layers, **following_sizes(cfg)}
+    values: dict[str, object] = {"num_layers": num_layers, **following_sizes(cfg, gated=cfg.swiglu)}
     values["encoder_num_layers"] = cfg.encoder_num_layers or num_layers
     if cfg.num_query_groups is None and cfg.group_query_attention:
         values["num_query_groups"] = 1

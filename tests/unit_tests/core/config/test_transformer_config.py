@@ -57,3 +57,11 @@ def test_configurations_may_be_derived_from_dense_ones_and_those_with_experts():
 def test_settings_without_effect_on_a_command_line_do_not_reach_the_library():
     args = validate_args(parse_args(f"{TINY} --moe-router-topk 4 --moe-layer-freq [1]".split()), 1)
     assert core_transformer_config_from_args(args.flat).moe_router_topk == 2
+
+
+def test_gated_networks_have_another_default_size_in_the_library_than_on_the_command_line():
+    config = TransformerConfig(num_layers=1, hidden_size=96, num_attention_heads=4, swiglu=True, num_moe_experts=2)
+    assert config.ffn_hidden_size == config.moe_ffn_hidden_size == 4 * 96
+    words = f"{TINY} --num-layers 1 --hidden-size 96 --num-attention-heads 4 --swiglu"
+    args = validate_args(parse_args(words.split()), 1)
+    assert core_transformer_config_from_args(args.flat).ffn_hidden_size == 8 * 96 // 3 // 64 * 64
