@@ -66,15 +66,16 @@ def load_of_another_format(cfg: PretrainConfig) -> Problems:
     checkpoint = cfg.checkpoint
     if cfg.program.dry_run or checkpoint.load is None:
         return
-    folder = Path(checkpoint.load)
-    if os.path.lexists(folder) and not folder.is_dir():
+    folder = checkpoint.load
+    if os.path.lexists(folder) and not os.path.isdir(folder):
         yield problem(cfg, "load", "is no folder", "give the --save folder of a run")
-    resumable = (folder / TRACKER).is_file() or (folder / MANIFEST).is_file() or any(folder.glob("iter_*"))
+    files = set(os.listdir(folder)) if os.path.isdir(folder) and os.access(folder, os.R_OK) else set()
+    resumable = files & {TRACKER, MANIFEST} or any(name.startswith("iter_") for name in files)
     for file, reason, fix in (
         ("adapter_config.json", "has adapters of PEFT, which no run loads", "convert them with megatron lora import"),
         *[("config.json", "is a Hugging Face model", "give it as --load-hf")] * (checkpoint.load_hf is None),
     ):
-        if (folder / file).is_file() and not resumable:
+        if file in files and not resumable:
             yield problem(cfg, "load", reason, fix)
 
 
