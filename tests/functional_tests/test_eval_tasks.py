@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 
 from megatron.console import run_tool
+from megatron.training.generation.task_scores import metrics
 from megatron.training.observe.metrics import read_metrics
 from tests.functional_tests.test_conversion import run
 from tests.test_utils.tiny_tokenizers import byte_level_bpe
@@ -88,3 +89,10 @@ def test_unknown_tasks_and_layouts_end_the_start(gloo_pool, tasks):
     for more, word in wrong:
         for code, errors in gloo_pool.run(run, 2, [*argv, *more]):
             assert code == 2 and (word in errors or not errors)
+
+
+def test_scores_of_several_filters_have_separate_names():
+    scores = {"acc,none": 1, "exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
+    errors = {name.replace(",", "_stderr,"): 0.1 for name in scores}
+    expected = {"acc": 1.0, "exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
+    assert metrics({"alias": "gsm8k", **scores, **errors}) == expected

@@ -29,13 +29,12 @@ class HFTensor:
     config: TransformerConfig
 
     def views(self, local: Tensor) -> list[Tensor]:
-        """Return the views of the local tensor (or of the expert's row [1, …]) that form this HF tensor."""
+        """Return the views of the local tensor (or of its first row, the expert's) that form this HF tensor."""
         return self.layout.views(local if self.expert is None else local[0], self.config)[self.index]
 
     def fill(self, local: Tensor, tensor: Tensor) -> None:
         """Copy the HF tensor into its views of the full ``local`` tensor, in place, cast to its dtype."""
-        mine = local if self.expert is None else local[self.expert : self.expert + 1]
-        views = self.views(mine)
+        views = self.views(local if self.expert is None else local[self.expert :])
         tensor = tensor.T if self.is_transposed else tensor
         rows = [len(tensor) * view.numel() // tensor.numel() for view in views]
         for view, piece in zip(views, tensor.split(rows)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from megatron.core.config.errors import UserError
@@ -47,14 +48,16 @@ class TaskScores:
 
     def _scores(self, engine: Engine) -> dict[str, dict[str, float]]:
         results = evaluate_tasks(engine, self._tokenizer, self._names, self._manager, limit=self._limit)["results"]
-        return {name: _metrics(values) for name, values in results.items()}
+        return {name: metrics(values) for name, values in results.items()}
 
 
-def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """``values``: the harness's ``{"acc,none": 0.5, "acc_stderr,none": …, "alias": …}``."""
-    named = {name.partition(",")[0]: value for name, value in values.items() if "," in name}
+def metrics(values: dict[str, Any]) -> dict[str, float]:
+    """Return scores by metric, by ``METRIC,FILTER`` if several filters have the metric. ``values``: the harness's
+    ``{"acc,none": 0.5, "acc_stderr,none": …, "alias": …}``."""
+    names = {name: name.partition(",")[0] for name in values if "," in name}
+    filters = Counter(names.values())
     return {
-        name: float(value)
-        for name, value in named.items()
-        if isinstance(value, int | float) and not name.endswith("_stderr")
+        metric if filters[metric] == 1 else name: float(values[name])
+        for name, metric in names.items()
+        if isinstance(values[name], int | float) and not metric.endswith("_stderr")
     }

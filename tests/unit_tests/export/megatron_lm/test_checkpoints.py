@@ -190,10 +190,10 @@ def test_a_vocabulary_is_padded_and_layers_that_differ_keep_their_numbers(tmp_pa
     ({"fp16": True}, True), ({"fp16": True, "loss_scale": 64.0}, False), ({"bf16": True}, False), ({}, False),
 ])  # fmt: skip
 def test_a_loss_scale_that_moves_comes_over(flags, kept):
-    scaler = {"scale": 8.0, "growth_tracker": LazyTensor.of(torch.tensor([3])), "hysteresis_tracker": 2}
+    scaler = {"scale": 0.5, "growth_tracker": LazyTensor.of(torch.tensor([3])), "hysteresis_tracker": 2}
     state = {"args": Record("Namespace", (), {}), "optimizer": [{"grad_scaler": scaler}]}
     objects = checkpoint_objects(state, flags, True)
-    expected = {"scale": 8.0, "growth_tracker": 3, "hysteresis_tracker": 2} if kept else {}
+    expected = {"scale": 0.5, "growth_tracker": 3, "hysteresis_tracker": 2} if kept else {}
     assert objects["optimizer"] == {"step": 0, "grad_scaler": expected}
     assert objects["iteration"] == objects["train_state"]["iteration"] == 0
 
