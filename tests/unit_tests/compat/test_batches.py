@@ -59,13 +59,15 @@ def test_packed_rows_are_laid_end_to_end():
 
 def _parts(rank, world_size):
     parallel_state.initialize_model_parallel(1, context_parallel_size=2)
-    return get_batch_on_this_cp_rank(
+    named = get_batch_on_this_cp_rank(
         {**batch(), "attention_mask": None}, is_hybrid_cp=False, cp_group=None, use_per_sequence_balancing=True
     )  # fmt: skip
+    return named, get_batch_on_this_cp_rank(batch())
 
 
 def test_context_parallel_ranks_split_tokens_and_share_boundaries(gloo_pool):
-    for rank, part in enumerate(gloo_pool.run(_parts, 2)):
+    for rank, (part, by_default) in enumerate(gloo_pool.run(_parts, 2)):
+        assert torch.equal(part["tokens"], by_default["tokens"])
         assert part["position_ids"][1].tolist() == ([0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5])
         assert part["cu_seqlens"].shape == (2, 4) and part["max_seqlen"].tolist() == [5, 3]
 

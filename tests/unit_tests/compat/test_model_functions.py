@@ -36,7 +36,7 @@ def _attributes(rank, world_size):
     with torch.no_grad():
         next(model.parameters()).add_(rank)
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
     return result, same, model_functions.check_param_hashes_across_dp_replicas([model])
 
 
