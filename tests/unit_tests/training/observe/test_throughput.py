@@ -84,7 +84,8 @@ def test_impossible_rates_are_logged_as_an_error_once_and_not_reported(caplog):
 
 
 def test_no_time_and_no_flops_give_no_number():
-    assert Throughput(1, H100).rate(1e12, 10, 0.0)["tflops_per_device"] is None
+    rate = Throughput(1, H100).rate(1e12, 10, 0.0)
+    assert rate == {"tokens_per_second": 0, "tflops_per_device": None, "mfu": None}
     rate = Throughput(1, H100).rate(0.0, 10, 1.0)
     assert rate == {"tokens_per_second": 10, "tflops_per_device": None, "mfu": None}
 
