@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from megatron.core.description.model import ModelDescription, Param, Piece
 from megatron.core.groups.process_groups import RankGrid
 from megatron.core.sharding.rectangles import Rectangle
-from megatron.training.checks.self_checks import Holding, describe_layout, find_problems
+from megatron.training.checks.self_checks import Holding, ReplicaCheck, describe_layout, find_problems
 from tests.test_utils.gpt_runs import train_resolved
 from tests.test_utils.layout_table import row
 from tests.test_utils.layouts import VOCAB_SIZE, configure
@@ -288,3 +289,12 @@ def test_replicas_are_compared_in_the_first_steps_without_being_asked(gloo_pool)
     assert messages[0].startswith(SECOND) and messages[0] == messages[1]
     never = [*row("dp2").argv, *THREE_STEPS, "--check-replicas", "0"]
     assert gloo_pool.run(train_with_drift, 2, never, 1, flip_a_bit_of_a_weight) == [None, None]
+
+
+def test_replicas_are_compared_in_three_steps_of_a_process_and_at_the_interval(monkeypatch):
+    checked, states = [], [SimpleNamespace(iteration=number) for number in range(5, 22)]
+    monkeypatch.setattr(ReplicaCheck, "check", lambda _, iteration: checked.append(iteration))
+    hook = ReplicaCheck(10, SimpleNamespace(state=states[0]))
+    for state in states[1:]:
+        hook.on_step(state, None)
+    assert checked == [6, 7, 8, 10, 20]

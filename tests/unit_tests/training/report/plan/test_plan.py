@@ -337,6 +337,14 @@ def test_search_keeps_sizes_of_the_command_line():
     assert {layout.cfg.training.micro_batch_size for layout in result.layouts} == {2}
 
 
+def test_search_tries_powers_of_two_of_context_ranks_and_samples():
+    cfg = settings(SMALL.replace("4096", "16384"))
+    resolved, cluster = resolve(cfg, 8, gpus=True), build_cluster("H100", 1, 8)
+    sizes = list(layout_sizes(cfg, resolved, cluster))
+    assert {size["context_parallel_size"] for size in sizes} == {1, 2, 4}
+    assert {x["micro_batch_size"] for x in layout_variants(cfg, resolved, sizes[0], dp=5)} == {1, 2, 4}
+
+
 def test_plan_reports_days_and_cost(capsys):
     words = [*SMALL.split(), "--gpu", "H200", "--tokens", "1e10", "--gpu-hour-price", "3", "--json"]
     assert run_tool("plan", words) == 0
