@@ -73,15 +73,10 @@ def tokenizer(tmp_path_factory):
 
 def build(path, tokenizer, samples=None, length=96, **options):
     """The training data set of a file."""
-    config = SFTDatasetConfig(random_seed=3, sequence_length=length, tokenizer=tokenizer, **options)
+    options = {"random_seed": 3, "sequence_length": length, "tokenizer": tokenizer, **options}
+    config = SFTDatasetConfig(**options)
     if config.blend is None and config.blend_per_split is None:
-        config = SFTDatasetConfig(
-            random_seed=3,
-            sequence_length=length,
-            tokenizer=tokenizer,
-            blend=([path], None),
-            **{"split": "1", **options},
-        )
+        config = SFTDatasetConfig(**{"blend": ([path], None), "split": "1", **options})
     return BlendedMegatronDatasetBuilder(SFTDataset, [samples, 0, 0], lambda: True, config).build()[0]
 
 
@@ -173,16 +168,17 @@ def test_blend_gives_costs_of_its_rows(tmp_path, tokenizer):
         assert costs[row] == (filled**2).sum()
 
 
-def test_plan_is_stored_by_length_seed_and_tokenizer(tmp_path, tokenizer):
+def test_plan_is_stored_by_its_settings_and_the_tokenizer(tmp_path, tokenizer):
     path = write_lines(tmp_path / "chats.jsonl", sums(20))
     plans = lambda: len(list((tmp_path / "chats.jsonl.cache").glob("*rows-train-order.npy")))  # noqa: E731
     first = build(path, tokenizer)
     assert plans() == 1
     repeated = build(path, tokenizer)
     assert plans() == 1 and np.array_equal(first.rows.order, repeated.rows.order)
-    build(path, tokenizer, length=128)
-    assert plans() == 2
+    for number, options in enumerate(({"length": 128}, {"random_seed": 4}, {"packing": False}), start=2):
+        build(path, tokenizer, **options)
+        assert plans() == number
     other = build_huggingface(tokenizer_folder(tmp_path / "other", json.loads('"{{ messages[1].content }}"')))
     with pytest.raises(UserError):
         build(path, other)  # answers that no prompt precedes
-    assert plans() == 2
+    assert plans() == 4
