@@ -157,12 +157,17 @@ def main(argv: Sequence[str]) -> int:
 
     from megatron.core.tensor_parallel import calibration
     from megatron.core.tensor_parallel.fake_quantization import TokenRounding
+    from megatron.export.hf.family import complete
+    from megatron.export.hf.registry import family_for
     from megatron.tools.checkpoint import convert, formats
     from megatron.training.checkpoint.other_formats import load_hf_weights
     from megatron.training.initialize import shut_down
 
-    if "base" in formats.open_checkpoint(args.load, "auto", args.ckpt_step)[1].objects:
+    kind, source = formats.open_checkpoint(args.load, "auto", args.ckpt_step)
+    if "base" in source.objects:
         raise UserError(f"--load {args.load}: contains adapters only; merge them first with megatron lora merge")
+    if kind != "hf":  # before it calibrates
+        family_for(complete(source.settings))
     trained = load_gpt(args)
     groups: ProcessGroups = trained.model.groups  # type: ignore[assignment]
     world, batch = groups.world, args.calib_batch_size

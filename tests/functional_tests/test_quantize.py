@@ -81,9 +81,12 @@ def fp8(x, scale):
     return (x / scale).clamp(-448, 448).to(E4M3).float() * scale
 
 
-def quantized(model, stored, dtype=torch.float32):
-    """``model`` with weights that are read as ``dtype``, and inputs rounded with stored or per-token scales."""
-    for name, layer in linear_layers(model).items():
+def quantized(model, stored, dtype=torch.float32, kept=()):
+    """``model`` with weights that are read as ``dtype``, and inputs rounded with stored or per-token scales; the linear
+    layers in ``kept`` do not change."""
+    layers = linear_layers(model)
+    for name in layers.keys() - kept:
+        layer = layers[name]
         values = stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"].float()
         layer.weight.data.copy_(values.to(dtype))
 
@@ -126,6 +129,49 @@ def test_static_scales_values_and_perplexities_equal_the_definition(folder, text
             assert torch.equal(stored[f"{name}.weight_scale"].float(), scale.view(1)), name
             assert torch.equal(stored[f"{name}.weight"].float() * scale, fp8(weight, scale)), name
     assert after == pytest.approx(perplexity(quantized(model, stored, torch.bfloat16), rows[6:]), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def nemotron(tmp_path_factory):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers: the definition")
+    config = transformers.NemotronHConfig(
+        vocab_size=1024, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48,
+        layers_block_type=["mamba", "mlp", "attention", "mlp"], mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8,
+        n_groups=2, chunk_size=16, max_position_embeddings=128,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("nemotron") / "hf"
+    transformers.NemotronHForCausalLM(config).float().save_pretrained(folder)
+    tokenizer_folder(folder, MISTRAL)
+    return folder
+
+
+def test_hybrid_models_keep_the_projections_of_mamba_and_name_them_as_transformers_does(
+    nemotron, texts, tmp_path, capsys
+):
+    rows, model = token_rows(nemotron, texts), hf_model(nemotron)
+    assert run(nemotron, texts, tmp_path / "out") == 0
+    before, after = printed(capsys.readouterr().out)
+    stored = {name.replace("backbone.", "model."): value for name, value in weights_in(tmp_path / "out").items()}
+    linear = {name for name, layer in model.named_modules() if type(layer) is torch.nn.Linear}
+    kept = {name for name in linear if f"{name}.weight_scale" not in stored}
+    assert kept == {"lm_head", *(f"model.layers.0.mixer.{part}_proj" for part in ("in", "out"))}
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {*ignored} == kept | {"model.embeddings", "model.layers.0.mixer.conv1d"}
+    assert before == pytest.approx(perplexity(model, rows[6:]), rel=1e-4)
+    definition = quantized(model, stored, torch.bfloat16, kept=kept)
+    assert after == pytest.approx(perplexity(definition, rows[6:]), rel=1e-4)
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8-dynamic"])
+def test_compressed_tensors_loads_hybrid_models_with_the_same_values(nemotron, texts, tmp_path, form):
+    pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors: the other reader")
+    assert run(nemotron, texts, tmp_path / "out", "--format", form) == 0
+    stored = {name.replace("backbone.", "model."): value for name, value in weights_in(tmp_path / "out").items()}
+    rows, model = token_rows(nemotron, texts), hf_model(nemotron)
+    kept = {name for name in linear_layers(model) if f"{name}.weight_scale" not in stored}
+    expected = perplexity(quantized(model, stored, kept=kept), rows[6:])
+    assert perplexity(hf_model(tmp_path / "out"), rows[6:]) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8-dynamic"])

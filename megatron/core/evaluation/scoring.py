@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.attention.cached_layout import Chunk
+from megatron.core.attention.sequence_states import UNUSED, ZERO, StateSlots
 from megatron.core.config.errors import UserError
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.sampling import NOT_FINITE
@@ -38,6 +39,8 @@ class _Input:
     targets: dict[int, list[tuple[int, Likelihood]]] = field(default_factory=dict)
     """Index of a token -> tokens to score after it, each with the result that it belongs to."""
     pages: list[int] = field(default_factory=list)
+    slot: int = UNUSED
+    """Slot of its state; models without states use none."""
 
 
 def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
@@ -45,8 +48,6 @@ def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
     must have no requests; other ranks call ``engine.follow``. Contexts are cut from the left to the engine's maximum
     length. Raises UserError for a pair that is empty or does not fit, or logits that are NaN or infinite."""
     assert not engine.has_work, "the engine is generating"
-    if engine.slots is not None:
-        raise UserError("scores: are not available for layers that keep a state per sequence; use transformers")
     results = [Likelihood() for _ in pairs]
     inputs: dict[tuple[int, ...], _Input] = {}
     for (context, continuation), result in zip(pairs, results):
@@ -69,15 +70,18 @@ def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
 
 def _run(engine: Engine, inputs: Sequence[_Input]) -> None:
     step: list[tuple[_Input, int, int]] = []
-    budget = engine.scheduler.limits.max_tokens
+    limits, slots = engine.scheduler.limits, engine.slots
+    budget = limits.max_tokens
     for entry in inputs:
         count = engine.pool.pages_for(len(entry.ids))
         if count > engine.pool.num_usable:
             raise UserError(f"a text of {len(entry.ids)} tokens needs {count} pages: give the cache more pages")
-        if count > engine.pool.num_free:
+        if count > engine.pool.num_free or (slots is not None and len(step) == limits.max_sequences):
             _step(engine, step)
-            step, budget = [], engine.scheduler.limits.max_tokens
+            step, budget = [], limits.max_tokens
         entry.pages = [page for _ in range(count) if (page := engine.pool.allocate()) is not None]
+        if slots is not None:
+            entry.slot = slots.allocate()
         start = 0
         while start < len(entry.ids):
             stop = min(start + budget, len(entry.ids))
@@ -86,12 +90,12 @@ def _run(engine: Engine, inputs: Sequence[_Input]) -> None:
             start = stop
             if not budget:
                 _step(engine, step)
-                step, budget = [], engine.scheduler.limits.max_tokens
+                step, budget = [], limits.max_tokens
     _step(engine, step)
 
 
 def _step(engine: Engine, parts: Sequence[tuple[_Input, int, int]]) -> None:
-    """Release the pages of inputs that end in this step."""
+    """Run one step; release pages and slots of inputs that end in it."""
     if not parts:
         return
     tokens: list[int] = []
@@ -102,7 +106,8 @@ def _step(engine: Engine, parts: Sequence[tuple[_Input, int, int]]) -> None:
                 rows.append(OutputRow(len(tokens) + index - start, target=token))
                 owners.append(result)
         tokens += entry.ids[start:stop]
-        chunks.append(Chunk(start, stop - start, tuple(entry.pages)))
+        states = StateSlots(entry.slot if start else ZERO, entry.slot)
+        chunks.append(Chunk(start, stop - start, tuple(entry.pages), states))
     outputs, _ = engine.run_plan(StepPlan(tokens, chunks, rows, num_top=1))
     for values, result in zip(outputs, owners, strict=True):
         target, logprob, best, _ = values
@@ -111,3 +116,5 @@ def _step(engine: Engine, parts: Sequence[tuple[_Input, int, int]]) -> None:
     for entry, _, stop in parts:
         if stop == len(entry.ids):
             engine.pool.release(entry.pages)
+            if engine.slots is not None:
+                engine.slots.release(entry.slot)

@@ -124,7 +124,7 @@ class Family:
     container: Container | None = None
     """Larger models whose files are read too."""
     prefixes: Mapping[str, str] = field(default_factory=dict)
-    """Prefixes of names in older or newer files -> prefixes of the family."""
+    """Prefixes of names in other files -> prefixes of the family; the last of several is that of transformers' modules."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Objects of ``config.json`` -> their ``model_type``; the first one has the text model. Rules read the keys of the
     first as they are, of the others with the object's name and a dot in front."""
@@ -275,6 +275,13 @@ class Family:
     def _with_prefix(self, name: str) -> str:
         old = next((old for old in self.prefixes if name.startswith(old)), "")
         return self.prefixes.get(old, "") + name.removeprefix(old)
+
+    def module_name(self, name: str) -> str:
+        """Return the name in transformers of a module that is named ``name`` in the files."""
+        for current, prefix in reversed(self.prefixes.items()):
+            if f"{name}.".startswith(prefix):
+                return (current + f"{name}.".removeprefix(prefix))[:-1]
+        return name
 
     def tied(self, settings: Mapping[str, object]) -> dict[str, str]:
         """Return {output layer name: embedding name} if they are tied, else an empty dict."""

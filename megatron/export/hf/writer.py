@@ -126,7 +126,7 @@ def _new_folder(
     tables = {CONFIG: chosen.nested(config)}
     if quantize is not None:
         tensors, others = quantized(tensors, plan, quantize)
-        tables[CONFIG][KEY] = written_config(quantize, others)
+        tables[CONFIG][KEY] = written_config(quantize, list(map(chosen.module_name, others)))
     if chosen.model_family != "bert":
         tables[GENERATION] = _generation(model.assets, config)
     assets = ((asset.removeprefix("tokenizer/"), path) for asset, path in model.assets.items())

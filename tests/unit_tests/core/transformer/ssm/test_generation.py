@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.evaluation.scoring import score
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.inference.requests import Request
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -66,6 +67,24 @@ def test_equal_beginnings_continue_from_a_snapshot(layers):
     check(model, reused, [beginning, [5, 6]])
     (result,) = reused.generate([Request(prompt=[*beginning, 7], max_new_tokens=3, sampling=GREEDY)])
     assert result.tokens == continued(model, [*beginning, 7], 3)[0]
+
+
+@MODELS
+@torch.no_grad()
+@pytest.mark.parametrize("limits", [{}, {"max_tokens": 64, "max_sequences": 2}], ids=["few-tokens", "few-sequences"])
+def test_scores_equal_the_full_forward_pass(layers, limits):
+    """A text of several steps continues from its state; there are no more texts in a step than slots."""
+    model = build(layers)
+    generator, texts = engine(model, **limits), prompts(9, seed=3)
+    pairs = [([5, *text[: len(text) // 2]], [*text[len(text) // 2 :], 7]) for text in texts]
+    for _ in range(2):  # all slots and pages are free again
+        for (context, continuation), likelihood in zip(pairs, score(generator, pairs), strict=True):
+            ids = torch.tensor([context + continuation])
+            logits = model(ids, torch.arange(ids.shape[1])[None])[0, :, :VOCAB].log_softmax(-1)
+            rows = logits[len(context) - 1 : -1]
+            expected = rows[range(len(continuation)), continuation].sum()
+            assert likelihood.logprob == pytest.approx(float(expected), abs=1e-10)
+            assert likelihood.is_greedy == (rows.argmax(-1).tolist() == continuation)
 
 
 def generated(rank, world_size, layers, sizes):
