@@ -44,7 +44,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def detect_format(folder: Path) -> str:
     """Return the checkpoint format (one of ``LOADERS``) of a folder or file from the files present, in ``folder`` or in
     its ``iter_…`` and ``release`` folders, before the folder's own config.json or safetensors. Raises CheckpointError
-    if it does not exist, is an unfinished conversion, or matches no format."""
+    if it does not exist, is an unfinished conversion or PEFT's, or matches no format."""
     if folder.name.endswith(HIDDEN) and folder.name.startswith("."):
         raise CheckpointError(f"{folder}: an unfinished conversion; repeat its command to complete it")
     if not os.path.lexists(folder):
@@ -62,6 +62,8 @@ def detect_format(folder: Path) -> str:
             return "megatron_torch"
     if (folder / "config.json").is_file():
         return "hf"
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(f"{folder}: contains adapters of PEFT only; import them with megatron lora import")
     if any(folder.glob("*.safetensors")):
         return "safetensors"
     if len(inner) > 1:  # a --save folder without a complete checkpoint: the native loader reports the reason

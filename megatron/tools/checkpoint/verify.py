@@ -3,7 +3,8 @@
 Reads every byte. In all formats, every tensor must be readable and finite, and all names and shapes must match the
 model that the checkpoint's settings describe (add flags of pretrain_gpt.py after the folder to complete them). For
 native checkpoints, also checks the checksums of all files and that the shards cover every tensor exactly once.
-Exit code 0: complete; 1: damaged, prints all damaged or missing tensors and files; 2: the folder does not exist."""
+Exit code 0: complete; 1: damaged, prints all damaged or missing tensors and files; 2: the folder does not exist, or has no known
+format."""
 
 from __future__ import annotations
 
@@ -37,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     args, flags = parser().parse_known_args([word for word in argv if word != "--"])
     if not os.path.lexists(args.folder):
         raise UserError(f"{args.folder}: there is no such folder")
+    if args.loader == "auto":
+        formats.detect_format(Path(args.folder))  # a folder of no format is no damaged checkpoint
     steps = saved_iterations(args.folder) if args.all else [args.ckpt_step]
     if not steps:
         raise UserError(f"{args.folder}: holds no iteration")

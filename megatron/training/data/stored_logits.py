@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.files import read_json
+from megatron.core.safe_files import fsync_path
 from megatron.training.data.batch import Batch
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -82,11 +83,12 @@ class StoredLogits:
         self.digests[samples] = checksums
 
     def finish(self, folder: str) -> None:
-        """Sync the files and give the folder its name."""
+        """Sync the files and give the folder its name, durably."""
         for path in Path(self.folder).iterdir():
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
         os.rename(self.folder, folder)
+        fsync_path(Path(folder).absolute().parent)
 
     def read(self, samples: Tensor, tokens: Tensor) -> Batch:
         """Return values and ids [b, s, k] of ``samples`` [b], whose full rows are ``tokens`` [b, s]. Raises UserError

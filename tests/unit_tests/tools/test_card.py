@@ -96,6 +96,19 @@ def test_card_fails_for_one_changed_bit_and_a_failed_command(folder, tmp_path):
     assert written(tmp_path / "resumed")["checks"]["resumed bytes"]["verdict"] == "failed"
 
 
+def test_card_records_why_transformers_gives_no_text(folder, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise ImportError("compressed-tensors is required")
+
+    monkeypatch.setattr(card, "transformers_text", fail)
+    results = passing() | {"generate": (0, "a text")}
+    words = ["--load-hf", str(folder), "--output", str(tmp_path / "card")]
+    assert card.main(words, run_with(results, [])) == 1
+    check = written(tmp_path / "card")["checks"]["greedy text"]
+    reason = "no text: ImportError: compressed-tensors is required"
+    assert (check["verdict"], check["details"]) == ("failed", f"a text\ntransformers: {reason}")
+
+
 def test_bytes_of_a_folder_without_heads_are_compared_without_prefix(tmp_path):
     encoder = {"a.weight": torch.ones(2), "b.weight": torch.zeros(2), "position_ids": torch.arange(2)}
     exported = {"bert.a.weight": torch.ones(2), "bert.b.weight": torch.ones(2), "cls.bias": torch.zeros(1)}

@@ -17,7 +17,7 @@ from megatron.export.files import Target, read_safetensors
 from megatron.export.hf import load_hf, save_hf
 from megatron.export.interchange import Interchange
 from megatron.export.native import load_native, load_safetensors, save_safetensors
-from megatron.tools.checkpoint import convert, formats
+from megatron.tools.checkpoint import convert, formats, verify
 from tests.test_utils.hf_folders import LLAMA, random_model, tiny_llama
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -340,6 +340,12 @@ def test_a_folder_of_no_known_format_is_named(tmp_path):
     (tmp_path / "in").mkdir()
     assert "matches none of the formats" in refused(tmp_path / "in", tmp_path / "out")
     assert "there is no such folder" in refused(tmp_path / "nothing", tmp_path / "out")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "in" / name).write_text("{}")
+    expected = f"{tmp_path}/in: contains adapters of PEFT only; import them with megatron lora import"
+    assert expected in refused(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(UserError, match=expected):
+        verify.main([str(tmp_path / "in")])
 
 
 # ---- interruptions
