@@ -3,8 +3,8 @@
 Reads every byte. In all formats, every tensor must be readable and finite, and all names and shapes must match the
 model that the checkpoint's settings describe (add flags of pretrain_gpt.py after the folder to complete them). For
 native checkpoints, also checks the checksums of all files and that the shards cover every tensor exactly once.
-Exit code 0: complete; 1: damaged, prints all damaged or missing tensors and files; 2: the folder does not exist, or has no known
-format."""
+Exit code 0: complete; 1: damaged, prints all damaged or missing tensors and files; 2: the folder does not exist, or
+has no known format."""
 
 from __future__ import annotations
 
