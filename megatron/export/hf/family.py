@@ -278,8 +278,8 @@ class Family:
 
     def module_name(self, name: str) -> str:
         """Return the name in transformers of a module that is named ``name`` in the files."""
-        for current, prefix in reversed(self.prefixes.items()):
-            if f"{name}.".startswith(prefix):
+        for current in reversed(self.prefixes):
+            if f"{name}.".startswith(prefix := self.prefixes[current]):
                 return (current + f"{name}.".removeprefix(prefix))[:-1]
         return name
 
