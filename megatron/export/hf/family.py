@@ -278,7 +278,7 @@ class Family:
 
     def module_name(self, name: str) -> str:
         """Return the name in transformers of a module that is named ``name`` in the files."""
-        for current in reversed(self.prefixes):
+        for current in reversed(list(self.prefixes)):
             if f"{name}.".startswith(prefix := self.prefixes[current]):
                 return (current + f"{name}.".removeprefix(prefix))[:-1]
         return name
