@@ -124,7 +124,7 @@ class Family:
     container: Container | None = None
     """Larger models whose files are read too."""
     prefixes: Mapping[str, str] = field(default_factory=dict)
-    """Prefixes of names in other files -> of the family; the last of several is that of modules in transformers."""
+    """Prefixes of names in other files -> prefixes of the family. Modules in transformers have the last of several."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Objects of ``config.json`` -> their ``model_type``; the first one has the text model. Rules read the keys of the
     first as they are, of the others with the object's name and a dot in front."""
