@@ -27,6 +27,9 @@ MODELS = {
     "one key head": LLAMA.replace("groups 2", "groups 1"),
     "experts": f"{LLAMA} {EXPERTS}",
     "latent": LATENT,
+    "recurrent": f"{LLAMA} --hybrid-layer-pattern GKM* --linear-num-key-heads 2 --linear-num-value-heads 2"
+    " --linear-key-head-dim 6 --linear-value-head-dim 4 --mamba-num-heads 4 --mamba-head-dim 6 --mamba-num-groups 2"
+    " --mamba-state-dim 5",
 }
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --micro-batch-size 8"
 ROWS = {
@@ -49,6 +52,11 @@ ROWS = {
     ),
     "MLA, TP 2": ("latent", f"{TP2} --micro-batch-size 4", 2),
     "MLA, TP 2 + SP": ("latent", f"{TP2} {SP} --micro-batch-size 4", 2),
+    "recurrent, TP 2": ("recurrent", f"{TP2} --micro-batch-size 4", 2),
+    "recurrent, TP 2 + SP": ("recurrent", f"{TP2} {SP} --micro-batch-size 4", 2),
+    "recurrent, PP 2": ("recurrent", f"{PP2} --micro-batch-size 4", 2),
+    "recurrent, CP 2": ("recurrent", f"{CP2} --micro-batch-size 8", 2),
+    "recurrent, FSDP2": ("recurrent", "--use-torch-fsdp2 --micro-batch-size 4", 2),
     "DP 2, ZeRO-1": ("llama", f"{ZERO} --micro-batch-size 2", 2),
     "FSDP2": ("llama", "--use-torch-fsdp2 --micro-batch-size 4", 2),
     "full recomputation": ("llama", RECOMPUTE, 1),
@@ -59,7 +67,10 @@ VARIANTS = {
     "": "--lora-alpha 8", "dropout": "--lora-alpha 8 --lora-dropout 0.2", "experts": EXPERT_LAYERS,
     "rsLoRA": "--lora-use-rslora", "DoRA": "--lora-use-dora",
 }  # fmt: skip
-DORA_ROWS = ("TP 2 + SP", "TP 2, biases", "TP 2, shared key head", "PP 2", "DP 2, ZeRO-1", "FSDP2", "MLA, TP 2 + SP")
+DORA_ROWS = (
+    "TP 2 + SP", "TP 2, biases", "TP 2, shared key head", "PP 2", "DP 2, ZeRO-1", "FSDP2", "MLA, TP 2 + SP",
+    "recurrent, TP 2",
+)  # fmt: skip
 EXPERT_ROWS = {
     "EP 2": ("experts", "--expert-model-parallel-size 2 --micro-batch-size 4", 2),
     "ETP 2": ("experts", f"--expert-tensor-parallel-size 2 {TP2} {SP} --micro-batch-size 4", 2),
@@ -85,7 +96,7 @@ DROPOUT_ROWS = (
     "full recomputation", "recomputed MLP, PP 2",
 )  # fmt: skip
 CASES += [(name, "dropout") for name in DROPOUT_ROWS]
-CASES += [(name, "DoRA") for name in DORA_ROWS] + [("TP 2 + SP", "rsLoRA")]
+CASES += [(name, "DoRA") for name in DORA_ROWS] + [("TP 2 + SP", "rsLoRA"), ("recurrent, TP 2 + SP", "dropout")]
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +143,7 @@ def test_every_layout_equals_one_rank(matrix, bases, name, variant):
 
 @pytest.mark.parametrize("name, variant", [
     ("TP 2 + SP, PP 2", ""), ("PP 2, a stage without adapters", ""), ("TP 2, shared key head", "DoRA"), ("EP 2", ""),
+    ("recurrent, TP 2 + SP", ""),
 ])  # fmt: skip
 def test_frozen_base_has_no_gradients_and_estimated_bytes_are_exact(gloo_pool, bases, name, variant):
     one = row(bases, name, variant)
@@ -185,18 +197,20 @@ RUN += ["--global-batch-size", "4"]
 TO_RUN = ["--lora-rank", "4", "--lora-alpha", "8", "--lora-use-dora"]
 
 
-def run(gloo_pool, base, folder, *flags, layout="", ranks=1, fp64=True):
-    argv = [*RUN, *MODELS["llama"].split(), *layout.split(), "--pretrained-checkpoint", base, *TO_RUN, "--save", folder]
+def run(gloo_pool, base, folder, *flags, model="llama", layout="", ranks=1, fp64=True):
+    argv = [*RUN, *MODELS[model].split(), *layout.split(), "--pretrained-checkpoint", base, *TO_RUN, "--save", folder]
     assert gloo_pool.run(train, ranks, [str(word) for word in (*argv, *flags)], fp64) == [0] * ranks
     return CheckpointReader(folder / "iter_0000004")
 
 
-@pytest.mark.parametrize("layout, ranks", [("", 1), (f"{TP2} {SP} {PP2} --bf16", 4), ("--use-torch-fsdp2 --bf16", 2)],
-                         ids=["one rank", "TP, PP, bf16", "FSDP2, bf16"])  # fmt: skip
-def test_resuming_changes_no_bit(gloo_pool, bases, tmp_path, layout, ranks):
+@pytest.mark.parametrize("model, layout, ranks", [
+    ("llama", "", 1), ("llama", f"{TP2} {SP} {PP2} --bf16", 4), ("llama", "--use-torch-fsdp2 --bf16", 2),
+    ("recurrent", f"{TP2} {SP} {ZERO} --bf16", 4),
+], ids=["one rank", "TP, PP, bf16", "FSDP2, bf16", "recurrent, TP, ZeRO-1, bf16"])  # fmt: skip
+def test_resuming_changes_no_bit(gloo_pool, bases, tmp_path, model, layout, ranks):
     def continued(folder, *flags):
         fp64 = "bf16" not in layout
-        return run(gloo_pool, bases("llama"), folder, *flags, layout=layout, ranks=ranks, fp64=fp64)
+        return run(gloo_pool, bases(model), folder, *flags, model=model, layout=layout, ranks=ranks, fp64=fp64)
 
     complete, parts = tmp_path / "complete", tmp_path / "parts"
     expected = continued(complete)

@@ -24,8 +24,8 @@ class LoraConfig(OptionalGroup):
 
     lora_target_modules: list[str] | None = None
     """Linear layers with adapters: names (linear_qkv) or patterns of full names (*.layers.0.*.linear_fc1); default: all
-    linear layers of attention and of feed-forward networks, but no routed experts (experts.linear_fc1) and none of a
-    vision tower (vision.*)."""
+    linear layers of attention, linear attention, Mamba-2 and feed-forward networks, but no routed experts
+    (experts.linear_fc1), none of a vision tower (vision.*), and no output projection of Mamba-2 (mixer.out_proj)."""
 
     lora_use_rslora: bool = False
     """Divide --lora-alpha by the square root of the rank (rsLoRA)."""

@@ -62,12 +62,12 @@ class Param:
     frozen: bool = False
     """Whether it is not trained: no gradient, no optimizer state."""
     row_parts: tuple[int, ...] = ()
-    """Rows of each matrix in a block of rows (queries, key and value of a group); (): leading logical dims index
-    matrices, if there are any."""
+    """Rows of each matrix with an adapter in a block of rows (queries, key and value of a group); (): leading logical
+    dims index matrices, if there are any."""
 
     @property
     def matrices(self) -> tuple[int, ...]:
-        """Rows of each matrix that the weight stacks, in one block of rows; blocks repeat (``ParameterSpec``)."""
+        """Rows of each matrix with an adapter, in one block of rows; blocks repeat (``ParameterSpec``)."""
         return self.row_parts or (self.shape[-2],) * math.prod(self.shape[:-2])
 
     @property

@@ -124,6 +124,8 @@ class RowParts(NamedTuple):
     """Rows of each matrix in a block; the rows of all blocks together form the matrix."""
     heads: tuple[int, ...]
     """Rows of each head in a block."""
+    adapters: tuple[int, ...] = ()
+    """Rows of each low-rank adapter in a block; (): one adapter per matrix."""
 
 
 class OwnsState(Protocol):
@@ -164,9 +166,9 @@ class ParameterSpec:
 
     @property
     def matrices(self) -> tuple[int, ...]:
-        """Rows of each matrix that the weight stacks, in one block of rows; blocks repeat."""
+        """Rows of each matrix with a low-rank adapter, in one block of rows; blocks repeat."""
         if self.row_parts is not None:
-            return self.row_parts.matrices
+            return self.row_parts.adapters or self.row_parts.matrices
         return (self.shape[-2],) * math.prod(self.shape[:-2])
 
     @property
@@ -237,11 +239,11 @@ def declare(param: Tensor, **fields: Any) -> None:
     param.spec = replace(spec_or_replicated(param), **fields)  # type: ignore[attr-defined]
 
 
-def declare_row_parts(linear: nn.Module, matrices: tuple[int, ...], heads: tuple[int, ...]) -> None:
+def declare_row_parts(linear: nn.Module, *parts: tuple[int, ...]) -> None:
     """Set :class:`RowParts` of the weights of a linear layer, of any class; parameters without a spec are skipped."""
     for param in linear.parameters():
         if hasattr(param, "spec") and param.ndim == 2:
-            declare(param, row_parts=RowParts(matrices, heads))
+            declare(param, row_parts=RowParts(*parts))
 
 
 def data_parallel_groups(spec: ParameterSpec | None, groups: ProcessGroups) -> DataParallelGroups:

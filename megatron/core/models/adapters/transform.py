@@ -23,20 +23,32 @@ if TYPE_CHECKING:
     from megatron.core.groups.process_groups import ProcessGroups
 
 
+RECURRENT = frozenset(("in_proj", "out_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"))
+"""Linear layers of linear attention and Mamba-2."""
+
+
+def supports_adapters(layer: str) -> bool:
+    """Return whether linear layers whose names end with ``layer`` support adapters."""
+    return layer.startswith("linear_") or layer in RECURRENT
+
+
 def is_target(module: str, targets: Sequence[str] | None) -> bool:
     """Return whether the linear layer with the full name ``module`` gets an adapter. ``targets``: last parts of names,
-    or patterns of full names; None: all linear layers of attention and feed-forward networks. Routed experts and vision
-    towers need a target that names them, such as ``experts.linear_fc1`` or ``vision.*.linear_qkv``."""
+    or patterns of full names; None: all linear layers of mixers and feed-forward networks, but not Mamba-2's
+    ``mixer.out_proj``, which PEFT rejects. Routed experts and vision towers need a target that names them, such as
+    ``experts.linear_fc1`` or ``vision.*.linear_qkv``."""
     parent, _, last = module.rpartition(".")
     part = "experts" if parent.endswith(".experts") else "vision" if module.startswith("vision.") else ""
+    if not supports_adapters(last):
+        return False
     if targets is None:
-        return last.startswith("linear_") and not part
+        return not part and not module.endswith(".mixer.out_proj")
     chosen = [target for target in targets if part in target]
     return any(f".{module}".endswith(f".{target}") or fnmatchcase(module, target) for target in chosen)
 
 
 def linear_weights(model: ModelDescription) -> list[Param]:
-    """Return the weights of linear layers that adapters support: of attention, feed-forward networks and experts."""
+    """Return the weights of linear layers that adapters support: of mixers, feed-forward networks and experts."""
     return [param for param in model.params() if _module(param)]
 
 
@@ -48,7 +60,7 @@ def num_adapters(weight: Param) -> int:
 def _module(param: Param) -> str:
     """Return the full name of the layer of a weight that can have adapters, else an empty string."""
     module, _, leaf = param.name.rpartition(".")
-    return module if leaf == "weight" and module.rpartition(".")[2].startswith("linear_") else ""
+    return module if leaf == "weight" and supports_adapters(module.rpartition(".")[2]) else ""
 
 
 class LoraTransform(ModelTransform):

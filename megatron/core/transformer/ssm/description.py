@@ -31,6 +31,8 @@ class MixerSizes(NamedTuple):
     """Tokens that the convolution sees."""
     outputs: int
     """Channels that ``out_proj`` reads."""
+    adapters: tuple[int, ...]
+    """Rows of ``in_proj`` in a block that a low-rank adapter covers."""
     has_bias: bool = False
     """Whether the convolution has a bias."""
 
@@ -39,7 +41,7 @@ def delta_sizes(config: Config, per_head: tuple[int, ...]) -> MixerSizes:
     """Return the sizes of linear attention: queries, keys and values, then rows ``per_head`` of each key head."""
     heads, values, value = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
     parts = (config.linear_key_head_dim, config.linear_key_head_dim, values // heads * value, *per_head)
-    return MixerSizes(heads, parts, slice(3), config.linear_conv_kernel_dim, values * value)
+    return MixerSizes(heads, parts, slice(3), config.linear_conv_kernel_dim, values * value, parts)
 
 
 def gated_delta_net_rows(config: Config) -> tuple[int, ...]:
@@ -101,7 +103,8 @@ def mamba_sizes(config: Config) -> MixerSizes:
     groups, state = config.mamba_num_groups, config.mamba_state_dim
     per_group = config.mamba_num_heads // groups
     inner = per_group * config.mamba_head_dim
-    return MixerSizes(groups, (inner, inner, state, state, per_group), slice(1, 4), 4, groups * inner, True)
+    parts = inner, inner, state, state, per_group
+    return MixerSizes(groups, parts, slice(1, 4), 4, groups * inner, (sum(parts),), True)  # files have one matrix
 
 
 def describe_mamba(config: Config, place: LayerPlace) -> Piece:
@@ -133,7 +136,7 @@ def _describe_mixer(
     stays if the norm is recomputed."""
     tp, item, channels = config.tensor_model_parallel_size, activation_bytes(config), sum(sizes.parts[sizes.convolved])
     in_rows = (sizes.blocks, sum(sizes.parts))
-    into = linear("in_proj", in_rows, config.hidden_size, 0, bias=False, row_parts=sizes.parts)
+    into = linear("in_proj", in_rows, config.hidden_size, 0, bias=False, row_parts=sizes.adapters)
     out = linear("out_proj", (config.hidden_size,), sizes.outputs, 1, bias=False)
     conv = [Param("conv1d.weight", (sizes.blocks, channels, 1, sizes.taps), {"tp": 0}, ndim=3)]
     conv += [Param("conv1d.bias", (sizes.blocks, channels), {"tp": 0}, ndim=1)] if sizes.has_bias else []

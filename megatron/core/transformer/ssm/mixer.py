@@ -65,7 +65,7 @@ class RecurrentMixer(Sited, nn.Module):
             init_method=weight_init(config),
             **options,
         )
-        declare_row_parts(self.in_proj, parts, parts)
+        declare_row_parts(self.in_proj, parts, parts, sizes.adapters)
         convolved = parts[sizes.convolved]
         self.conv1d = ShortConvolution(sizes.blocks, convolved, sizes.taps, config, groups, bias=sizes.has_bias)
         self.out_proj = build_module(
