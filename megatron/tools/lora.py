@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.adapters.experts import merged_experts
 from megatron.core.models.adapters.lora import Factors, matrix_numbers, merged_weight
-from megatron.core.models.adapters.transform import num_adapters
+from megatron.core.models.adapters.transform import linear_weights
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import Target
 from megatron.export.hf.conversion import Placement, placements
@@ -76,8 +76,13 @@ class Base(NamedTuple):
 
     @property
     def weights(self) -> dict[str, Param]:
-        """Weights by name."""
-        return {param.name: param for param in self.cfg.describe(self.model.settings["vocab_size"]).params()}
+        """Weights that support adapters, by name."""
+        return {param.name: param for param in linear_weights(self.cfg.describe(self.model.settings["vocab_size"]))}
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """``Param.matrices`` by name."""
+        return {name: param.matrices for name, param in self.weights.items()}
 
 
 def open_base(folder: str, model_family: str | None = None) -> Base:
@@ -115,7 +120,7 @@ def load_adapters(folder: str, step: int | None, base: str | None) -> tuple[dict
 def export_adapters(args: argparse.Namespace) -> None:
     """Write the adapters of a checkpoint as a PEFT folder."""
     adapters, lora, base = load_adapters(args.load, args.ckpt_step, args.base)
-    tensors, config = to_peft(base.plan, adapters, lora, base.folder)
+    tensors, config = to_peft(base.plan, adapters, lora, base.folder, base.matrices)
     with Target(args.save) as target:
         target.write(WEIGHTS, {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}, {"format": "pt"})
         target.write_json(CONFIG, config)
@@ -129,17 +134,13 @@ def import_adapters(args: argparse.Namespace) -> None:
     if args.base is None:
         raise UserError("--base: is required to import adapters; give the folder of the base model")
     base = open_base(args.base)
-    matrices = {name: num_adapters(param) for name, param in base.weights.items() if len(param.shape) > 1}
-    adapters, lora = load_peft(Path(args.load), base.plan, matrices)
+    adapters, lora = load_peft(Path(args.load), base.plan, base.matrices)
     tensors: dict[str, LazyTensor] = {}
     for name, adapter in adapters.items():
         for leaf, value in zip(adapter._fields, adapter):
             if value is not None:
                 tensors[f"model.{name.removesuffix('.weight')}{MODULE}lora_{leaf}"] = LazyTensor.of(value)
-    layers, every_layer = (
-        [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-        for names in (adapters, base.weights)
-    )
+    layers, every_layer = ([name.removesuffix(".weight") for name in names] for names in (adapters, base.weights))
     settings = (lora.rank, lora.alpha, short_names(layers, every_layer), lora.use_rslora, lora.use_dora)
     model = Interchange(
         {**base.model.settings, **dict(zip(SETTINGS, settings))},

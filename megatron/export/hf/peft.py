@@ -4,9 +4,9 @@
 
 PEFT has one adapter per Hugging Face module. A local weight that stacks n matrices has n adapters:
 
-  n modules (q_proj, k_proj, v_proj)    one adapter each
-  1 module (c_attn, gate_up_proj)       their block matrix, an adapter of rank n r; import copies its A n times
-  1 matrix, several modules             B is cut by rows, every module gets A; cannot be imported
+  1 matrix per module (q_proj)                    one adapter each
+  n matrices per module (c_attn, in_proj_qkv)     block matrix, an adapter of rank n r; import copies its A n times
+  1 matrix, several modules                       B is cut by rows, every module gets A; cannot be imported
 
 A module without an adapter has A = B = 0, which training keeps.
 
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import UserError, listed
 from megatron.core.dist_checkpointing.files import read_json
+from megatron.core.models.adapters.lora import block_matrix, matrix_numbers
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import read_safetensors
 from megatron.export.hf.conversion import HFTensor, Placement
@@ -81,16 +82,44 @@ def _key(part: HFTensor) -> str:
     return f"{PREFIX}{outer}{_module(part)}"
 
 
-def _rows(part: HFTensor, tensor: Tensor, columns: int) -> list[Tensor]:
-    """Return the views of ``tensor`` [*lead, columns] that hold the rows of one HF tensor."""
-    return [view.reshape(-1, columns) for view in part.views(tensor)]
+RENAMED = {
+    "model.language_model.": "model.",
+    "backbone.": "model.",
+    ".block_sparse_moe.": ".mlp.",
+    ".forget_gate.": ".",
+}
+"""Parts of names that differ between Hugging Face files and modules, or between classes of a model."""
+
+
+def common_name(name: str) -> str:
+    """Return a name that is equal for all names of a module."""
+    for part, replacement in RENAMED.items():
+        name = name.replace(part, replacement)
+    return name
+
+
+def _rows(part: HFTensor, tensor: Tensor, columns: int) -> Tensor:
+    """Return the rows of ``tensor`` [*lead, columns] that one HF tensor holds, in its order."""
+    return torch.cat([view.reshape(-1, columns) for view in part.views(tensor)])
+
+
+def _numbers(placement: Placement, matrices: Sequence[int]) -> list[Tensor]:
+    """Return the index of the matrix of each row of each HF tensor of a local weight."""
+    lead = placement.shape[:-1]
+    numbers = matrix_numbers(matrices, math.prod(lead)).view(*lead, 1)
+    return [_rows(part, numbers, 1).flatten() for part in placement.parts]
 
 
 def to_peft(
-    plan: Iterable[Placement], adapters: Mapping[str, Adapter], lora: LoraSettings, base: str
+    plan: Iterable[Placement],
+    adapters: Mapping[str, Adapter],
+    lora: LoraSettings,
+    base: str,
+    matrices: Mapping[str, Sequence[int]],
 ) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Convert ``adapters`` by local weight name to (PEFT tensors by key, ``adapter_config.json``). ``base``: the folder
-    or name of the base model. UserError for a weight that the plan lacks, such as experts' weights."""
+    or name of the base model; ``matrices``: ``Param.matrices`` by weight name. UserError for a weight that the plan
+    lacks, such as experts' weights."""
     placements = {placement.name: placement for placement in plan}
     stacked = {name: parameter for name in placements if (parameter := expert_parameter(placements[name]))}
     supported = stacked.keys() | {name for name in placements if ".experts." not in name}
@@ -106,7 +135,7 @@ def to_peft(
             tensors[low] = adapter.a.flatten(0, 1).contiguous()
             tensors[high] = adapter.b.view(count, -1, rank).permute(1, 2, 0).flatten(1).contiguous()
             continue
-        for part, (a, b, magnitude) in _parts(placements[name], adapter):
+        for part, (a, b, magnitude) in _parts(placements[name], adapter, matrices[name]):
             if not (a.any() or b.any()) and magnitude is None:
                 continue  # a module without an adapter
             ranks[_module(part)] = len(a)
@@ -116,6 +145,8 @@ def to_peft(
     parts = [part for placement in placements.values() for part in placement.parts]
     named_as_experts = {_last(_module(part)) for part in parts if part.expert is not None}
     unsafe = sorted(module for module in ranks if _last(module) in named_as_experts)
+    if rejected := sorted(module for module in ranks if module.endswith(".mixer.out_proj")):
+        raise UserError(f"PEFT rejects adapters of {listed(rejected)}; write the full model with megatron lora merge")
     if unsafe and lora.use_dora:
         raise UserError(f"PEFT cannot read DoRA of {listed(unsafe)}; write the full model with megatron lora merge")
     config = _config(lora, base, ranks, {_module(part) for part in parts}, unsafe)
@@ -127,8 +158,9 @@ def to_peft(
 
 
 def _name(module: str) -> str:
-    """Return the end of a module's name in transformers, which PEFT compares; files of Nemotron-H and LLaVA differ."""
-    return module.removeprefix("backbone.").replace("language_model.model.", "language_model.")
+    """Return the end of a module's name in transformers, which PEFT compares; files differ."""
+    name = module.removeprefix("backbone.").replace("language_model.model.", "language_model.")
+    return name.replace(".block_sparse_moe.", ".mlp.").replace(".self_attn.f_", ".self_attn.forget_gate.f_")
 
 
 def _last(module: str) -> str:
@@ -153,18 +185,16 @@ def _expert_keys(parameter: str, nested: Collection[str]) -> tuple[str, str]:
     return f"{PREFIX}{module}{inner}.{LEAVES['a']}", f"{PREFIX}{module}{inner}.{LEAVES['b']}"
 
 
-def _parts(placement: Placement, adapter: Adapter) -> Iterable[tuple[HFTensor, tuple[Tensor, Tensor, Tensor | None]]]:
+def _parts(
+    placement: Placement, adapter: Adapter, matrices: Sequence[int]
+) -> Iterable[tuple[HFTensor, tuple[Tensor, Tensor, Tensor | None]]]:
     """Yield (HF tensor, (A [r', in], B [out, r'], magnitude [out] or None)) for each HF tensor of a local weight."""
     a, b, magnitude = adapter
-    num_matrices, rank, _ = a.shape
-    for index, part in enumerate(placement.parts):
-        rows = _rows(part, b, rank)
-        if len(placement.parts) == 1 and num_matrices > 1:
-            low, high = a.flatten(0, 1), torch.block_diag(*(rows if len(rows) > 1 else rows[0].chunk(num_matrices)))
-        else:
-            low, high = a[index if num_matrices > 1 else 0], torch.cat(rows)
-        norms = None if magnitude is None else torch.cat(_rows(part, magnitude.unsqueeze(-1), 1)).flatten()
-        yield part, (low, high, norms)
+    for part, numbers in zip(placement.parts, _numbers(placement, matrices)):
+        stacked = numbers.unique()
+        high = block_matrix(_rows(part, b, a.shape[1]), (numbers.unsqueeze(-1) == stacked).to(b.dtype))
+        norms = None if magnitude is None else _rows(part, magnitude.unsqueeze(-1), 1).flatten()
+        yield part, (a[stacked].flatten(0, 1), high, norms)
 
 
 def _config(
@@ -196,29 +226,29 @@ def short_names(chosen: Iterable[str], modules: Iterable[str]) -> list[str]:
 
 
 def load_peft(
-    folder: Path, plan: Sequence[Placement], matrices: Mapping[str, int]
+    folder: Path, plan: Iterable[Placement], matrices: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, Adapter], LoraSettings]:
-    """Read a PEFT folder: (adapters by local weight name, their settings). ``matrices``: their number by weight name.
-    UserError for adapters that local ones cannot represent, or missing or wrong tensors."""
+    """Read a PEFT folder: (adapters by local weight name, their settings). ``matrices``: ``Param.matrices`` by name of
+    each weight that supports adapters. UserError for adapters that local ones cannot represent, or missing or wrong
+    tensors."""
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise UserError(f"{folder}: holds no {file}; give the folder of PEFT's save_pretrained")
     lora = _read_config(folder / CONFIG)
-    tensors = read_safetensors(folder / WEIGHTS)
+    tensors = {common_name(key): tensor for key, tensor in read_safetensors(folder / WEIGHTS).items()}
     adapters: dict[str, Adapter] = {}
     used: set[str] = set()
     inner = f".base_layer.{LEAVES['a']}"
     nested = {key.removesuffix(inner).removeprefix(PREFIX) for key in tensors if key.endswith(inner)}
-    for placement in plan:
-        num_matrices = matrices.get(placement.name, 1)
+    for placement in [placement for placement in plan if placement.name in matrices]:
         if (parameter := expert_parameter(placement)) is not None:
-            keys = _expert_keys(parameter, nested)
-            if any(f".{parameter}".endswith(f".{target}") for target in lora.parameters):
+            keys = _expert_keys(common_name(parameter), nested)
+            if any(f".{common_name(parameter)}".endswith(f".{common_name(target)}") for target in lora.parameters):
                 adapters[placement.name] = _expert_adapter(placement, keys, tensors, lora, used)
-        elif (adapter := _merged(placement, num_matrices, tensors, lora, used)) is not None:
+        elif (adapter := _merged(placement, matrices[placement.name], tensors, lora, used)) is not None:
             adapters[placement.name] = adapter
     if foreign := sorted(tensors.keys() - used):
-        raise UserError(f"{folder / WEIGHTS}: the model has no linear layer for {listed(foreign, most=4)}")
+        raise UserError(f"{folder / WEIGHTS}: no layer that supports adapters has {listed(foreign, most=4)}")
     if not adapters:
         raise UserError(f"{folder / WEIGHTS}: holds no adapters")
     return adapters, lora
@@ -244,31 +274,31 @@ def _read_config(path: Path) -> LoraSettings:
 
 
 def _merged(
-    placement: Placement, num_matrices: int, tensors: Mapping[str, LazyTensor], lora: LoraSettings, used: set[str]
+    placement: Placement, matrices: Sequence[int], tensors: Mapping[str, LazyTensor], lora: LoraSettings, used: set[str]
 ) -> Adapter | None:
     """Return the adapter of one local weight, None without one. Adds the keys that it read to ``used``."""
-    keys = [[f"{_key(part)}.{leaf}" for leaf in LEAVES.values()] for part in placement.parts]
+    keys = [[f"{common_name(_key(part))}.{leaf}" for leaf in LEAVES.values()] for part in placement.parts]
     present = [part_keys[0] in tensors for part_keys in keys]
     if not any(present):
         return None
-    parts = placement.parts
-    if (lora.use_dora and not all(present)) or len(parts) not in (1, num_matrices):
+    parts, stacked = placement.parts, [numbers.unique() for numbers in _numbers(placement, matrices)]
+    if (lora.use_dora and not all(present)) or sum(map(len, stacked)) > len(matrices):
         raise UserError(
             f"{WEIGHTS}: adapters of {_module(parts[present.index(True)])} cannot be imported: the model has"
             f" one matrix of {listed(map(_module, parts))}"
         )
-    a = torch.zeros((num_matrices, lora.rank, placement.shape[-1]), dtype=tensors[next(iter(tensors))].dtype)
+    a = torch.zeros((len(matrices), lora.rank, placement.shape[-1]), dtype=tensors[next(iter(tensors))].dtype)
     b = torch.zeros((*placement.shape[:-1], lora.rank), dtype=a.dtype)
     magnitude = torch.zeros(placement.shape[:-1], dtype=a.dtype) if lora.use_dora else None
     for index, (part, part_keys) in enumerate(zip(parts, keys)):
         if not present[index]:
             continue
-        out = sum(len(rows) for rows in _rows(part, b, lora.rank))
+        out = len(_rows(part, b, lora.rank))
         shapes = ((lora.rank, a.shape[-1]), (out, lora.rank), (out,))[: 3 if lora.use_dora else 2]
         for key, shape in zip(part_keys, shapes):
             _check_shape(tensors, key, shape)
         used.update(part_keys[: len(shapes)])
-        a[index if len(parts) > 1 else slice(None)] = tensors[part_keys[0]].read()
+        a[stacked[index]] = tensors[part_keys[0]].read()
         _fill(part, b, tensors[part_keys[1]].read())
         if magnitude is not None:
             _fill(part, magnitude.unsqueeze(-1), tensors[part_keys[2]].read().unsqueeze(-1))
