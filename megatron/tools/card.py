@@ -159,14 +159,16 @@ def compare_tensors(folder: str, exported: str) -> tuple[int, int, list[str], li
 
 
 def transformers_text(folder: str, prompt: str, num_tokens: int) -> str:
-    """Return the greedy continuation of ``prompt`` by ``transformers`` in fp32."""
+    """Return the greedy continuation of ``prompt`` by ``transformers`` in fp32, without the end token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     tokens = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     output = model.eval().generate(**tokens, max_new_tokens=num_tokens, do_sample=False)
-    return tokenizer.decode(output[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+    ids, ends = output[0, tokens["input_ids"].shape[1] :].tolist(), model.generation_config.eos_token_id
+    has_end = ids[-1] in (ends if isinstance(ends, list) else [ends])
+    return tokenizer.decode(ids[:-1] if has_end else ids)
 
 
 def page(card: dict[str, Any]) -> str:

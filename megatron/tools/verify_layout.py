@@ -31,6 +31,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK
+from megatron.core.config.hybrid import DEPTH
+from megatron.core.config.layer_kinds import delta_kinds
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.optimizer import MixedPrecisionConfig
 from megatron.core.config.rope_parameters import parse_rope_parameters
@@ -80,7 +82,7 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
         for field in dataclasses.fields(group)
         if field.name != "seq_length"
     }
-    values |= _small_network(resolved) | _small_experts(resolved) | _small_batches(resolved)
+    values |= _small_network(resolved) | _small_mixers(resolved) | _small_experts(resolved) | _small_batches(resolved)
     values |= _small_stages(resolved) if resolved.family.shrink is None else resolved.family.shrink(resolved, values)
     values |= {
         "bf16": False,
@@ -143,6 +145,28 @@ def _small_network(cfg: PretrainConfig) -> dict[str, object]:
     }
 
 
+def _small_mixers(cfg: PretrainConfig) -> dict[str, object]:
+    """Few narrow heads of linear attention and Mamba-2, in the same ratio to key heads or groups and ranks; the leading
+    layers of a pattern."""
+    model, channels, values = cfg.model, _unit(cfg), dict[str, object]()
+    ranks = model.tensor_model_parallel_size * model.context_parallel_size
+    if delta_kinds(model):
+        heads, keys = _small_heads(model.linear_num_value_heads, model.linear_num_key_heads, ranks)
+        values |= {"linear_num_value_heads": heads, "linear_num_key_heads": keys}
+        values |= {"linear_key_head_dim": channels, "linear_value_head_dim": channels}
+    if model.hybrid_layer_pattern is not None:
+        layers, *depths = model.hybrid_layer_pattern.split(DEPTH)
+        if (count := _few_layers(cfg)) != model.num_layers:
+            layers = layers[:count]
+        values["hybrid_layer_pattern"] = DEPTH.join((layers, *depths))
+    if "M" in (model.hybrid_layer_pattern or ""):
+        assert model.mamba_num_heads is not None, "follows from the hidden size"
+        heads, groups = _small_heads(model.mamba_num_heads, model.mamba_num_groups, ranks)
+        values |= {"mamba_num_heads": heads, "mamba_num_groups": groups}
+        values |= {"mamba_head_dim": channels, "mamba_state_dim": channels}
+    return values
+
+
 def _small_rope_parameters(text: str, cfg: PretrainConfig, length: int, channels: int) -> str:
     """Factors of the first channel pairs; rows of ``length`` tokens are on the same side of the original length."""
     parameters, pairs = parse_rope_parameters(text), int(channels * cfg.embeddings.rotary_percent) // 2
@@ -198,12 +222,12 @@ def _part(heads: int, ranks: int) -> int:
 
 
 def _few_layers(cfg: PretrainConfig) -> int:
-    """All layers if the flags assign layers individually; else the smallest multiple of stages and layer patterns (one
-    stage: twice that), plus the remainder."""
+    """All layers if the flags assign layers individually, or stages a hybrid pattern; else the smallest multiple of
+    stages and layer patterns (one stage: twice that), plus the remainder; or layers of a pattern with all kinds."""
     model = cfg.model
     stages = model.pipeline_model_parallel_size * virtual_pipeline_size(cfg.model)
     counts = model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers
-    every = (model.window_attn_skip_freq, model.no_rope_freq, model.moe_layer_freq)
+    every = model.window_attn_skip_freq, model.no_rope_freq, model.moe_layer_freq, model.linear_attention_freq
     patterns = [pattern for pattern in every if pattern is not None]
     fixed = (
         cfg.custom_layers.spec
@@ -214,6 +238,9 @@ def _few_layers(cfg: PretrainConfig) -> int:
         return model.num_layers
     if fixed or len(model.cp_comm_type) > 1 or any(counts) or model.num_layers_per_virtual_pipeline_stage:
         return model.num_layers
+    if model.hybrid_layer_pattern is not None:
+        layers = model.hybrid_layer_pattern.split(DEPTH)[0]
+        return model.num_layers if stages > 1 else 1 + max(map(layers.index, layers))
     least = math.lcm(stages, *(pattern for pattern in patterns if isinstance(pattern, int))) * (2 if stages == 1 else 1)
     return min(model.num_layers, least + model.num_layers % stages)
 

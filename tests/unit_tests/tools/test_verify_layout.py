@@ -22,8 +22,8 @@ FLAGS = (
 LLAMA = FLAGS.split()
 
 
-def shrunk(*layout, world_size=None):
-    cfg = parse_args([*LLAMA, *layout], needs_data=False)
+def shrunk(*layout, world_size=None, argv=LLAMA):
+    cfg = parse_args([*argv, *layout], needs_data=False)
     world_size = world_size or smallest_world_size(cfg)
     small = verify_layout.shrink(cfg, world_size)
     validate_args(verify_layout.one_rank(small), 1)
@@ -48,6 +48,37 @@ def test_shrink_keeps_sizes_that_the_layout_divides(layout, heads, groups, layer
     assert (cfg.model.num_attention_heads, cfg.model.num_query_groups, cfg.model.num_layers) == (heads, groups, layers)
     assert cfg.model.hidden_size <= 256 and cfg.data.seq_length <= 512
     assert cfg.checkpoint.save is None and cfg.model.fp64
+
+
+HYBRID = "M-M-M*E-M-GKM*" + "M-" * 40 + "/M*/M*"
+HEADS = "--linear-num-key-heads 16 --linear-num-value-heads 16 --mamba-num-heads 128 --num-experts 8"
+DELTA = "--experimental-attention-variant gdn --linear-num-value-heads 32 --linear-attention-freq"
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers", "pattern", "linear", "mamba"),
+    [
+        (f"--hybrid-layer-pattern {HYBRID} {HEADS}", 12, "M-M-M*E-M-GK/M*/M*", (1, 1), (16, 1)),
+        (f"--hybrid-layer-pattern {HYBRID} {HEADS} --tensor-model-parallel-size 4 --sequence-parallel",
+         12, "M-M-M*E-M-GK/M*/M*", (4, 4), (64, 4)),
+        (f"--hybrid-layer-pattern M-M*|M-E* {HEADS} --pipeline-model-parallel-size 2", 8, "M-M*|M-E*", (16, 16),
+         (16, 1)),
+        (f"{DELTA} 4", 8, None, (2, 1), (None, 8)),
+        (f"{DELTA} 3 --pipeline-model-parallel-size 2", 6, None, (2, 1), (None, 8)),
+        (f"{DELTA} {[1, 1, 0, 1] * 8} --tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type a2a",
+         32, None, (8, 4), (None, 8)),
+    ],
+)  # fmt: skip
+def test_layers_with_a_state_keep_their_kinds_and_ratios_of_heads(flags, layers, pattern, linear, mamba):
+    """A pattern of one stage ends with the first layer of its last kind."""
+    words = flags.replace(", ", ",").split()
+    argv = LLAMA if pattern is None else LLAMA[2:]  # the pattern sets --num-layers
+    model = shrunk(*words, argv=argv).model
+    assert (model.num_layers, model.hybrid_layer_pattern) == (layers, pattern)
+    assert (model.linear_num_value_heads, model.linear_num_key_heads) == linear
+    assert (model.mamba_num_heads, model.mamba_num_groups) == mamba
+    assert (model.linear_key_head_dim, model.linear_value_head_dim) in ((8, 8), (128, 128))
+    assert pattern is None or (model.mamba_head_dim, model.mamba_state_dim) == (8, 8)
 
 
 @pytest.mark.parametrize(
