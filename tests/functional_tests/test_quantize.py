@@ -198,7 +198,8 @@ def test_fp8_blocks_print_both_perplexities_and_convert_writes_dynamic_scales(fo
     words = ["--saver", "hf", "--load-dir", str(folder), "--save-dir", str(tmp_path / "dynamic"), "--quantize"]
     assert run_tool("convert", [*words, "fp8-dynamic"]) == 0
     config = json.loads((tmp_path / "dynamic" / "config.json").read_text())["quantization_config"]
-    assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] is True
+    inputs = config["config_groups"]["group_0"]["input_activations"]
+    assert (inputs["dynamic"], inputs["strategy"]) == (True, "token")
     assert {"lm_head", "model.embed_tokens"} == {*config["ignore"]}
     assert run_tool("verify", [str(tmp_path / "dynamic")]) == 0
 

@@ -56,7 +56,7 @@ class ImageFile(ConversationFile):
         for place in np.flatnonzero(self.lengths[numbers] > most):
             start = int(self.starts[numbers[place]])
             words = np.flatnonzero(self.tokens[start : start + most] != -1 - self.images.token)  # images have no loss
-            lengths[place] = words[-1] + 1 if len(words) else 1
+            lengths[place] = words.max(initial=0) + 1
         return lengths
 
     def paths(self, number: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -67,6 +68,13 @@ def test_patches_equal_those_of_the_processor(tmp_path, height, width, mode, nam
     size = SETTINGS.file_size(tmp_path / name)
     assert (1, *size) == tuple(expected["image_grid_thw"][0])
     np.testing.assert_allclose(SETTINGS.patches(tmp_path / name, size), expected["pixel_values"], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("height, width", [(41, 47), (15, 17)])
+def test_sizes_at_the_limits_equal_those_of_the_processor(height, width):
+    settings = replace(SETTINGS, min_pixels=4 * 64, max_pixels=30 * 64)
+    expected = smart_resize(height, width, PATCH * MERGE, settings.min_pixels, settings.max_pixels)
+    assert tuple(PATCH * side for side in settings.size(height, width)) == expected
 
 
 SIDE = 20
@@ -268,6 +276,7 @@ def test_rows_have_the_ids_images_and_positions_of_transformers(tmp_path, tokeni
           assistant("Two.")], files[:2]),
         ([user([text("Compare"), part(files[2]), part(files[3])]), assistant("Same.")], files[2:]),
         ([user("No image?"), assistant("None.")], []),
+        ([user("Draw"), assistant([text("Here"), part(files[0])])], files[:1]),
     ]  # fmt: skip
     lines = [
         {"messages": messages} if form == "messages" else as_sharegpt(*c) for c in conversations for messages in c[:1]
@@ -297,7 +306,7 @@ def test_rows_have_the_ids_images_and_positions_of_transformers(tmp_path, tokeni
             squares = [tuple(size // MERGE) for size in sizes[image - len(paths) : image]]
             assert np.array_equal(row["axes"][start:stop], axes(is_image, squares))
         assert place == len(patches) and image == len(sizes)
-    assert met == {0, 1, 2}
+    assert met == {0, 1, 2, 3}
 
 
 def test_a_cut_is_before_an_image(tmp_path, tokenizer):
@@ -328,6 +337,15 @@ def test_a_path_has_one_of_four_keys(keys):
     from megatron.core.datasets.conversations.formats import Conversation
 
     assert item_paths(Conversation([user([text("x"), keys]), assistant("y")])) == ["a.png"]
+
+
+def test_images_of_a_changed_file_are_read_from_its_new_lines(tmp_path, tokenizer):
+    for name in ("a.png", "b.png"):
+        picture(20, 20).save(tmp_path / name)
+    for words, name in (("x", "a.png"), ("a longer question", "b.png")):
+        lines = [{"messages": [user(words), assistant("y")]}, {"messages": [user([part(name)]), assistant("y")]}]
+        rows = dataset(write_lines(tmp_path / "chats.jsonl", lines), tokenizer[0])
+        assert rows.dataset.paths(1) == [name]
 
 
 def marks(value):

@@ -46,6 +46,7 @@ def test_rows_have_complete_pairs_once_per_epoch(data, packing):
     arrays, *_ = prepared(*data, None, PREFERENCES)
     starts, lines = np.cumsum(arrays["lengths"]) - arrays["lengths"], Counter()
     rows = build(data, packing=packing)
+    rows.reference_losses = np.arange(len(arrays["tokens"]), dtype=np.float32)
     for index in range(len(rows)):
         row, numbers = rows[index], rows.row_sequences(index)
         bounds = row["cu_seqlens"]
@@ -56,8 +57,10 @@ def test_rows_have_complete_pairs_once_per_epoch(data, packing):
             span = slice(bounds[place], bounds[place] + len(stored) - 1)
             assert row["labels"][span].tolist() == np.where(stored < 0, -1 - stored, stored)[1:].tolist()
             assert row["completions"][span].tolist() == np.where(stored[1:] < 0, -1, place).tolist()
+            assert row["reference"][span].tolist() == list(range(starts[number] + 1, starts[number] + len(stored)))
             assert number % 2 == place % 2 and numbers[place - place % 2] == number - number % 2
         assert (row["completions"][bounds[len(numbers)] :] == -1).all()
+        assert not row["reference"][bounds[len(numbers)] :].any()
         lines.update(arrays["lines"][numbers[::2]].tolist())
         lengths = np.diff(bounds)[: len(numbers)]
         assert rows.attention_costs(np.array([index])).tolist() == [int((lengths.astype(int) ** 2).sum())]
@@ -80,6 +83,14 @@ def test_pairs_longer_than_a_row_are_counted(data, caplog):
         rows = build(data)
     assert len(rows.sequences) == 58 and rows.lost.tolist() == [14, 15]
     assert "2 left out because the two sequences of their pair are longer than a row (first: line 8)" in caplog.text
+
+
+def test_pair_that_fills_a_row_stays(data):
+    arrays, *_ = prepared(*data, None, PREFERENCES)
+    positions = arrays["lengths"].reshape(-1, 2).sum(1) - 2
+    length = int(np.sort(positions)[10])
+    lost = build(data, length=length).lost
+    assert sorted({*(lost // 2).tolist()}) == np.flatnonzero(positions > length).tolist()
 
 
 def test_length_without_a_pair_is_named(data):

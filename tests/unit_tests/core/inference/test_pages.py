@@ -39,6 +39,14 @@ def test_released_pages_serve_until_they_are_reused_ends_first():
     assert pool.allocate() is None
 
 
+def test_pages_without_content_are_reused_first():
+    pool = PagePool(4, 2)
+    published, unpublished = publish(pool, [1, 2, 3, 4]), pool.allocate()
+    pool.release(published)
+    pool.release([unpublished])
+    assert [pool.allocate() for _ in range(3)] == [unpublished, *published[::-1]]
+
+
 def test_tokens_are_compared_besides_their_hash(monkeypatch):
     pool = PagePool(9, 2)
     monkeypatch.setattr("megatron.core.inference.pages.page_key", lambda previous, tokens: b"equal")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import UserError
-from megatron.core.inference.sampling import Draws, Sampling, draw, draw_arrays, filtered, generate
+from megatron.core.inference.sampling import Draws, Sampling, draw, draw_arrays, filtered, generate, generate_seq2seq
 from megatron.core.random.philox import GUMBEL_KEY, gumbel
 
 GREEDY = Sampling(temperature=0)
@@ -32,6 +32,21 @@ def test_greedy_generation_follows_the_model_and_stops_at_the_stop_token():
 def test_the_context_never_exceeds_the_sequence_length():
     model = NextNumber()
     assert len(list(generate(model, [0], max_new_tokens=12, max_sequence_length=4))) == 12
+    assert max(model.seen) == 4
+
+
+class NextAnswer(NextNumber):
+    """Decoder of :class:`NextNumber`."""
+
+    def forward(self, text, written, output_encoder_hidden_only=False, encoder_hidden_states=None):
+        return text if output_encoder_hidden_only else super().forward(written, None)
+
+
+def test_an_answer_never_exceeds_the_sequence_length():
+    model = NextAnswer()
+    for most, expected in ((9, [1, 2, 3, 4]), (3, [1, 2, 3])):
+        limits = {"max_new_tokens": most, "max_sequence_length": 4}
+        assert list(generate_seq2seq(model, [5, 6], start=0, **limits, sampling=GREEDY)) == expected
     assert max(model.seen) == 4
 
 

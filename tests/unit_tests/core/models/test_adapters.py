@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core import parallel_state
 from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.adapters.dropout import CurrentTokens
@@ -12,27 +13,26 @@ from megatron.core.models.adapters.lora import LoraSettings, add_adapters
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import Normal, initialize_parameters
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 INPUTS, OUTPUTS, RANK, SCALE, ROWS, BATCH = 24, 40, 2, 1.5, 7, 3
 CONFIG = ModelParallelConfig(params_dtype=torch.float64)
 
 
 class Holder(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, kind=ColumnParallelLinear, groups=SINGLE_PROCESS):
         super().__init__()
-        self.linear_fc1 = ColumnParallelLinear(
-            INPUTS, OUTPUTS, config=CONFIG, init_method=Normal(0.2), bias=True, groups=SINGLE_PROCESS
-        )
+        self.linear_fc1 = kind(INPUTS, OUTPUTS, config=CONFIG, init_method=Normal(0.2), bias=True, groups=groups)
 
 
-def adapted(dropout=0.0, dora=False):
-    model = Holder()
-    initialize_parameters(model, 3, SINGLE_PROCESS)
-    add_adapters(model, lambda name: True, LoraSettings(RANK, SCALE, dora, 5, dropout), SINGLE_PROCESS)
+def adapted(dropout=0.0, dora=False, kind=ColumnParallelLinear, groups=SINGLE_PROCESS):
+    model = Holder(kind, groups)
+    initialize_parameters(model, 3, groups)
+    add_adapters(model, lambda name: True, LoraSettings(RANK, SCALE, dora, 5, dropout), groups)
     adapter = model.linear_fc1.adapter
     torch.manual_seed(1)
     with torch.no_grad():
+        model.linear_fc1.bias.normal_()
         adapter.lora_b.normal_()
         if dora:
             adapter.lora_magnitude.normal_()
@@ -65,6 +65,20 @@ def test_output_and_gradients_equal_the_definition(dora, frozen_input):
         results.append((output.detach(), *torch.autograd.grad(output.square().sum(), tensors)))
     for native, expected in zip(*results):
         torch.testing.assert_close(native, expected, rtol=1e-12, atol=1e-12)
+
+
+def merged_part(rank, world_size):
+    parallel_state.initialize_model_parallel(world_size)
+    linear, adapter = adapted(dora=True, kind=RowParallelLinear, groups=parallel_state.get_process_groups())
+    return adapter.merged(linear.weight)
+
+
+def test_ranks_that_split_rows_merge_the_weight_of_the_definition(gloo_pool):
+    linear, adapter = adapted(dora=True, kind=RowParallelLinear)
+    rows = (linear.weight + SCALE * adapter.lora_b @ adapter.lora_a).detach()
+    expected = rows * (adapter.lora_magnitude.detach() / rows.norm(dim=1)).unsqueeze(1)
+    actual = torch.cat(gloo_pool.run(merged_part, 2), dim=1)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 class LargeTensors(TorchDispatchMode):

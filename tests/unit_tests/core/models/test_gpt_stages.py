@@ -78,6 +78,13 @@ def stage_of_two(rank, spec, **fields):
     return GPTModel(config, spec, VOCAB, 16, pre_process=not last, post_process=last, groups=groups, **options)
 
 
+def test_prediction_depths_need_their_number_and_their_layers():
+    spec, plain, predicting = get_gpt_layer_local_spec(), make_config(), make_config(mtp_num_layers=1)
+    for config, depths in ((plain, get_gpt_mtp_block_spec(predicting, spec)), (predicting, None)):
+        with pytest.raises(UserError, match=f"mtp_num_layers {config.mtp_num_layers} goes with mtp_block_spec"):
+            GPTModel(config, spec, VOCAB, 16, mtp_block_spec=depths)
+
+
 @pytest.mark.parametrize("fields", [
     {"init_method_std": 0.02, "embedding_init_method_std": 0.5},
     {"init_method_std": 0.02, "embedding_init_method_std": None},

@@ -276,6 +276,9 @@ def test_masks_that_programs_build_from_data_sets_are_those_of_the_model():
     local = T5MaskedWordPieceDataset.config_attention_mask(None, None, ~encoder, ~decoder, True)[1]
     with pytest.raises(ValueError, match="must be causal"):
         check_masks(local.transpose(2, 3), None, None)
+    hides_the_second = torch.tensor([[False, True, False]]).view(1, 1, 1, 3)
+    with pytest.raises(ValueError, match="padding behind all tokens"):
+        check_masks(hides_the_second, None, None)
 
 
 def test_statistics_of_experts_name_the_stack():

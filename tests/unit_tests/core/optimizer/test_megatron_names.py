@@ -169,6 +169,7 @@ def test_config_overrides_are_values_of_parameter_groups():
 
 
 @pytest.mark.parametrize("settings", [{}, {"decoupled_lr": 0.3}, {"decoupled_lr": 0.3, "decoupled_min_lr": 0.1},
+                                      {"decoupled_lr": 0.3, "decoupled_min_lr": 0.0},
                                       {"apply_wd_to_qk_layernorm": True}])  # fmt: skip
 def test_the_standard_overrides_are_the_defaults(settings):
     config = OptimizerConfig(lr=1e-2, min_lr=1e-3, **settings)

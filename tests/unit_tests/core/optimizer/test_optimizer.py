@@ -101,6 +101,26 @@ def test_parameters_of_one_model_may_have_different_rules():
         get_megatron_optimizer(settings(), [wrapped(network())], update_rule=lambda name, parameter: "soap")
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_lion_equals_its_definition(decoupled):
+    local, foreign = network(), network()
+    options = {"optimizer": "lion", "decoupled_weight_decay": decoupled, "clip_grad": 0.0, "lion_beta1": 0.8}
+    optimizer = get_megatron_optimizer(settings(**options), [ddp := wrapped(local)])
+    train(ddp, optimizer, 2)
+    momenta = [torch.zeros_like(parameter) for parameter in foreign.parameters()]
+    for step in range(2):
+        foreign.zero_grad()
+        foreign(batch(step)).square().sum().backward()
+        for parameter, momentum in zip(foreign.parameters(), momenta):
+            decay = 0.1 if parameter.ndim > 1 else 0.0
+            grad = parameter.grad + (0.0 if decoupled else decay) * parameter.detach()
+            update = (0.8 * momentum + 0.2 * grad).sign() + (decay if decoupled else 0.0) * parameter.detach()
+            parameter.data -= 0.01 * update
+            momentum.mul_(0.99).add_(grad, alpha=0.01)
+    for a, b in zip(local.parameters(), foreign.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
 def test_coupled_decay_is_adam_with_l2():
     local, foreign = network(), network()
     optimizer = get_megatron_optimizer(settings(decoupled_weight_decay=False, clip_grad=0.0), [ddp := wrapped(local)])

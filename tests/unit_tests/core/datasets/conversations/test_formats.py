@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.errors import UserError
-from megatron.core.datasets.conversations.formats import Conversation, Text, recognize
-from megatron.core.datasets.conversations.prepare import MAX_LINE_BYTES, prepared, read_lines
+from megatron.core.datasets.conversations.formats import Conversation, Text, check_conversation, recognize
+from megatron.core.datasets.conversations.prepare import MAX_LINE_BYTES, Report, prepared, read_lines
 from megatron.core.tokenizers.huggingface import build_huggingface
 from tests.test_utils.chats import THINKING, assistant, sums, tokenizer_folder, user, write_lines
 
@@ -153,6 +153,23 @@ def test_everything_left_out_is_counted(tmp_path):
     text = "\n".join(report.text())
     assert "2 conversations without an answer to train on, left out (first: line 4)" in text
     assert "2 lines with the key id, which is not read (first: line 5)" in text
+
+
+def test_reports_of_later_lines_keep_the_first_line():
+    first, later = Report(), Report()
+    for report, lines in ((first, (2, 5)), (later, (300, 301))):
+        for line in lines:
+            report.count("blank", line)
+    later.count("changed", 302)
+    first.formats, later.formats = {"messages": 1}, {"messages": 257}
+    first.add(later)
+    assert first.counts == {"blank": 4, "changed": 1} and first.first == {"blank": 2, "changed": 302}
+    assert first.formats == {"messages": 1}
+
+
+def test_an_answer_may_have_several_tool_calls():
+    tools = [{"role": "tool", "content": result} for result in "12"]
+    check_conversation(Conversation([user("a"), assistant("", tool_calls=[CALL] * 2), *tools, assistant("b")], [TOOL]))
 
 
 def test_texts_and_answers_without_a_label_are_counted(tmp_path):

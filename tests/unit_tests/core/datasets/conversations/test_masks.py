@@ -140,6 +140,16 @@ def test_prompt_that_the_answer_does_not_continue_is_an_error(tmp_path):
         sequences(tokenizer_with(tmp_path, template), [user("a"), assistant("one")])
 
 
+def test_only_tokens_that_end_generation_end_an_answer_without_an_end_token(tmp_path):
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = tokenizer_with(tmp_path, template + "{# <|user|> #}")
+    (tokens,) = sequences(tokenizer, [user("a"), assistant("one"), user("b"), assistant("two")])
+    assert answers(tokenizer, tokens) == ["one", f"two{tokenizer.detokenize([tokenizer.eod])}"]
+
+
 def test_first_answer_excludes_answers_of_the_prompt(tmp_path):
     tokenizer = tokenizer_with(tmp_path, TEMPLATES["chatml"])
     (tokens,) = sequences(tokenizer, CHATS["two turns"], first_answer=3)

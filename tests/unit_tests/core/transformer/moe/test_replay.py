@@ -192,7 +192,7 @@ def test_routes_are_packed_at_the_places_of_their_sequences():
 @pytest.mark.parametrize(("routes", "problem"), [
     ([{1: torch.zeros(2, 2)}], "1 sequences have routes, 2 have tokens"),
     ([{1: torch.zeros(2, 2)}, {2: torch.zeros(2, 2)}], r"sequence 1 has layers \[2\], sequence 0 \[1\]"),
-    ([{1: torch.zeros(2, 2)}, {1: torch.zeros(4, 2)}], "sequence 1 has 3 tokens, and routes of 4"),
+    ([{1: torch.zeros(3, 2)}, {1: torch.zeros(4, 2)}], "sequence 1 has 3 tokens, and routes of 4"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("discards_groups")
 def test_routes_of_other_sequences_are_rejected(routes, problem):
