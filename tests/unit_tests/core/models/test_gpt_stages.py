@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.description import describe_gpt

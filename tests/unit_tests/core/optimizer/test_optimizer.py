@@ -112,9 +112,8 @@ def test_lion_equals_its_definition(decoupled):
         foreign.zero_grad()
         foreign(batch(step)).square().sum().backward()
         for parameter, momentum in zip(foreign.parameters(), momenta):
-            decay = 0.1 if parameter.ndim > 1 else 0.0
-            grad = parameter.grad + (0.0 if decoupled else decay) * parameter.detach()
-            update = (0.8 * momentum + 0.2 * grad).sign() + (decay if decoupled else 0.0) * parameter.detach()
+            grad = parameter.grad + (0.0 if decoupled else 0.1) * parameter.detach()
+            update = (0.8 * momentum + 0.2 * grad).sign() + (0.1 if decoupled else 0.0) * parameter.detach()
             parameter.data -= 0.01 * update
             momentum.mul_(0.99).add_(grad, alpha=0.01)
     for a, b in zip(local.parameters(), foreign.parameters()):

@@ -213,12 +213,13 @@ def test_a_longer_run_of_the_same_schedule_goes_on():
 
 
 def test_a_shorter_run_names_the_rate_of_the_stored_schedule_at_its_sample():
-    """100 samples of 1,000 are left of the stored schedule, none of the new one of 500."""
-    stored = get_optimizer_param_scheduler(config(lr_decay_style="linear"), optimizer_with({}))
+    """A tenth of the stored schedule is left, nothing of the new one."""
+    longer = config(lr_decay_style="linear")
+    stored = get_optimizer_param_scheduler(longer, optimizer_with({}))
     length = stored.plan.lr_decay_steps
     stored.step(length * 9 // 10)
     shorter = config(lr_decay_style="linear", lr_decay_iters=config().train_iters // 2)
-    with pytest.raises(ValueError, match=f"schedule: the rate ends at {lr(stored.plan, length * 9 // 10):.3g}$"):
+    with pytest.raises(ValueError, match=f"schedule: the rate ends at {lr(longer, length * 9 // 10):.3g}$"):
         get_optimizer_param_scheduler(shorter, optimizer_with({})).load_state_dict(stored.state_dict())
 
 
