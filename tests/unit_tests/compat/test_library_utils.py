@@ -54,6 +54,13 @@ def test_rotary_angles_turn_pairs_of_channels(interleaved, percent):
     torch.testing.assert_close(q[1, 0, 0, first], expected)
     packed = rotary.apply_rotary_pos_emb(query[:, 0], table, config, cu_seqlens=torch.tensor([0, 2, 6]))
     torch.testing.assert_close(packed, torch.cat((q[:2, 0], q[:4, 0])))
+    documents = {"cu_seqlens": torch.tensor([0, 2, 6]), "mscale": 1.5}
+    scaled = rotary.apply_rotary_pos_emb(query[:, 0], table, config, **documents)
+    rotated = int(8 * percent)
+    torch.testing.assert_close(scaled[..., :rotated], 1.5 * packed[..., :rotated])
+    torch.testing.assert_close(scaled[..., rotated:], packed[..., rotated:])
+    stretched = rotary.RotaryEmbedding(8, percent, interleaved, 2.0, 100)(11)
+    torch.testing.assert_close(stretched[::2], table)
 
 
 def test_tokens_are_rolled_within_documents():

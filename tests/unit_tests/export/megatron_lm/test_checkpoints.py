@@ -21,8 +21,10 @@ from megatron.export.megatron_lm import (
     load_megatron_torch_dist,
     save_megatron_torch_dist,
 )
+from megatron.export.megatron_lm.buckets import cut_buckets
 from megatron.export.megatron_lm.model import checkpoint_objects
 from megatron.export.megatron_lm.names import find_place
+from megatron.export.megatron_lm.splits import join_ranks
 from megatron.export.native import load_native
 from megatron.export.unpickler import Record
 from megatron.tools.checkpoint import convert
@@ -381,3 +383,21 @@ def test_pattern_of_other_layers_is_rejected(pattern, written, tmp_path):
     with pytest.raises(UserError, match="needs 4 \\* and 4 - or E for 4 layers"):
         convert.main([*line, "--hybrid-layer-pattern", pattern])
     assert not (tmp_path / "hybrid").exists()
+
+
+def test_a_tied_embedding_that_was_joined_to_other_parameters_has_no_padding_before_it():
+    """Parameters fill a bucket from the last one to the first."""
+    order = [("embedding.word_embeddings.weight", (5, 2)), ("decoder.final_layernorm.weight", (3,))]
+    parts = cut_buckets(order, {"param": [LazyTensor.of(torch.arange(13.0))]}, "file")["param"]
+    assert parts["decoder.final_layernorm.weight"].read().tolist() == [0, 1, 2]
+    assert parts["embedding.word_embeddings.weight"].read().flatten().tolist() == list(range(3, 13))
+    padded = cut_buckets(order, {"param": [LazyTensor.of(torch.arange(74.0))]}, "file")["param"]
+    assert padded["embedding.word_embeddings.weight"].read().flatten().tolist() == list(range(64, 74))
+
+
+def test_shards_of_different_dtypes_are_not_joined():
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    ranks = {(0, rank): {name: LazyTensor.of(torch.ones(2, 2, dtype=dtype))}
+             for rank, dtype in enumerate((torch.float32, torch.bfloat16))}  # fmt: skip
+    with pytest.raises(CheckpointError, match="expected equal ones"):
+        join_ranks(ranks, 2, {}, "file")
