@@ -253,6 +253,7 @@ def test_adapters_of_fused_modules_are_exported_as_one_of_a_larger_rank(gloo_poo
     """The default targets; ``stacked``: numbers of matrices in modules of several."""
     base_model(name, tmp_path / "base")
     argv = [*FLAGS, "--load-hf", str(tmp_path / "base"), "--lora-rank", str(RANK), "--lora-alpha", "8"]
+    argv += ["--lora-use-rslora"] * (name == "gpt2")
     gloo_pool.run(train_here, 1, argv, 3, str(tmp_path / "run"))
     for action, folder in (("export", "exported"), ("merge", "merged")):
         lora(action, "--load", tmp_path / "run", "--save", tmp_path / folder)
@@ -309,7 +310,9 @@ def test_dora_of_modules_named_as_experts_is_not_exported(tmp_path):
     plan, matrices = placements(family, complete(settings)), dict.fromkeys(adapters, (32,))
     with pytest.raises(UserError, match="cannot read DoRA of model.layers.0.mlp.down_proj; write the full model"):
         to_peft(plan, adapters, LoraSettings(2, 4.0, use_dora=True), "base", matrices)
-    _, config = to_peft(plan, adapters, LoraSettings(2, 4.0), "base", matrices)
+    tensors, config = to_peft(plan, adapters, LoraSettings(2, 4.0), "base", matrices)
+    untrained = {name: Adapter(adapter.a, torch.zeros(32, 2)) for name in adapters}
+    assert to_peft(plan, untrained, LoraSettings(2, 4.0), "base", matrices)[0].keys() == tensors.keys() != set()
     assert config["target_parameters"] == ["model.layers.0.mlp.down_proj.weight"] and config["target_modules"] == []
 
 

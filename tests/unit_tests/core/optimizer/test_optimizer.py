@@ -107,14 +107,14 @@ def test_lion_equals_its_definition(decoupled):
     options = {"optimizer": "lion", "decoupled_weight_decay": decoupled, "clip_grad": 0.0, "lion_beta1": 0.8}
     optimizer = get_megatron_optimizer(settings(**options), [ddp := wrapped(local)])
     train(ddp, optimizer, 2)
-    momenta = [torch.zeros_like(parameter) for parameter in foreign.parameters()]
+    momenta = [torch.zeros_like(weight) for weight in foreign.parameters()]
     for step in range(2):
         foreign.zero_grad()
         foreign(batch(step)).square().sum().backward()
-        for parameter, momentum in zip(foreign.parameters(), momenta):
-            grad = parameter.grad + (0.0 if decoupled else 0.1) * parameter.detach()
-            update = (0.8 * momentum + 0.2 * grad).sign() + (0.1 if decoupled else 0.0) * parameter.detach()
-            parameter.data -= 0.01 * update
+        for weight, momentum in zip(foreign.parameters(), momenta):
+            grad = weight.grad + (0.0 if decoupled else 0.1) * weight.detach()
+            update = (0.8 * momentum + 0.2 * grad).sign() + (0.1 if decoupled else 0.0) * weight.detach()
+            weight.data -= 0.01 * update
             momentum.mul_(0.99).add_(grad, alpha=0.01)
     for a, b in zip(local.parameters(), foreign.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
