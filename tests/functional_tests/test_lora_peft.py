@@ -310,9 +310,9 @@ def test_dora_of_modules_named_as_experts_is_not_exported(tmp_path):
     plan, matrices = placements(family, complete(settings)), dict.fromkeys(adapters, (32,))
     with pytest.raises(UserError, match="cannot read DoRA of model.layers.0.mlp.down_proj; write the full model"):
         to_peft(plan, adapters, LoraSettings(2, 4.0, use_dora=True), "base", matrices)
-    tensors, config = to_peft(plan, adapters, LoraSettings(2, 4.0), "base", matrices)
-    untrained = {name: Adapter(adapter.a, torch.zeros(32, 2)) for name in adapters}
-    assert to_peft(plan, untrained, LoraSettings(2, 4.0), "base", matrices)[0].keys() == tensors.keys() != set()
+    untrained = dict.fromkeys(adapters, Adapter(adapter.a, torch.zeros(32, 2)))
+    tensors, config = to_peft(plan, untrained, LoraSettings(2, 4.0), "base", matrices)
+    assert len(tensors) == 2
     assert config["target_parameters"] == ["model.layers.0.mlp.down_proj.weight"] and config["target_modules"] == []
 
 
