@@ -5,7 +5,7 @@
 PEFT has one adapter per Hugging Face module. A local weight that stacks n matrices has n adapters:
 
   1 matrix per module (q_proj)                    one adapter each
-  n matrices per module (c_attn, in_proj_qkv)     block matrix, an adapter of rank n r; import copies its A n times
+  n matrices per module (c_attn, in_proj_qkv)     block matrix, an adapter of rank n r; import copies an A of rank r
   1 matrix, several modules                       B is cut by rows, every module gets A; cannot be imported
 
 A module without an adapter has A = B = 0, which training keeps.
@@ -40,8 +40,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 LEAVES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 UNSUPPORTED = (
-    "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices", "lora_bias", "use_qalora",
-    "use_bdlora", "layer_replication", "megatron_config",
+    "modules_to_save", "trainable_token_indices", "lora_bias", "use_qalora", "use_bdlora", "layer_replication",
+    "megatron_config",
 )  # fmt: skip
 """Keys that change the meaning of the tensors."""
 
@@ -270,7 +270,24 @@ def _read_config(path: Path) -> LoraSettings:
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
         raise UserError(f"{path}: r is {rank!r:.80} and lora_alpha {alpha!r:.80}; both must be positive numbers")
     variants = bool(config.get("use_rslora")), bool(config.get("use_dora"))
-    return LoraSettings(rank, float(alpha), *variants, tuple(map(str, parameters)))
+    lora = LoraSettings(rank, float(alpha), *variants, tuple(map(str, parameters)))
+    ranks, alphas = (config.get(f"{kind}_pattern") or {} for kind in ("rank", "alpha"))
+    if not _keeps_scale(lora, ranks, alphas):
+        patterns = f"rank_pattern {ranks!r:.80}, alpha_pattern {alphas!r:.80}"
+        raise UserError(f"{path}: {patterns}: modules with another scale are not supported; train the adapter without")
+    return lora
+
+
+def _keeps_scale(lora: LoraSettings, ranks: object, alphas: object) -> bool:
+    """Return whether modules with other ranks have the scale of the rest, as block matrices have."""
+    if not (isinstance(ranks, dict) and isinstance(alphas, dict)):
+        return False
+    pairs = [(ranks.get(module, lora.rank), alphas.get(module, lora.alpha)) for module in ranks | alphas]
+    return all(
+        isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)
+        and math.isclose(lora._replace(rank=rank, alpha=alpha).scale, lora.scale)
+        for rank, alpha in pairs
+    )  # fmt: skip
 
 
 def _merged(
@@ -281,8 +298,8 @@ def _merged(
     present = [part_keys[0] in tensors for part_keys in keys]
     if not any(present):
         return None
-    parts, stacked = placement.parts, [numbers.unique() for numbers in _numbers(placement, matrices)]
-    if (lora.use_dora and not all(present)) or sum(map(len, stacked)) > len(matrices):
+    parts, numbers = placement.parts, _numbers(placement, matrices)
+    if (lora.use_dora and not all(present)) or sum(len(rows.unique()) for rows in numbers) > len(matrices):
         raise UserError(
             f"{WEIGHTS}: adapters of {_module(parts[present.index(True)])} cannot be imported: the model has"
             f" one matrix of {listed(map(_module, parts))}"
@@ -290,16 +307,25 @@ def _merged(
     a = torch.zeros((len(matrices), lora.rank, placement.shape[-1]), dtype=tensors[next(iter(tensors))].dtype)
     b = torch.zeros((*placement.shape[:-1], lora.rank), dtype=a.dtype)
     magnitude = torch.zeros(placement.shape[:-1], dtype=a.dtype) if lora.use_dora else None
-    for index, (part, part_keys) in enumerate(zip(parts, keys)):
-        if not present[index]:
+    for part, part_keys, rows, is_present in zip(parts, keys, numbers, present):
+        if not is_present:
             continue
-        out = len(_rows(part, b, lora.rank))
-        shapes = ((lora.rank, a.shape[-1]), (out, lora.rank), (out,))[: 3 if lora.use_dora else 2]
+        stacked, out = rows.unique(), len(rows)
+        is_block_matrix = tensors[part_keys[0]].shape[:1] == (len(stacked) * lora.rank,)
+        num_blocks = len(stacked) if is_block_matrix else 1
+        rank = num_blocks * lora.rank
+        shapes = ((rank, a.shape[-1]), (out, rank), (out,))[: 3 if lora.use_dora else 2]
         for key, shape in zip(part_keys, shapes):
             _check_shape(tensors, key, shape)
         used.update(part_keys[: len(shapes)])
-        a[stacked[index]] = tensors[part_keys[0]].read()
-        _fill(part, b, tensors[part_keys[1]].read())
+        low, high = (tensors[key].read() for key in part_keys[:2])
+        if num_blocks > 1:
+            columns, blocks = high.view(out, num_blocks, lora.rank), rows.unsqueeze(-1) == stacked
+            if columns[~blocks].any():
+                raise UserError(f"{WEIGHTS}: {part_keys[1]} is no block matrix of adapters of rank {lora.rank}")
+            high = columns[blocks]
+        a[stacked] = low.view(num_blocks, lora.rank, -1)
+        _fill(part, b, high)
         if magnitude is not None:
             _fill(part, magnitude.unsqueeze(-1), tensors[part_keys[2]].read().unsqueeze(-1))
     return Adapter(a, b, magnitude)
