@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from megatron.core.config.cli import ConfigError, Problem
 from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK
@@ -35,6 +36,7 @@ from megatron.core.config.hybrid import DEPTH
 from megatron.core.config.layer_kinds import delta_kinds
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.optimizer import MixedPrecisionConfig
+from megatron.core.config.problems import Problems, problem
 from megatron.core.config.rope_parameters import parse_rope_parameters
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.models.registry import find_program
@@ -67,6 +69,8 @@ LEFT_OUT = (
     ValidationConfig,
 )
 """Configuration groups that are reset to their defaults, because they do not affect the layout."""
+OF_TRAINED_MODELS = ("lora_rank", "dpo", "export_kd_teacher_load", "logits_load_dir")
+"""Settings that need a trained model; the tool has a random one."""
 VOCAB_SIZE = 61
 LARGEST_BUCKET = 3000  # elements; small enough that the shrunken model has several buckets
 
@@ -106,6 +110,16 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
         values["ddp_bucket_size"] = LARGEST_BUCKET
     explicit = cfg.explicit - {field for field, value in values.items() if value == getattr(defaults, field, None)}
     return cfg.with_settings(**values, explicit=frozenset(explicit | {"distributed_backend"}))
+
+
+def not_verified(cfg: PretrainConfig) -> Problems:
+    """Reject what needs a trained model, or images."""
+    if cfg.model_family == "vlm":
+        reason = "layouts of towers are not verified"
+        yield Problem("--program", reason, "vlm", fix="leave out the flags of images and verify the language model")
+    for name in OF_TRAINED_MODELS:
+        if getattr(cfg.flat, name, None):
+            yield problem(cfg, name, "needs a trained model, not a small random one", "remove it: the rest is verified")
 
 
 def _small_network(cfg: PretrainConfig) -> dict[str, object]:
@@ -422,6 +436,8 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parser.parse_known_args(argv)
     family, _ = find_program(options.program)
     cfg = apply_hf_settings(parse_args(flags, needs_data=False, model_family=family.name))
+    if problems := list(not_verified(cfg)):
+        raise ConfigError(problems)
     world_size = options.world_size or smallest_world_size(cfg)
     small = shrink(cfg, world_size)
     resolved = validate_args(small, world_size)
