@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron.core.config.cli import ConfigError, Problem
+from megatron.core.config.cli import ConfigError
 from megatron.core.config.commands import tool_parser
 from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK
@@ -113,10 +113,7 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
 
 
 def not_verified(cfg: PretrainConfig) -> Problems:
-    """Reject what needs a trained model, or images."""
-    if cfg.model_family == "vlm":
-        reason = "layouts of towers are not verified"
-        yield Problem("--program", reason, "vlm", fix="leave out the flags of images and verify the language model")
+    """Reject what needs a trained model."""
     for name in OF_TRAINED_MODELS:
         if getattr(cfg.flat, name, None):
             yield problem(cfg, name, "needs a trained model, not a small random one", "remove it: the rest is verified")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.console import run_tool
-from megatron.core.config.cli import ConfigError
+from megatron.core.config.errors import UserError
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.tools import verify_layout
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
@@ -102,12 +102,13 @@ def test_layers_are_cut_where_those_of_the_flags_are(layout, text, layers, chunk
         ("--lora-rank 4 --load-hf none", "--lora-rank 4: needs a trained model"),
         ("--sft --dpo", "--dpo: needs a trained model"),
         ("--export-kd-teacher-load none", "--export-kd-teacher-load none: needs a trained model"),
-        ("--program vlm --vision-model-type qwen", "--program vlm: layouts of towers are not verified"),
+        ("--program vlm --mock-data --lora-rank 2", "--lora-rank 2: needs"),
+        ("--program vlm --mock-data", "--program: layouts of models with images are not verified"),
     ],
 )
 def test_what_the_small_model_does_not_have_is_named(flags, message, monkeypatch):
     monkeypatch.setattr(verify_layout, "apply_hf_settings", lambda cfg: cfg)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         verify_layout.main([*LLAMA, *flags.split()])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.config.errors import UserError
 from megatron.core.config.optional import PackedSamplesConfig
 from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.config.sft import FineTuningConfig
@@ -58,6 +59,11 @@ def derive(flat: Any) -> Options:
     return {**values, "vision_model_type": kind}
 
 
+def shrink(cfg: Settings, small: Options) -> Options:
+    """UserError: towers cannot be shrunk."""
+    raise UserError("--program: layouts of models with images are not verified; verify the language model's flags")
+
+
 FAMILY = replace(
     gpt.FAMILY,
     name="vlm",
@@ -67,6 +73,7 @@ FAMILY = replace(
     data_set=data_set,
     describe=description.describe_settings,
     derive=derive,
+    shrink=shrink,
     groups=(*gpt.FAMILY.groups, VisionConfig, PackedSamplesConfig),
     rules=(*gpt.FAMILY.rules, *collect_rules(rules)),
     weight_settings=(*gpt.FAMILY.weight_settings, *description.SETTINGS),
