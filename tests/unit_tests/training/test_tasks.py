@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.distillation import TEACHER
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.bert.description import predicted_per_rank
@@ -17,6 +18,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.data.loader import BatchReader, KeyedDataset, collate
 from megatron.training.tasks import language_model
+from megatron.training.tasks.distillation import check_vocabulary
 from megatron.training.tasks.language_model import task_class
 from tests.test_utils import masked_runs
 
@@ -287,3 +289,15 @@ def test_row_is_predicted_at_its_masked_tokens_only(folder):
     assert row["predicted"].shape == (1, int(inputs["loss_mask"].sum())) and row["loss_mask"].all()
     row = task.get_batch(iter([{**inputs, "loss_mask": torch.zeros_like(inputs["loss_mask"])}]))
     assert row["predicted"].shape == (1, 1) and not row["loss_mask"].any()  # a kernel wants a token
+
+
+@pytest.mark.parametrize("stored, tokens, size", [(None, 70, 70), (64, 70, 70), (70, 64, 70), (70, None, 70)])
+def test_vocabulary_of_a_teacher_is_its_size_or_that_of_the_tokenizer(tmp_path, stored, tokens, size):
+    teacher = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=stored))
+    cfg = SimpleNamespace(
+        companions={TEACHER: teacher}, group=lambda kind: SimpleNamespace(export_kd_teacher_load=str(tmp_path))
+    )
+    tokenizer = None if tokens is None else SimpleNamespace(vocab_size=tokens)
+    check_vocabulary(cfg, size, tokenizer)
+    with pytest.raises(UserError, match=f"has a vocabulary of {size}, the student 64"):
+        check_vocabulary(cfg, 64, tokenizer)

@@ -8,6 +8,7 @@ from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.fusions.e4m3 import rounded, scales
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.sharding.placement import Normal, initialize_parameters
+from megatron.core.tensor_parallel.calibration import _RecordedProducts
 from megatron.core.tensor_parallel.fake_quantization import (
     RoundedGemms,
     RoundedProducts,
@@ -121,3 +122,9 @@ def test_rounding_equals_torchao(dtype):
 
     assert torch.equal(TokenRounding()(x), reference(PerRow()))
     assert torch.equal(rounded(x, scales(x.abs().amax().view(1))), reference(PerTensor()))
+
+
+def test_only_rows_of_experts_are_recorded():
+    recorded, x = [], torch.randn(6, INPUTS)
+    _RecordedProducts(recorded.append, None, LOOP).pack_input(x, torch.tensor([2, 2, 5]), for_backward=False)
+    assert len(recorded) == 1 and torch.equal(recorded[0], x[:5])

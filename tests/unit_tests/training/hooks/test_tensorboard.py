@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from unittest import mock
 
 import pytest
@@ -115,8 +116,10 @@ def test_a_rollback_restores_no_later_points_if_the_history_cannot_be_cut(tmp_pa
 
 
 def test_test_results_do_not_overwrite_validation():
-    test = tagged(TEST, {"dataset": "code", "lm loss": 1.0}, log_validation_ppl_to_tensorboard=True)
-    assert set(test) == {"lm loss test-code", "lm loss test-code ppl"}
+    values = {"dataset": "code", "lm loss": 1.0, "sop loss": 25.0}
+    test = tagged(TEST, values, log_validation_ppl_to_tensorboard=True)
+    losses = {"lm loss test-code": 1.0, "sop loss test-code": 25.0}
+    assert test == losses | {"lm loss test-code ppl": math.exp(1), "sop loss test-code ppl": math.exp(20)}
     assert set(tagged(VALID, {"dataset": "web", "lm loss": 1.0})) == {"lm loss validation-web"}
 
 
