@@ -15,7 +15,9 @@ from megatron.core.config.errors import UserError
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import Target
 from megatron.export.hf import load_hf, load_hf_settings, save_hf
+from megatron.export.hf.attention_settings import Window
 from megatron.export.hf.conversion import expected, placements
+from megatron.export.hf.families.granite import FACTORS
 from megatron.export.hf.family import complete
 from megatron.export.hf.registry import known_families
 from megatron.export.interchange import Interchange
@@ -513,3 +515,16 @@ def test_reference_page_lists_every_family():
     rows = dict(re.findall(r"^\| `([\w-]+)` \| (`.+?`) \| \S", page, re.MULTILINE))
     rows = {name: re.findall(r"\w+", classes) for name, classes in rows.items()}
     assert rows == {name: [family.architecture, *family.also_read] for name, family in known_families().items()}
+
+
+def test_a_window_with_a_switch_needs_the_switch():
+    window, config = Window(4096, switch=True), {"num_hidden_layers": 2, "sliding_window": 8}
+    none = {"window_size": None, "window_attn_skip_freq": None}
+    assert window.load(config) == window.load({**config, "use_sliding_window": False}) == none
+    assert window.load({**config, "use_sliding_window": True})["window_size"] == (7, 0)
+
+
+@pytest.mark.parametrize("scale, expected_scale", [(1.0, 1.0), (8**-0.5, None), (0.5, 0.5)])
+def test_scale_of_scores_of_granite_is_unset_if_it_is_usual(scale, expected_scale):
+    config = {"attention_multiplier": scale, "hidden_size": 32, "num_attention_heads": 4}
+    assert FACTORS[0].load(config) == {"softmax_scale": expected_scale}

@@ -262,7 +262,9 @@ def test_a_text_ends_at_the_maximum_length():
 
 
 def test_a_prompt_can_be_scored_without_generating():
-    (finished,) = engine(build("learned")).generate([Request(prompt=[1] * 7, max_new_tokens=0, prompt_logprobs=True)])
+    request = Request(prompt=[1] * 7, max_new_tokens=0, prompt_logprobs=True, top_logprobs=2)
+    (finished,) = engine(build("learned")).generate([request])
+    assert [len(score.top) for score in finished.prompt_scores[1:]] == [2] * 6
     assert finished.tokens == [] and len(finished.prompt_scores) == 7 and finished.finish_reason == "length"
 
 

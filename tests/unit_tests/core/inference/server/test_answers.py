@@ -151,3 +151,12 @@ def test_a_prompt_of_ids_has_the_offsets_of_its_text(tmp_path):
     echoed = answers(tokenizer, ids, [tokenizer.vocab["a"]], echo=True)
     offsets = echoed["logprobs"]["text_offset"]
     assert echoed["text"] == text + "a" and offsets[:2] == [0, 3] and offsets[-2:] == [len(text) - 1, len(text)]
+
+
+def test_likeliest_tokens_are_before_the_sampled_one(tmp_path):
+    tokenizer = build("byte level", tmp_path)
+    job = Job([[40]], ["I"], Request(prompt=()), logprobs=True)
+    [choice] = Answer(job, Model("tiny", tokenizer, 96, 8)).choices
+    choice.advance(Event(41, TokenScore(41, -3.0, ((42, -1.0), (43, -2.0))), [None], "length"))
+    [likeliest] = choice.logprobs()["top_logprobs"]
+    assert [*likeliest.values()] == [-1.0, -2.0, -3.0]
