@@ -18,6 +18,7 @@ from megatron.export.hf import load_hf, load_hf_settings, save_hf
 from megatron.export.hf.attention_settings import Window
 from megatron.export.hf.conversion import expected, placements
 from megatron.export.hf.families.granite import FACTORS
+from megatron.export.hf.families.mixtures import expert_groups
 from megatron.export.hf.family import complete
 from megatron.export.hf.registry import known_families
 from megatron.export.interchange import Interchange
@@ -528,3 +529,9 @@ def test_a_window_with_a_switch_needs_the_switch():
 def test_scale_of_scores_of_granite_is_unset_if_it_is_usual(scale, expected_scale):
     config = {"attention_multiplier": scale, "hidden_size": 32, "num_attention_heads": 4}
     assert FACTORS[0].load(config) == {"softmax_scale": expected_scale}
+
+
+@pytest.mark.parametrize("groups, chosen, top_k, score", [(1, 1, 8, None), (4, 2, 4, None), (4, 2, 8, 2)])
+def test_scores_of_groups_are_unset_if_they_are_usual(groups, chosen, top_k, score):
+    config = {"n_group": groups, "topk_group": chosen, "num_experts_per_tok": top_k}
+    assert expert_groups(2).load(config)["moe_router_group_score_topk"] == score

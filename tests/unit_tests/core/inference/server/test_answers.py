@@ -160,3 +160,14 @@ def test_likeliest_tokens_are_before_the_sampled_one(tmp_path):
     choice.advance(Event(41, TokenScore(41, -3.0, ((42, -1.0), (43, -2.0))), [None], "length"))
     [likeliest] = choice.logprobs()["top_logprobs"]
     assert [*likeliest.values()] == [-1.0, -2.0, -3.0]
+
+
+def test_log_probabilities_of_megatrons_answer_are_those_of_its_tokens(tmp_path):
+    """The sampled stop token has a score, but is not in the answer."""
+    tokenizer = build("byte level", tmp_path)
+    answer = Answer(Job([[40, 41]], ["IJ"], Request(prompt=()), echo=True, logprobs=True), Model("x", tokenizer, 96, 8))
+    [choice] = answer.choices
+    choice.advance(Event(42, TokenScore(42, -1.0), [None, TokenScore(41, -0.5)], None))
+    choice.advance(Event(None, TokenScore(tokenizer.eod, -2.0), (), "stop"))
+    result = answer.megatron(["IJK"])
+    assert result["logprobs"] == [[-0.5, -1.0]] and len(result["segments"][0]) == 3
