@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from megatron.core.attention.sequence_states import SlotPool
 from megatron.core.config.errors import UserError
 from megatron.core.inference.pages import FIRST, PagePool, page_key
 from megatron.core.inference.requests import Request
@@ -113,3 +114,16 @@ def test_the_newest_sequence_is_preempted_and_waits_first():
 def test_a_request_that_can_never_run_is_rejected(request_, message):
     with pytest.raises(UserError, match=message):
         build(pages=5).add(Sequence(0, request_, list(request_.prompt), Sampling(seed=0)))
+
+
+def test_pages_and_states_of_a_failed_sequence_are_not_reused():
+    pool, slots = PagePool(9, 2), SlotPool(2, 4)
+    scheduler = Scheduler(pool, Limits(16), slots)
+    scheduler.add(Sequence(0, Request(prompt=[1, 2, 3]), [1, 2, 3], Sampling(seed=0)))
+    [(sequence, count)] = scheduler.plan()
+    scheduler.states(sequence, count)
+    scheduler.computed(sequence, count)
+    [key] = sequence.keys
+    assert slots.find(key) is not None
+    scheduler.fail(sequence)
+    assert slots.find(key) is None and pool.match([1, 2, 9]) == []

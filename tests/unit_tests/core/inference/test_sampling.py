@@ -67,6 +67,13 @@ def test_an_empty_prompt_is_rejected():
         next(generate(NextNumber(), [], max_new_tokens=1, max_sequence_length=4))
 
 
+def test_top_p_ends_with_the_token_that_reaches_it():
+    """Four equal tokens: two reach 0.5 exactly."""
+    arrays, form = draw_arrays([Sampling(top_p=0.5, seed=1)], [0])
+    draws = Draws(**{name: torch.from_numpy(values) for name, values in arrays.items()})
+    assert filtered(torch.zeros(1, 4), draws, form).isfinite().tolist() == [[True, True, False, False]]
+
+
 def test_top_k_and_top_p_keep_the_likeliest():
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
     for sampling, saved in (
