@@ -10,7 +10,8 @@ which --base replaces if it was moved. Merged weights are W + B A alpha / r, com
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,15 @@ def parser() -> argparse.ArgumentParser:
     return arguments
 
 
+@contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """Put ``flag`` in front of the message of a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{flag} {error}") from None
+
+
 class Base(NamedTuple):
     """Base model of adapters."""
 
@@ -97,13 +107,15 @@ def open_base(folder: str, model_family: str | None = None) -> Base:
 def load_adapters(folder: str, step: int | None, base: str | None) -> tuple[dict[str, Adapter], LoraSettings, Base]:
     """Read the adapters of a checkpoint by weight name, their settings, and their base. CheckpointError if it has none,
     or if ``base`` (None: the folder that the checkpoint names) is another model."""
-    _, source = formats.open_checkpoint(folder, "native", step)
+    with naming("--load"):
+        _, source = formats.open_checkpoint(folder, "native", step)
     stored, args = source.objects.get("base"), source.settings
     if not isinstance(stored, dict) or not isinstance(args.get("lora_rank"), int):
         raise CheckpointError(f"--load {folder}: contains no adapters; give the folder of a run with --lora-rank")
-    opened = open_base(base or str(stored.get("folder")), args.get("model_family"))
-    if opened.identity != stored.get("identity"):
-        raise CheckpointError(f"{opened.folder}: is not the base that the adapters of {folder} were trained on")
+    with naming("--base" if base else f"--load {folder}: its base, which --base replaces,"):
+        opened = open_base(base or str(stored.get("folder")), args.get("model_family"))
+        if opened.identity != stored.get("identity"):
+            raise CheckpointError(f"{opened.folder}: is not the base that the adapters of {folder} were trained on")
     rank, variants = args["lora_rank"], (bool(args["lora_use_rslora"]), bool(args["lora_use_dora"]))
     adapters = {}
     for name in source.tensors:
@@ -133,8 +145,10 @@ def import_adapters(args: argparse.Namespace) -> None:
     """Write the adapters of a PEFT folder as a checkpoint of weights."""
     if args.base is None:
         raise UserError("--base: is required to import adapters; give the folder of the base model")
-    base = open_base(args.base)
-    adapters, lora = load_peft(Path(args.load), base.plan, base.matrices)
+    with naming("--base"):
+        base = open_base(args.base)
+    with naming("--load"):
+        adapters, lora = load_peft(Path(args.load), base.plan, base.matrices)
     tensors: dict[str, LazyTensor] = {}
     for name, adapter in adapters.items():
         for leaf, value in zip(adapter._fields, adapter):

@@ -457,10 +457,14 @@ def test_other_bases_and_folders_without_adapters_are_rejected(tmp_path, capsys)
     wider.model.norm.weight.data.mul_(2)
     wider.save_pretrained(tmp_path / "other")
     errors = rejected("export", "--load", start, "--base", tmp_path / "other", "--save", tmp_path / "out")
-    assert f"{tmp_path / 'other'}: is not the base" in errors
-    assert "there is no such folder" in rejected("export", "--load", tmp_path / "none", "--save", tmp_path / "out")
+    assert f"--base {tmp_path / 'other'}: is not the base" in errors
+    missing = tmp_path / "none"
+    errors = rejected("export", "--load", missing, "--save", tmp_path / "out")
+    assert f"--load {missing}: there is no such folder" in errors
     errors = rejected("import", "--load", base, "--base", base, "--save", tmp_path / "out")
-    assert "holds no adapter_config.json" in errors
+    assert f"--load {base}: holds no adapter_config.json" in errors
+    errors = rejected("import", "--load", base, "--base", missing, "--save", tmp_path / "out")
+    assert f"--base {missing}: there is no such folder" in errors
     assert "--base: is required" in rejected("import", "--load", tmp_path / "peft", "--save", tmp_path / "out")
     assert f"{start}: exists already" in rejected(
         "import", "--load", tmp_path / "peft", "--base", base, "--save", start
