@@ -152,11 +152,14 @@ class Progress:
         """Note that rank 0 is alive."""
         self._last = time.monotonic()
 
-    def watch(self) -> None:
-        """Start the thread that ends the process with code 1."""
+    def watch(self) -> threading.Thread | None:
+        """Start the thread that ends the process with code 1, and return it; None without a limit."""
         self.mark()
-        if self._limit:
-            threading.Thread(target=self._run, name="watch of rank 0", daemon=True).start()
+        if not self._limit:
+            return None
+        thread = threading.Thread(target=self._run, name="watch of rank 0", daemon=True)
+        thread.start()
+        return thread
 
     def _run(self) -> None:
         while time.monotonic() - self._last <= self._limit:

@@ -1,8 +1,5 @@
 """Ranks of a served model end if rank 0 sends nothing."""
 
-import threading
-import time
-
 import pytest
 
 from megatron.core.inference.engine import Engine
@@ -11,18 +8,31 @@ from megatron.tools import serve
 from tests.unit_tests.core.inference.test_engine import build
 
 
-@pytest.mark.parametrize("limit", [0.4, 0])
-def test_a_rank_ends_if_rank_0_sends_nothing_within_the_limit(monkeypatch, capsys, limit):
-    ended = threading.Event()
-    monkeypatch.setattr(serve, "_exit_at_once", ended.set)
-    progress = serve.Progress(limit)
-    progress.watch()
-    for _ in range(8):
-        time.sleep(0.1)
-        progress.mark()
-    assert not ended.is_set()
-    assert ended.wait(2) == bool(limit)
-    assert ("rank 0 sends nothing since 0.4 s" in capsys.readouterr().err) == bool(limit)
+class Clock:
+    """Time that passes only while something sleeps."""
+
+    def __init__(self):
+        self.now, self.slept = 100.0, lambda: None
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.slept()
+
+
+def test_a_rank_ends_if_rank_0_sends_nothing_within_the_limit(monkeypatch, capsys):
+    clock, ends = Clock(), []
+    monkeypatch.setattr(serve, "time", clock)
+    monkeypatch.setattr(serve, "_exit_at_once", lambda: ends.append(clock.now))
+    progress = serve.Progress(40)
+    clock.slept = lambda: progress.mark() if clock.now < 180 else None
+    thread = progress.watch()
+    thread.join(10)
+    assert ends == [pytest.approx(220, abs=4)]
+    assert "rank 0 sends nothing since 40 s" in capsys.readouterr().err
+    assert serve.Progress(0).watch() is None
 
 
 def test_a_sign_of_life_is_progress():
