@@ -86,17 +86,17 @@ def test_a_request_without_finite_logits_gets_an_error_and_the_others_their_text
 def test_an_engine_without_progress_has_failed(tokenizer, monkeypatch, caplog):
     monkeypatch.setattr(connections, "LINGER_SECONDS", 30)
     monkeypatch.setattr(service, "JOIN_SECONDS", 0.2)
-    with running_server(tokenizer, limit=0.6) as (url, server):
+    with running_server(tokenizer, limit=1.5) as (url, server):
         assert post(url, prompt="a").status_code == 200
-        time.sleep(1.0)
+        time.sleep(2.0)
         assert httpx.get(url + "/health").status_code == 200, "an idle engine shows signs of life"
         gate, step = threading.Event(), server.engine.step
         server.engine.step = lambda: gate.wait(30) and step()
         began = time.monotonic()
         answer = post(url, prompt="a", n=3)
-        assert answer.status_code == 503 and 0.3 < time.monotonic() - began < 3
+        assert answer.status_code == 503 and 1.0 < time.monotonic() - began < 20
         for reply in (answer, httpx.get(url + "/health"), post(url, prompt="b")):
-            assert reply.status_code == 503 and "no progress since 0.6 s" in reply.json()["error"]["message"]
+            assert reply.status_code == 503 and "no progress since 1.5 s" in reply.json()["error"]["message"]
         assert server.num_unfinished == 0 and server.failure.is_fault
         gate.set()
     assert "Traceback" not in caplog.text
@@ -106,7 +106,7 @@ def test_a_frozen_rank_is_noticed_while_no_request_runs(tokenizer):
     with running_server(tokenizer, limit=0.6) as (url, server):
         gate = threading.Event()
         server.engine.keep_alive = lambda: gate.wait(30)
-        wait(lambda: httpx.get(url + "/health").status_code == 503, 3)
+        wait(lambda: httpx.get(url + "/health").status_code == 503, 20)
         gate.set()
 
 
@@ -132,5 +132,5 @@ def test_a_server_stops_within_seconds_during_an_endless_step(tokenizer, monkeyp
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url + "/v1/completions", json={"prompt": "a"}, timeout=0.3)
         began = time.monotonic()
-    assert time.monotonic() - began < 3 and server.failure.is_fault and "did not end its step" in str(server.failure)
+    assert time.monotonic() - began < 20 and server.failure.is_fault and "did not end its step" in str(server.failure)
     gate.set()
