@@ -142,6 +142,39 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
     assert torch.equal(repeated(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
 
 
+NOT_QUANTIZED = {
+    **dict.fromkeys([name for name in CONVERTED if name.startswith("gpt2")], "transformer.h.0.attn.c_attn.weight"),
+    "granite4": "block_sparse_moe.input_linear.weight", "gpt-oss": "mlp.experts.gate_up_proj",
+    "mamba2": "the model has no layers of attention",
+}  # fmt: skip
+NAMES = {
+    (EVERY[name].architecture, EVERY[name].settings.get("tie_word_embeddings")): name for name in reversed(CONVERTED)
+}
+"""One model of each family, and one with tied embeddings."""
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES.values(), *NOT_QUANTIZED}))
+def test_linear_layers_of_transformers_that_are_not_quantized_are_named_in_the_config(name, tmp_path):
+    """Readers look for scales of all other layers, and take random ones for missing ones. A tied output layer has no
+    tensor in the files."""
+    _, folder = saved(name, tmp_path)
+    model = load_hf(folder)
+    if name in NOT_QUANTIZED:
+        with pytest.raises(UserError, match=NOT_QUANTIZED[name].replace(".", r"\.")):
+            save_hf(model, tmp_path / "fp8", quantize="fp8-dynamic")
+        return
+    save_hf(model, tmp_path / "fp8", quantize="fp8-dynamic")
+    renamed = {"backbone.": "model.", ".block_sparse_moe.": ".mlp."}
+    stored = set(weights_in(tmp_path / "fp8"))
+    for part, other in renamed.items():
+        stored |= {key.replace(part, other) for key in stored}
+    ignored = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["ignore"]
+    modules = build(EVERY[name]).named_modules()
+    linear = {module for module, layer in modules if isinstance(layer, torch.nn.Linear)}
+    scaled = {module for module in linear if f"{module}.weight_scale" in stored}
+    assert scaled and linear - scaled == linear & {*ignored}
+
+
 def rotating(name, **settings):
     """A row of the table with other settings."""
     return dataclasses.replace(EVERY[name], settings={**EVERY[name].settings, **settings})

@@ -157,7 +157,9 @@ def test_hybrid_models_keep_the_projections_of_mamba_and_name_them_as_transforme
     kept = {name for name in linear if f"{name}.weight_scale" not in stored}
     assert kept == {"lm_head", *(f"model.layers.0.mixer.{part}_proj" for part in ("in", "out"))}
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert {*ignored} == kept | {"model.embeddings", "model.layers.0.mixer.conv1d"}
+    assert {name.replace("backbone.", "model.") for name in ignored} == kept | {
+        "model.embeddings", "model.layers.0.mixer.conv1d"
+    }  # fmt: skip
     assert before == pytest.approx(perplexity(model, rows[6:]), rel=1e-4)
     definition = quantized(model, stored, torch.bfloat16, kept=kept)
     assert after == pytest.approx(perplexity(definition, rows[6:]), rel=1e-4)

@@ -124,7 +124,9 @@ class Family:
     container: Container | None = None
     """Larger models whose files are read too."""
     prefixes: Mapping[str, str] = field(default_factory=dict)
-    """Prefixes of names in other files -> prefixes of the family. Modules in transformers have the last of several."""
+    """Prefixes of names in older or newer files -> prefixes of the family."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names in the files -> of modules in transformers, where these differ."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Objects of ``config.json`` -> their ``model_type``; the first one has the text model. Rules read the keys of the
     first as they are, of the others with the object's name and a dot in front."""
@@ -276,12 +278,12 @@ class Family:
         old = next((old for old in self.prefixes if name.startswith(old)), "")
         return self.prefixes.get(old, "") + name.removeprefix(old)
 
-    def module_name(self, name: str) -> str:
-        """Return the name in transformers of a module that is named ``name`` in the files."""
-        for current in reversed(list(self.prefixes)):
-            if f"{name}.".startswith(prefix := self.prefixes[current]):
-                return (current + f"{name}.".removeprefix(prefix))[:-1]
-        return name
+    def module_names(self, names: Iterable[str]) -> list[str]:
+        """Return ``names`` of modules in the files, then names in transformers that differ."""
+        files = dict.fromkeys(names)
+        for part, other in self.modules.items():
+            files |= dict.fromkeys(name.replace(part, other, 1) for name in list(files) if part in name)
+        return list(files)
 
     def tied(self, settings: Mapping[str, object]) -> dict[str, str]:
         """Return {output layer name: embedding name} if they are tied, else an empty dict."""

@@ -171,6 +171,8 @@ def quantized(
             if len(part.shape) != 2 or part.layout.transposed or not part.name.endswith(".weight"):
                 reason = f"{part.name} {[*part.shape]} is not the matrix [out, in] of a linear layer"
                 raise UserError(f"--quantize {form}: {reason}; write the folder in bf16")
+    if not layers:
+        raise UserError(f"--quantize {form}: the model has no layers of attention, feed-forward networks or experts")
     written: dict[str, dict[str, LazyTensor]] = {}
     for (layer, _), names in layers.items():
         if form == "fp8" and layer not in input_scales:

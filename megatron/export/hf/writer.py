@@ -126,7 +126,8 @@ def _new_folder(
     tables = {CONFIG: chosen.nested(config)}
     if quantize is not None:
         tensors, others = quantized(tensors, plan, quantize)
-        tables[CONFIG][KEY] = written_config(quantize, list(map(chosen.module_name, others)))
+        heads = [name.removesuffix(".weight") for name in chosen.tied(settings)]  # a module without a tensor
+        tables[CONFIG][KEY] = written_config(quantize, chosen.module_names([*others, *heads]))
     if chosen.model_family != "bert":
         tables[GENERATION] = _generation(model.assets, config)
     assets = ((asset.removeprefix("tokenizer/"), path) for asset, path in model.assets.items())

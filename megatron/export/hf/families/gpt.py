@@ -91,5 +91,6 @@ GPT_NEOX = Family(
     },
     unused=(r".*\.attention\.(masked_)?bias", r".*\.rotary_emb\.inv_freq"),
     base="gpt_neox.",
+    modules={"embed_out": "lm_head"},
 )  # fmt: skip
 """Query, key and value rows of one head are adjacent, in both formats."""

@@ -154,6 +154,7 @@ KIMI_LINEAR = Family(
         "decoder.layers.*.mlp.experts.linear_fc1": Halves(f"{_EXPERTS}.experts.*.w1", f"{_EXPERTS}.experts.*.w3"),
         "decoder.layers.*.mlp.experts.linear_fc2": f"{_EXPERTS}.experts.*.w2",
     },
+    modules={".self_attn.f_": ".self_attn.forget_gate.f_", ".block_sparse_moe.": ".mlp."},
     # transformers writes dense layers under the name of experts
     aliases={f".block_sparse_moe.{name}_proj.weight": f".mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 )  # fmt: skip

@@ -177,6 +177,10 @@ LLAVA = replace(
         "model.multi_modal_projector.": "multi_modal_projector.", "model.language_model.": "language_model.model.",
         "lm_head.": "language_model.lm_head.",
     },
+    modules={
+        "language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head",
+        "vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector.",
+    },
     base="language_model.model.",
     unused=(
         *llama.LLAMA.unused, r"vision_tower\.(post_layernorm|head)\..*", r"vision_tower\.embeddings\.position_ids",

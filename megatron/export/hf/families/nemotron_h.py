@@ -139,6 +139,6 @@ NEMOTRON_H = Family(
         "decoder.final_layernorm": "backbone.norm_f", "output_layer": "lm_head",
     },
     base="backbone.",
-    prefixes={"model.": "backbone."},
+    modules={"backbone.": "model."},
     unused=(r"mtp\..*",),
 )  # fmt: skip
