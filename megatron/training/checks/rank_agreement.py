@@ -249,13 +249,15 @@ def _spellings(library: str) -> tuple[str, str]:
     return path, os.path.realpath(path)
 
 
+ADDED = sys.stdlib_module_names | {"triton"}
 WRAPPERS = (staticmethod, classmethod, property)
 _known: dict[str, tuple[Any, str]] = {}
 """Module -> names and code of its functions when they were last read, and their digest."""
 
 
 def _functions_digest(module: ModuleType) -> str:
-    """Return a digest of the functions and methods of ``module`` without what Triton's interpreter adds."""
+    """Return a digest of the functions and methods of ``module``, without functions of Triton and the standard library,
+    which Triton's interpreter adds."""
     functions: list[Any] = []
     for name, member in vars(module).items():
         if type(member) is FunctionType:
@@ -270,7 +272,7 @@ def _functions_digest(module: ModuleType) -> str:
     known, result = _known.get(module.__name__, (None, ""))
     if known != content:
         lines = (f"{name}: {_bytecode(function.__code__)}" for name, function in zip(content[0], functions[1::2])
-                 if not str(function.__module__).startswith("triton."))  # fmt: skip
+                 if str(function.__module__).partition(".")[0] not in ADDED)  # fmt: skip
         result = digest("".join(sorted(lines)))
         _known[module.__name__] = content, result
     return result

@@ -1,11 +1,13 @@
 """Ranks with other data, settings, software or code end with a message that names the difference."""
 
 import contextlib
+import dataclasses
 import os
 import random
 import re
 import shutil
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import numpy as np
@@ -258,3 +260,16 @@ def test_code_digests_do_not_depend_on_the_process_but_on_every_constant():
     assert digest_of("x in {'a', 'b', 'c'}") == digest_of("\n\nx in {'c', 'b', 'a'}")
     assert digest_of("def f(): return 1.0") != digest_of("def f(): return 1.5")
     assert digest_of("a + b") != digest_of("a - b")
+
+
+def test_functions_that_triton_adds_to_a_module_do_not_change_its_digest():
+    """Its interpreter copies its own names into the module of a kernel, on the ranks that have run one."""
+    module = ModuleType("a_module_of_kernels")
+    exec("def loss(x): return x + 1", module.__dict__)
+    first = rank_agreement._functions_digest(module)
+    module.dataclass = dataclasses.dataclass
+    exec("def patched(x): return x", {"__name__": "triton.runtime.interpreter"}, added := {})
+    vars(module).update(added)
+    assert rank_agreement._functions_digest(module) == first
+    exec("def loss(x): return x + 2", module.__dict__)
+    assert rank_agreement._functions_digest(module) != first
