@@ -125,9 +125,9 @@ def _new_folder(
     config |= {name: value for name, value in saved.items() if value is not None}
     tables = {CONFIG: chosen.nested(config)}
     if quantize is not None:
-        tensors, others = quantized(tensors, plan, quantize)
+        tensors, unquantized = quantized(tensors, plan, quantize)
         heads = [name.removesuffix(".weight") for name in chosen.tied(settings)]  # a module without a tensor
-        tables[CONFIG][KEY] = written_config(quantize, chosen.module_names([*others, *heads]))
+        tables[CONFIG][KEY] = written_config(quantize, chosen.module_names([*unquantized, *heads]))
     if chosen.model_family != "bert":
         tables[GENERATION] = _generation(model.assets, config)
     assets = ((asset.removeprefix("tokenizer/"), path) for asset, path in model.assets.items())

@@ -106,7 +106,7 @@ def test_layers_are_cut_where_those_of_the_flags_are(layout, text, layers, chunk
         ("--program vlm --mock-data", "--program: layouts of models with images are not verified"),
     ],
 )
-def test_what_the_small_model_does_not_have_is_named(flags, message, monkeypatch):
+def test_settings_of_trained_models_and_images_are_rejected(flags, message, monkeypatch):
     monkeypatch.setattr(verify_layout, "apply_hf_settings", lambda cfg: cfg)
     with pytest.raises(UserError, match=message):
         verify_layout.main([*LLAMA, *flags.split()])
