@@ -14,15 +14,17 @@ and, from gradients do and dS of the state after the chunk,
     du = P^T do + end k dS,   y = T^T du   (the gradient of r; A has the gradient -y u^T)
     dS <- exp(G_last) dS + q^T (start do) - k^T (beta start y)
 
-``channel_decays.py`` has decays per channel (Kimi delta attention).
+``channel_decays.py`` has decays per channel (Kimi delta attention), ``triangular_inverse.py`` computes T.
 
 One kernel computes T and P of all chunks. A scan forward and one backward follow, in parallel over heads and blocks of
 v. Two more kernels compute the remaining gradients of all chunks. The backward pass computes T, P and the states again.
+A factor exp(G_i) of q_i or k_i, and exp(-G_j) of k_j, gives g the gradient of this q_i, k_i or k_j times itself.
 There are no atomics: same bits every run. G, start, end and all sums are fp32; operands of products have the dtype of
 the inputs.
 
-No product reads the transpose of another product's result: Triton 3.4 to 3.7.0 compile that wrongly for Hopper GPUs.
-A further product computes the transpose, or transposed operands are loaded from memory.
+Triton 3.4 to 3.7.0 compile these for Hopper GPUs wrongly. A product that reads the transpose of another product's
+result: a further product computes the transpose, or transposed operands are loaded from memory. A loop in which a
+product and other operations read the same block, if two stages overlap: the next block overwrites it too early.
 
 Legend: s tokens, b batch, h heads of v, a heads of q and k (h / a consecutive heads share one), k, v channels, n
 chunks, c tokens of a chunk, p tokens padded to full chunks.
@@ -38,38 +40,43 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.dispatch import kernels_serve
+from megatron.core.fusions.dispatch import kernels_serve, num_sms
 from megatron.core.fusions.installed_triton import tl, triton
 
 CHUNK = 64
 Tiling = tuple[int, int, int]
-"""Channels per tile (or program), warps, pipeline stages. Channels of v; in ``channel_pairs`` of k, in
-``channel_gradients`` of both."""
+"""Channels per tile (or program), warps and pipeline stages. Channels of v; in ``channel_pairs``, ``gradients`` and
+``channel_gradients`` of k."""
 TILINGS: Mapping[str, Tiling] = {
-    "pairs": (0, 4, 1), "forward": (32, 4, 2), "backward": (32, 4, 2), "pair_gradients": (64, 8, 2),
-    "gradients": (64, 8, 2), "channel_pairs": (64, 8, 1), "channel_gradients": (32, 8, 1),
+    "pairs": (0, 4, 1), "channel_pairs": (32, 4, 2), "forward": (32, 4, 3), "states": (32, 4, 3),
+    "backward": (32, 4, 3), "pair_gradients": (64, 8, 2), "gradients": (64, 4, 2), "channel_gradients": (64, 8, 1),
 }  # fmt: skip
-"""Tilings of the kernels."""
+"""Tilings of the kernels. The passes ``forward`` (outputs), ``states`` and ``backward`` are sequential: their latency
+is their time. Three stages leave room for one program per SM (:func:`_scan_options`)."""
 CANDIDATES: Mapping[str, tuple[Tiling, ...]] = {
-    "pairs": ((0, 4, 1), (0, 8, 1)),
+    "pairs": ((0, 4, 1),),
+    "channel_pairs": ((32, 4, 2), (64, 4, 1), (64, 4, 2)),
     "forward": ((32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2)),
+    "states": ((32, 4, 2), (32, 4, 3), (64, 4, 3), (64, 8, 3)),
     "backward": ((32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2)),
-    "pair_gradients": ((64, 8, 1), (64, 8, 2)),
-    "gradients": ((32, 8, 2), (64, 8, 2), (64, 16, 2), (32, 16, 2)),
-    "channel_pairs": ((32, 4, 1), (32, 8, 1), (64, 8, 1)),
-    "channel_gradients": ((32, 8, 1), (32, 8, 2), (64, 8, 1), (64, 8, 2)),
+    "pair_gradients": ((64, 4, 1), (64, 8, 1), (64, 8, 2)),
+    "gradients": ((64, 4, 1), (64, 4, 2), (128, 8, 1)),
+    "channel_gradients": ((64, 8, 1), (64, 8, 2)),
 }
 """Tilings that benchmarks time and GPU tests check."""
 
 
 if triton is not None:
     from megatron.core.fusions.channel_decays import (
+        _add_pairs,
         _channel_decay_kernel,
-        _channel_gradients_kernel,
         _channel_products,
+        _from_middles,
+        _products,
         _rows,
         _square,
     )
+    from megatron.core.fusions.triangular_inverse import _inverse
 
     @triton.jit
     def _decays(sums_i, sums_j, begun_i, begun_j, visible):
@@ -106,35 +113,27 @@ if triton is not None:
             tl.store(out + 3 * size, tl.load(beta + at, mask=present, other=0.0), mask=inside)
 
     @triton.jit
-    def _quarters(x, C: tl.constexpr):
-        """Return the upper left, lower left and lower right quarters of ``x`` [C, C]."""
-        left, right = tl.split(tl.permute(tl.reshape(x, (2, C // 2, 2, C // 2)), (0, 1, 3, 2)))
-        upper_left, lower_left = tl.split(tl.permute(left, (1, 2, 0)))
-        _, lower_right = tl.split(tl.permute(right, (1, 2, 0)))
-        return upper_left, lower_left, lower_right
-
-    @triton.jit
     def _pairs_kernel(
         query, key, vectors, begun, channel_sums, scores, inverse, length, batch, heads, per_key,
         q_s, q_b, q_a, k_s, k_b, k_a,
         K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
     ):  # fmt: skip
-        """Write P to ``scores`` and T to ``inverse`` [b, h, n, c, c]. The diagonal quarters of T follow from A row by
-        row (forward substitution) in fp32, the lower left one is -T_11 A_10 T_00."""
+        """Write P to ``scores`` and T to ``inverse`` [b, h, n, c, c]."""
         chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
-        line, chunks, half = tl.program_id(1).to(tl.int64), tl.num_programs(0), tl.arange(0, C // 2)
+        line, chunks = tl.program_id(1).to(tl.int64), tl.num_programs(0)
         kind = scores.dtype.element_ty
-        place, padded = tl.arange(0, C), chunks * C
+        place, padded, first, remaining = tl.arange(0, C), chunks * C, chunk.to(tl.int64) * C, length - chunk * C
         token, i, j = chunk * C + place, place[:, None], place[None, :]
-        q_at = query + row.to(tl.int64) * q_b + (head // per_key) * q_a
-        k_at = key + row.to(tl.int64) * k_b + (head // per_key) * k_a
+        q_at = query + first * q_s + row.to(tl.int64) * q_b + (head // per_key) * q_a
+        k_at = key + first * k_s + row.to(tl.int64) * k_b + (head // per_key) * k_a
         if not CHANNELS:
-            q, k = _rows(q_at, token, length, q_s, K), _rows(k_at, token, length, k_s, K)
+            q, k = _rows(q_at, place, remaining, q_s, K), _rows(k_at, place, remaining, k_s, K)
         sums, number = tl.load(vectors + line * padded + token), tl.load(begun + row * padded + token)
         near = _decays(sums, sums, number, number, i >= j)
         if CHANNELS:
-            channel_sums += (row * heads + head) * K
-            qk, kk = _channel_products(q_at, k_at, channel_sums, token, length, q_s, k_s, batch * heads * K, K, BK, C)
+            stride = batch * heads * K
+            channel_sums += first * stride + (row * heads + head) * K
+            qk, kk = _channel_products(q_at, k_at, channel_sums, place, remaining, q_s, k_s, stride, K, BK, C)
         else:
             qk = tl.dot(q, tl.trans(k))
         square = (line * chunks + chunk) * C * C
@@ -143,27 +142,15 @@ if triton is not None:
             beta = tl.load(vectors + (3 * batch * heads + line) * padded + token)[:, None]
             if not CHANNELS:
                 kk = tl.dot(k, tl.trans(k))
-            t00, t10, t11 = _quarters(tl.where(i > j, -beta * near * kk, 0.0), C)
-            for step in range(2, C // 2):  # this row of T - 1: the row of -A, times T, whose rows above are known
-                current = (half == step)[:, None]
-                row0, row1 = tl.sum(tl.where(current, t00, 0.0), 0), tl.sum(tl.where(current, t11, 0.0), 0)
-                t00 = tl.where(current, (row0 + tl.sum(row0[:, None] * t00, 0))[None, :], t00)
-                t11 = tl.where(current, (row1 + tl.sum(row1[:, None] * t11, 0))[None, :], t11)
-            one = tl.where(half[:, None] == half[None, :], 1.0, 0.0)
-            t00, t11 = t00 + one, t11 + one
-            t10 = tl.dot(t11, tl.dot(t10, t00, input_precision="ieee"), input_precision="ieee")
-            at = inverse + square
-            tl.store(_square(at, half, half, C), t00.to(kind))
-            tl.store(_square(at, half, C // 2 + half, C), tl.zeros((C // 2, C // 2), kind))
-            tl.store(_square(at, C // 2 + half, half, C), t10.to(kind))
-            tl.store(_square(at, C // 2 + half, C // 2 + half, C), t11.to(kind))
+            t = _inverse(tl.where(i > j, beta * near * kk, 0.0), C)
+            tl.store(_square(inverse + square, place, place, C), t.to(kind))
 
     @triton.jit
     def _forward_kernel(
         query, key, end_key, totals, value, scores, inverse, vectors, state, out, corrections, states, last, length,
-        batch, heads, per_key, chunks, q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h, V,
-        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
-        OUT: tl.constexpr,
+        batch, heads, per_key, chunks, q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h,
+        K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+        CHANNELS: tl.constexpr, OUT: tl.constexpr,
     ):  # fmt: skip
         """Scan the chunks of a head from ``state`` [b, h, k, v] to ``last``. OUT: write ``out`` [s, b, h, v]. Otherwise
         write the states before the chunks [b, h, n, k, v] and, with DELTA, u to ``corrections`` [b, h, p, v]."""
@@ -173,17 +160,20 @@ if triton is not None:
         q_at = query + row.to(tl.int64) * q_b + (head // per_key) * q_a
         k_at = key + row.to(tl.int64) * k_b + (head // per_key) * k_a
         v_at = value + row.to(tl.int64) * v_b + head * v_h + column
+        o_at, o_s = out + (row.to(tl.int64) * heads + head) * V + column, batch * heads * V
         within = tl.arange(0, K)[:, None] * V + column + tl.arange(0, BV)[None, :]
         s = tl.load(state + line * K * V + within)
+        end_at = end_key + row.to(tl.int64) * k_b + head * k_a
         for chunk in range(0, chunks):
-            token = chunk * C + place
-            k, v = _rows(k_at, token, length, k_s, K), _rows(v_at, token, length, v_s, BV)
-            at = vectors + line * padded + token
+            remaining = length - chunk * C
+            k, v = _rows(k_at, place, remaining, k_s, K), _rows(v_at, place, remaining, v_s, BV)
+            at = vectors + line * padded + chunk * C + place
             start, end = tl.load(at + size)[:, None], tl.load(at + 2 * size)[:, None]
             total = tl.load(vectors + size + line * padded + chunk * C + C - 1)
             k_end = k
             if CHANNELS:
-                k_end = _rows(end_key + row.to(tl.int64) * k_b + head * k_a, token, length, k_s, K)
+                k_end = _rows(end_at, place, remaining, k_s, K)
+                end_at += C * k_s
                 total *= tl.load(totals + (line * chunks + chunk) * K + tl.arange(0, K))[:, None]
             low = s.to(k.dtype)
             square = (line * chunks + chunk) * C * C
@@ -194,22 +184,25 @@ if triton is not None:
                 beta, t = tl.load(at + 3 * size)[:, None], tl.load(_square(inverse + square, place, place, C))
                 u = tl.dot(t, (beta * (u - start * tl.dot(k, low))).to(k.dtype))
                 if not OUT:
-                    u_at = corrections + (line * padded + token[:, None]) * V + column + tl.arange(0, BV)[None, :]
-                    tl.store(u_at, u.to(k.dtype))
+                    u_at = corrections + (line * padded + chunk * C) * V + column
+                    tl.store(u_at + place[:, None] * V + tl.arange(0, BV)[None, :], u.to(k.dtype))
             if OUT:
-                q, p = _rows(q_at, token, length, q_s, K), tl.load(_square(scores + square, place, place, C))
-                o = tl.dot(p, u.to(k.dtype), start * tl.dot(q, low))
-                o_at = out + ((token[:, None].to(tl.int64) * batch + row) * heads + head) * V + column
-                inside = (token < length)[:, None]
-                tl.store(o_at + tl.arange(0, BV)[None, :], o.to(out.dtype.element_ty), mask=inside)
+                q, p = _rows(q_at, place, remaining, q_s, K), tl.load(_square(scores + square, place, place, C))
+                o = tl.dot(p, u.to(k.dtype), start * tl.dot(q, low)).to(out.dtype.element_ty)
+                tl.store(o_at + place[:, None] * o_s + tl.arange(0, BV)[None, :], o, mask=(place < remaining)[:, None])
+                q_at += C * q_s
+                o_at += C * o_s
             s = tl.dot(tl.trans(k_end), (end * u).to(k.dtype), total * s)
+            k_at += C * k_s
+            v_at += C * v_s
         tl.store(last + line * K * V + within, s)
 
     @triton.jit
     def _backward_kernel(
         query, key, end_key, totals, grad, scores, inverse, vectors, grad_last, grad_states, solved, grad_state, length,
-        batch, heads, per_key, chunks, q_s, q_b, q_a, k_s, k_b, k_a, V,
-        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+        batch, heads, per_key, chunks, q_s, q_b, q_a, k_s, k_b, k_a,
+        K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+        CHANNELS: tl.constexpr,
     ):  # fmt: skip
         """Scan the chunks of a head backward from ``grad_last`` to ``grad_state`` [b, h, k, v], with the gradient
         ``grad`` [s, b, h, v] of the outputs. Write dS after each chunk [b, h, n, k, v], and y (du without DELTA) to
@@ -221,18 +214,21 @@ if triton is not None:
         k_at = key + row.to(tl.int64) * k_b + (head // per_key) * k_a
         g_at = grad + (row.to(tl.int64) * heads + head) * V + column
         within = tl.arange(0, K)[:, None] * V + column + tl.arange(0, BV)[None, :]
-        ds = tl.load(grad_last + line * K * V + within)
+        ds, last = tl.load(grad_last + line * K * V + within), tl.cast(chunks - 1, tl.int64) * C
+        g_s, end_at = batch * heads * V, end_key + row.to(tl.int64) * k_b + head * k_a + last * k_s
+        q_at, k_at, g_at = q_at + last * q_s, k_at + last * k_s, g_at + last * g_s
         for step in range(0, chunks):
             chunk = chunks - 1 - step
-            token = chunk * C + place
-            k, q = _rows(k_at, token, length, k_s, K), _rows(q_at, token, length, q_s, K)
-            g = _rows(g_at, token, length, batch * heads * V, BV)
-            at = vectors + line * padded + token
+            remaining = length - chunk * C
+            k, q = _rows(k_at, place, remaining, k_s, K), _rows(q_at, place, remaining, q_s, K)
+            g = _rows(g_at, place, remaining, g_s, BV)
+            at = vectors + line * padded + chunk * C + place
             start, end = tl.load(at + size)[:, None], tl.load(at + 2 * size)[:, None]
             total = tl.load(vectors + size + line * padded + chunk * C + C - 1)
             k_end = k
             if CHANNELS:
-                k_end = _rows(end_key + row.to(tl.int64) * k_b + head * k_a, token, length, k_s, K)
+                k_end = _rows(end_at, place, remaining, k_s, K)
+                end_at -= C * k_s
                 total *= tl.load(totals + (line * chunks + chunk) * K + tl.arange(0, K))[:, None]
             low = ds.to(k.dtype)
             tl.store(grad_states + (line * chunks + chunk) * K * V + within, low)
@@ -243,131 +239,159 @@ if triton is not None:
                 beta = tl.load(at + 3 * size)[:, None]
                 du = tl.dot(tl.load(inverse + square), du.to(k.dtype))
                 ds = tl.dot(tl.trans(k), (-beta * start * du).to(k.dtype), ds)
-            y_at = solved + (line * padded + token[:, None]) * V + column + tl.arange(0, BV)[None, :]
-            tl.store(y_at, du.to(k.dtype))
+            y_at = solved + (line * padded + chunk * C) * V + column
+            tl.store(y_at + place[:, None] * V + tl.arange(0, BV)[None, :], du.to(k.dtype))
+            q_at -= C * q_s
+            k_at -= C * k_s
+            g_at -= C * g_s
         tl.store(grad_state + line * K * V + within, ds)
 
     @triton.jit
     def _pair_gradients_kernel(
-        query, key, value, grad, corrections, solved, vectors, begun, of_scores, of_system, partial, grad_value,
-        length, batch, heads, per_key, q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h, V,
-        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+        value, grad, corrections, solved, vectors, begun, of_scores, of_system, small, grad_value,
+        length, batch, heads, v_s, v_b, v_h, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
     ):  # fmt: skip
-        """Write to ``of_scores`` [b, h, n, c, c] the gradients of q_i.k_j through P (j <= i), to ``of_system`` the
-        gradients of k_i.k_j through A (j < i), and above the diagonals the transposes. Write to ``partial``
-        [2, b, h, p] what P and A contribute to the gradients of G and beta. With DELTA write the gradient of value.
-        CHANNELS: gradients of P and, below the diagonal, of A / beta; no gradients of G, of beta only through v."""
+        """Write to ``of_scores`` [b, h, n, c, c] the gradients of q_i.k_j through P (j < i), to ``of_system`` those of
+        beta_i k_i.k_j through A (j < i), elsewhere 0, and to ``small`` [2, b, h, p] the gradients of q_i.k_i. With
+        DELTA write the gradient of value, and to ``small`` what value contributes to the gradient of beta."""
         chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
         line, chunks = tl.program_id(1).to(tl.int64), tl.num_programs(0)
         place, padded, size = tl.arange(0, C), chunks * C, batch * heads * chunks * C
         token, i, j = chunk * C + place, place[:, None], place[None, :]
-        v_at = value + row.to(tl.int64) * v_b + head * v_h
-        grad, column = grad + (row.to(tl.int64) * heads + head) * V, tl.arange(0, BV)[None, :]
+        first, remaining, stride = chunk.to(tl.int64) * C, length - chunk * C, batch * heads * V
+        value += first * v_s + row.to(tl.int64) * v_b + head * v_h
+        grad, columns = grad + first * stride + (row * heads + head) * V, tl.arange(0, BV)[None, :]
+        grad_value += first * stride + (row * heads + head) * V
+        corrections, solved = corrections + (line * padded + first) * V, solved + (line * padded + first) * V
         at = vectors + line * padded + token
         sums, number = tl.load(at), tl.load(begun + row * padded + token)
         of_p, of_a = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-        beta, of_beta = sums * 0.0, sums * 0.0
+        beta, total = sums * 0.0, sums * 0.0
         if DELTA:
             beta = tl.load(at + 3 * size)
         for block in range(0, V, BV):
-            g = _rows(grad + block, token, length, batch * heads * V, BV)
+            g = _rows(grad + block, place, remaining, stride, BV)
             if DELTA:
-                u = _rows(corrections + line * padded * V + block, token, padded, V, BV)
-                y = _rows(solved + line * padded * V + block, token, padded, V, BV)
-                of_a -= tl.where(i >= j, tl.dot(y, tl.trans(u)), tl.dot(u, tl.trans(y)))
-                of_beta += tl.sum(y.to(tl.float32) * _rows(v_at + block, token, length, v_s, BV).to(tl.float32), 1)
+                u, y = _rows(corrections + block, place, C, V, BV), _rows(solved + block, place, C, V, BV)
+                of_a -= tl.dot(y, tl.trans(u))
+                v = _rows(value + block, place, remaining, v_s, BV)
+                total += tl.sum(y.to(tl.float32) * v.to(tl.float32), 1)
                 dv = (beta[:, None] * y.to(tl.float32)).to(grad_value.dtype.element_ty)
-                dv_at = grad_value + ((token[:, None].to(tl.int64) * batch + row) * heads + head) * V + block + column
-                tl.store(dv_at, dv, mask=(token < length)[:, None])
+                tl.store(grad_value + block + (i * stride + columns), dv, mask=i < remaining)
             else:
-                u = _rows(v_at + block, token, length, v_s, BV)
-            of_p += tl.where(i >= j, tl.dot(g, tl.trans(u)), tl.dot(u, tl.trans(g)))
-        near = _decays(sums, sums, number, number, (i >= j) | (i < j))
-        if not CHANNELS:
-            k = _rows(key + row.to(tl.int64) * k_b + (head // per_key) * k_a, token, length, k_s, K)
-            q = _rows(query + row.to(tl.int64) * q_b + (head // per_key) * q_a, token, length, q_s, K)
-        of_p *= near
-        if not CHANNELS:
-            pairs = tl.where(i >= j, of_p * tl.dot(q, tl.trans(k)), 0.0)
+                u = _rows(value + block, place, remaining, v_s, BV)
+            of_p += tl.dot(g, tl.trans(u))
+        near = _decays(sums, sums, number, number, i > j)
         square = (line * chunks + chunk) * C * C
-        tl.store(_square(of_scores + square, place, place, C), of_p.to(of_scores.dtype.element_ty))
+        tl.store(small + line * padded + token, tl.sum(tl.where(i == j, of_p, 0.0), 1))
+        tl.store(_square(of_scores + square, place, place, C), (of_p * near).to(of_scores.dtype.element_ty))
         if DELTA:
-            of_a = tl.where(i == j, 0.0, of_a * near)
-            if CHANNELS:
-                of_a *= tl.where(i > j, 1.0, beta[None, :])
-            else:
-                below = tl.where(i > j, of_a * tl.dot(k, tl.trans(k)), 0.0)
-                pairs += beta[:, None] * below
-                of_a *= tl.where(i > j, beta[:, None], beta[None, :])
+            of_a *= near
             tl.store(_square(of_system + square, place, place, C), of_a.to(of_system.dtype.element_ty))
-            if not CHANNELS:
-                of_beta += tl.sum(below, 1)
-            tl.store(partial + size + line * padded + token, of_beta)
-        if not CHANNELS:
-            tl.store(partial + line * padded + token, tl.sum(pairs, 1) - tl.sum(pairs, 0))
+            tl.store(small + size + line * padded + token, total)
 
     @triton.jit
     def _gradients_kernel(
-        query, key, value, grad, corrections, states, grad_states, solved, vectors, of_scores, of_system, partial,
-        grad_query, grad_key, grad_decay, grad_beta, length, batch, heads, per_key,
-        q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h, V,
-        K: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+        query, key, value, grad, corrections, states, grad_states, solved, vectors, channel_sums, of_scores, of_system,
+        small, grad_query, grad_key, grad_decay, grad_beta, length, batch, heads, per_key,
+        q_s, q_b, q_a, k_s, k_b, k_a, v_s, v_b, v_h,
+        K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
+        CHANNELS: tl.constexpr,
     ):  # fmt: skip
-        """Write the gradients of query, key, log-decays and beta of one chunk, row and head of keys. Every exponent is
-        a difference of sums G: ``rise`` collects the gradients of G_i, and ``ends`` the gradients of G_last - G_i."""
-        chunk, groups, chunks = tl.program_id(0), heads // per_key, tl.num_programs(0)
-        row, group = tl.program_id(1) // groups, tl.program_id(1) % groups
-        place, padded, size = tl.arange(0, C), chunks * C, batch * heads * chunks * C
+        """Write the gradients of query, key, log-decays and beta of one chunk, row and head of keys, for BK of the K
+        channels; ``grad_beta`` [K / BK, s, b, h], and ``grad_decay`` with decays per head, have the parts of these
+        channels. Decays are exp(G_i - G_j): a factor exp(G_i) of q_i or k_i is in the gradients ``of_q`` and, without
+        beta, ``left``, a factor exp(-G_j) of k_j in ``right``. Two passes over the heads of v, of query and of key, so
+        that registers hold one of their gradients; between them ``grad_decay`` has the gradients of G by ``of_q``."""
+        part, chunk, groups, chunks = tl.program_id(0), tl.program_id(1), heads // per_key, tl.num_programs(1)
+        row, group, channel = tl.program_id(2) // groups, tl.program_id(2) % groups, part * BK
+        place, padded, size, stride = tl.arange(0, C), chunks * C, batch * heads * chunks * C, batch * heads * K
         token, i, j = chunk * C + place, place[:, None], place[None, :]
-        q = _rows(query + row.to(tl.int64) * q_b + group * q_a, token, length, q_s, K)
-        k = _rows(key + row.to(tl.int64) * k_b + group * k_a, token, length, k_s, K)
-        dq, dk = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
+        first, remaining = chunk.to(tl.int64) * C, length - chunk * C
+        q_at = query + first * q_s + row.to(tl.int64) * q_b + group * q_a + channel
+        k_at = key + first * k_s + row.to(tl.int64) * k_b + group * k_a + channel
+        out = ((first * batch + row) * groups + group) * K + channel
+        within = i * (batch * groups * K) + tl.arange(0, BK)[None, :]
+        dq = tl.zeros((C, BK), tl.float32)
         for head in range(group * per_key, (group + 1) * per_key):
             line = (row * heads + head).to(tl.int64)
-            at = vectors + line * padded + token
-            start, end = tl.load(at + size), tl.load(at + 2 * size)
-            rise, ends, of_total = tl.load(partial + line * padded + token), start * 0.0, 0.0
-            beta, of_beta = start, start * 0.0
-            if DELTA:
-                beta, of_beta = tl.load(at + 3 * size), tl.load(partial + size + line * padded + token)
+            matrix, square = ((line * chunks + chunk) * K + channel) * V, (line * chunks + chunk) * C * C
+            vector, at = vectors + line * padded + token, (token * batch + row) * heads + head
+            sums_at = channel_sums + first * stride + (row * heads + head) * K + channel
+            sums, leaf, since = _from_middles(sums_at, place, remaining, stride, BK, CHANNELS)
+            start = tl.load(vector + size)[:, None] * tl.exp(tl.minimum(sums, 0.0))
+            g_at = grad + ((first * batch + row) * heads + head) * V
+            of_q = start * _products(g_at, place, remaining, batch * heads * V, states + matrix, V, BK, BV, C)
+            pairs, k = _square(of_scores + square, place, place, C), _rows(k_at, place, remaining, k_s, BK)
+            of_q = _add_pairs(of_q, pairs, k, since, -since, leaf, sums_at, place, remaining, stride, BK, C, CHANNELS)
+            dq += of_q + tl.load(small + line * padded + token)[:, None] * k
+            of_q *= _rows(q_at, place, remaining, q_s, BK)
+            if CHANNELS:
+                rise_at = grad_decay + at[:, None].to(tl.int64) * K + channel + tl.arange(0, BK)[None, :]
+                tl.store(rise_at, of_q, mask=i < remaining)
+            else:
+                tl.store(grad_decay + part * length * batch * heads + at, tl.sum(of_q, 1), mask=token < length)
+        tl.store(grad_query + out + within, dq.to(grad_query.dtype.element_ty), mask=i < remaining)
+        tl.debug_barrier()
+        dk = tl.zeros((C, BK), tl.float32)
+        for head in range(group * per_key, (group + 1) * per_key):
+            line = (row * heads + head).to(tl.int64)
+            matrix, square = ((line * chunks + chunk) * K + channel) * V, (line * chunks + chunk) * C * C
+            vector, at = vectors + line * padded + token, (token * batch + row) * heads + head
+            sums_at = channel_sums + first * stride + (row * heads + head) * K + channel
+            sums, leaf, since = _from_middles(sums_at, place, remaining, stride, BK, CHANNELS)
+            tokens, part_at = (line * padded + first) * V, part * length * batch * heads + at
+            end, k = tl.load(vector + 2 * size)[:, None], _rows(k_at, place, remaining, k_s, BK)
             total = tl.load(vectors + size + line * padded + chunk * C + C - 1)
-            for block in range(0, V, BV):
-                g = _rows(grad + (row.to(tl.int64) * heads + head) * V + block, token, length, batch * heads * V, BV)
-                matrix = (
-                    ((line * chunks + chunk) * K + tl.arange(0, K)[:, None]) * V + block + tl.arange(0, BV)[None, :]
-                )
-                s, ds = tl.load(states + matrix), tl.load(grad_states + matrix)
-                of_total += tl.sum(s.to(tl.float32) * ds.to(tl.float32))
-                if DELTA:
-                    u = _rows(corrections + line * padded * V + block, token, padded, V, BV)
-                    y = _rows(solved + line * padded * V + block, token, padded, V, BV)
-                    part = start[:, None] * tl.dot(y, tl.trans(s))
-                    of_key = tl.sum(k.to(tl.float32) * part, 1)
-                    dk -= beta[:, None] * part
-                    rise -= beta * of_key
-                    of_beta -= of_key
-                else:
-                    u = _rows(value + row.to(tl.int64) * v_b + head * v_h + block, token, length, v_s, BV)
-                part = start[:, None] * tl.dot(g, tl.trans(s))
-                rise += tl.sum(q.to(tl.float32) * part, 1)
-                dq += part
-                part = end[:, None] * tl.dot(u, tl.trans(ds))
-                ends += tl.sum(k.to(tl.float32) * part, 1)
-                dk += part
-            square = (line * chunks + chunk) * C * C
-            pairs = tl.load(_square(of_scores + square, place, place, C))
-            dq = tl.dot(tl.where(i >= j, pairs, 0.0).to(k.dtype), k, dq)
-            dk = tl.dot(tl.where(i <= j, pairs, 0.0).to(k.dtype), q, dk)
-            small = (token * batch + row) * heads + head
+            if CHANNELS:
+                last = tl.load(sums_at + (tl.minimum(C, remaining) - 1) * stride + tl.arange(0, BK))
+                end *= tl.exp(tl.minimum(last[None, :] - sums, 0.0))
+                total *= tl.exp(tl.minimum(last, 0.0))
+                rise_at = grad_decay + at[:, None].to(tl.int64) * K + channel + tl.arange(0, BK)[None, :]
+                rise = tl.load(rise_at, mask=i < remaining, other=0.0)
+            else:
+                rise = tl.load(grad_decay + part_at, mask=token < length, other=0.0)
             if DELTA:
-                dk = tl.dot(tl.load(_square(of_system + square, place, place, C)), k, dk)
-                tl.store(grad_beta + small, of_beta, mask=token < length)
-            # g_j is part of G_i for i >= j
-            decay = tl.sum(tl.where(i >= j, (rise - ends)[:, None], 0.0), 0) + tl.sum(ends, 0) + total * of_total
-            tl.store(grad_decay + small, decay, mask=token < length)
-        out = ((token[:, None].to(tl.int64) * batch + row) * groups + group) * K + tl.arange(0, K)[None, :]
-        tl.store(grad_query + out, dq.to(grad_query.dtype.element_ty), mask=(token < length)[:, None])
-        tl.store(grad_key + out, dk.to(grad_key.dtype.element_ty), mask=(token < length)[:, None])
+                start = tl.load(vector + size)[:, None] * tl.exp(tl.minimum(sums, 0.0))
+                left = -start * _products(solved + tokens, place, C, V, states + matrix, V, BK, BV, C)
+                pairs, beta = _square(of_system + square, place, place, C), tl.load(vector + 3 * size)
+                left = _add_pairs(
+                    left, pairs, k, since, -since, leaf, sums_at, place, remaining, stride, BK, C, CHANNELS
+                )
+                in_value = tl.where(part == 0, tl.load(small + size + line * padded + token), 0.0)
+                of_beta = tl.sum(k * left, 1)
+                tl.store(grad_beta + part_at, in_value + of_beta, mask=token < length)
+                left *= beta[:, None]
+                rise += k * left if CHANNELS else beta * of_beta
+                dk += left
+            of_total = tl.zeros((BK,), tl.float32)
+            for block in range(0, V, BV):
+                s = _rows(states + matrix + block, tl.arange(0, BK), BK, V, BV)
+                ds = _rows(grad_states + matrix + block, tl.arange(0, BK), BK, V, BV)
+                of_total += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+            if DELTA:
+                right = _products(corrections + tokens, place, C, V, grad_states + matrix, V, BK, BV, C)
+            else:
+                u_at = value + first * v_s + row.to(tl.int64) * v_b + head * v_h
+                right = _products(u_at, place, remaining, v_s, grad_states + matrix, V, BK, BV, C)
+            right *= end
+            of_last = total * (of_total if CHANNELS else tl.sum(of_total))
+            of_last += tl.sum(k * right, 0) if CHANNELS else tl.sum(tl.sum(k * right, 1))
+            pairs, q = of_scores + square + i + j * C, _rows(q_at, place, remaining, q_s, BK)  # transposed
+            right = _add_pairs(right, pairs, q, -since, since, leaf, sums_at, place, remaining, stride, BK, C, CHANNELS)
+            if DELTA:
+                pairs, scaled = of_system + square + i + j * C, (beta[:, None] * k).to(k.dtype)
+                right = _add_pairs(
+                    right, pairs, scaled, -since, since, leaf, sums_at, place, remaining, stride, BK, C, CHANNELS
+                )
+            rise -= k * right if CHANNELS else tl.sum(k * right, 1)
+            dk += right + tl.load(small + line * padded + token)[:, None] * q
+            if CHANNELS:  # g_j is part of G_i for i >= j
+                tl.store(rise_at, tl.cumsum(rise, 0, reverse=True) + of_last[None, :], mask=i < remaining)
+            else:
+                decay = tl.cumsum(rise, 0, reverse=True) + of_last
+                tl.store(grad_decay + part_at, decay, mask=token < length)
+        tl.store(grad_key + out + within, dk.to(grad_key.dtype.element_ty), mask=i < remaining)
 
 
 @dataclass(frozen=True)
@@ -409,14 +433,26 @@ class _Chunks:
 def _options(kernel: Any, name: str, tilings: Mapping[str, Tiling], chunks: _Chunks) -> dict[str, Any]:
     """Return the constants that ``kernel`` takes, and its tiling."""
     width, num_warps, num_stages = tilings[name]
+    block = 64 if kernel is _gradients_kernel else width
     # BK, BV: the largest power of two that divides both
     constants = {
-        "K": chunks.key.shape[-1], "BK": math.gcd(width, chunks.key.shape[-1]),
-        "BV": math.gcd(width, chunks.value.shape[-1]), "C": CHUNK,
+        "K": chunks.key.shape[-1], "V": chunks.value.shape[-1], "BK": math.gcd(width, chunks.key.shape[-1]),
+        "BV": math.gcd(block, chunks.value.shape[-1]), "C": CHUNK,
         "DELTA": chunks.delta, "CHANNELS": chunks.log_decay is not None,
     }  # fmt: skip
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return options | {constant: value for constant, value in constants.items() if constant in kernel.arg_names}
+
+
+def _scan_options(
+    kernel: Any, name: str, tilings: Mapping[str, Tiling], chunks: _Chunks
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid and the options of a scan: two stages at most if programs must share an SM."""
+    options, (batch, heads, _, channels) = _options(kernel, name, tilings, chunks), chunks.state.shape
+    grid = (channels // options["BV"], batch * heads)
+    if math.prod(grid) > num_sms(chunks.state.device) and name != "states":
+        options["num_stages"] = min(options["num_stages"], 2)
+    return grid, options
 
 
 def _prepare(inputs: Sequence[Tensor], beta: Tensor | None, follows: Tensor | None, state: Tensor) -> _Chunks:
@@ -481,19 +517,18 @@ def _scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (outputs [s, b, h, v], u, last state), or with ``states`` (states before the chunks [b, h, n, k, v], u
     [b, h, p, v], last state); u only with both ``states`` and corrections."""
-    _, batch, heads, _ = chunks.sizes
-    options, (width, channels) = _options(_forward_kernel, "forward", tilings, chunks), chunks.state.shape[-2:]
-    last = torch.empty_like(chunks.state)
+    heads, (width, channels), last = chunks.sizes[2], chunks.state.shape[-2:], torch.empty_like(chunks.state)
+    grid, options = _scan_options(_forward_kernel, "states" if states else "forward", tilings, chunks)
     out = corrections = chunks.value
     if states:
         out = chunks.new(chunks.count, width, channels, dtype=chunks.key.dtype)
         corrections = chunks.new(chunks.count * CHUNK, channels, dtype=chunks.key.dtype) if chunks.delta else out
     else:
         out = torch.empty(chunks.value.shape, dtype=chunks.value.dtype, device=last.device)
-    _forward_kernel[(channels // options["BV"], batch * heads)](
+    _forward_kernel[grid](
         *operands[:4], chunks.value, *pairs, chunks.vectors, chunks.state, out, corrections, out, last,
         *chunks.sizes[:3], heads // operands.key.shape[2], chunks.count, *chunks.strides(*operands[:2], chunks.value),
-        channels, OUT=not states, **options,
+        OUT=not states, **options,
     )  # fmt: skip
     return out, corrections, last
 
@@ -506,40 +541,34 @@ def _gradients(chunks: _Chunks, grad: Tensor, grad_last: Tensor, tilings: Mappin
     pairs = _pairs(chunks, operands.sums, tilings)
     states, corrections, _ = _scan(chunks, operands, pairs, tilings, states=True)
     grad_states, grad_state = torch.empty_like(states), torch.empty_like(chunks.state)
-    channels = states.shape[-1]
-    solved = chunks.new(chunks.count * CHUNK, channels, dtype=key.dtype)
-    options, strides = _options(_backward_kernel, "backward", tilings, chunks), chunks.strides(query, key)
-    _backward_kernel[(channels // options["BV"], batch * heads)](
+    solved = chunks.new(chunks.count * CHUNK, states.shape[-1], dtype=key.dtype)
+    grid, options = _scan_options(_backward_kernel, "backward", tilings, chunks)
+    _backward_kernel[grid](
         *operands[:4], grad, *pairs, chunks.vectors, grad_last, grad_states, solved, grad_state, *chunks.sizes[:3],
-        heads // operands.key.shape[2], chunks.count, *chunks.strides(*operands[:2]), channels, **options,
+        heads // operands.key.shape[2], chunks.count, *chunks.strides(*operands[:2]), **options,
     )  # fmt: skip
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
     grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device) if chunks.delta else value
     # P and T are not read again
     partial = torch.empty_like(chunks.vectors[:2])
     _pair_gradients_kernel[(chunks.count, batch * heads)](
-        query, key, value, grad, corrections, solved, chunks.vectors, chunks.begun, *pairs, partial, grad_value,
-        *chunks.sizes, *strides, *chunks.strides(value), channels,
+        value, grad, corrections, solved, chunks.vectors, chunks.begun, *pairs, partial, grad_value,
+        *chunks.sizes[:3], *chunks.strides(value),
         **_options(_pair_gradients_kernel, "pair_gradients", tilings, chunks),
     )  # fmt: skip
-    if chunks.log_decay is not None:
-        options, width = _options(_channel_gradients_kernel, "channel_gradients", tilings, chunks), key.shape[-1]
-        parts = width // options["BK"]
-        of_decay, of_beta = torch.empty_like(chunks.log_decay), partial.new_empty(parts, length, batch, heads)
-        _channel_gradients_kernel[(chunks.count, batch * key.shape[2], parts)](
-            query, key, grad, corrections, states, grad_states, solved, chunks.vectors, operands.sums, *pairs, partial,
-            *grads, of_decay, of_beta, *chunks.sizes, *strides, channels, **options,
-        )  # fmt: skip
-        return *grads, grad_value, of_decay, of_beta.sum(0), grad_state
-    small = [torch.empty((length, batch, heads), dtype=torch.float32, device=key.device) for _ in range(2)]
-    _gradients_kernel[(chunks.count, batch * key.shape[2])](
-        query, key, value, grad, corrections, states, grad_states, solved, chunks.vectors, *pairs, partial, *grads,
-        *small, *chunks.sizes, *strides, *chunks.strides(value), channels,
-        **_options(_gradients_kernel, "gradients", tilings, chunks),
+    name = "gradients" if chunks.log_decay is None else "channel_gradients"
+    options = _options(_gradients_kernel, name, tilings, chunks)
+    parts = key.shape[-1] // options["BK"]
+    small = [partial.new_empty(parts, length, batch, heads) for _ in range(2)]
+    of_decay = small[0] if chunks.log_decay is None else torch.empty_like(chunks.log_decay)
+    _gradients_kernel[(parts, chunks.count, batch * key.shape[2])](
+        query, key, value, grad, corrections, states, grad_states, solved, chunks.vectors, operands.sums, *pairs,
+        partial, *grads, of_decay, small[1], *chunks.sizes, *chunks.strides(query, key, value), **options,
     )  # fmt: skip
+    of_decay = of_decay.sum(0) if chunks.log_decay is None else of_decay
     if not chunks.delta:
         grad_value = solved[:, :, :length].permute(2, 0, 1, 3)
-    return *grads, grad_value, *small, grad_state
+    return *grads, grad_value, of_decay, small[1].sum(0), grad_state
 
 
 class _LinearAttention(torch.autograd.Function):
@@ -565,10 +594,10 @@ class _LinearAttention(torch.autograd.Function):
 
 def kernels_fit(key: Tensor, value: Tensor) -> bool:
     """Whether :func:`linear_attention` computes ``key`` [s, b, a, k] and ``value`` [s, b, h, v]: one of them is bf16,
-    on a Hopper GPU (other GPUs are not tested); k is 16, 32, 64 or 128, v a multiple of 16."""
+    on a Hopper GPU (other GPUs are not tested); k is 64 or 128, v a multiple of 16."""
     if not key.is_cuda or torch.bfloat16 not in (key.dtype, value.dtype) or not kernels_serve(torch.bfloat16):
         return False
-    fits = key.shape[-1] in (16, 32, 64, 128) and value.shape[-1] % 16 == 0
+    fits = key.shape[-1] in (64, 128) and value.shape[-1] % 16 == 0
     return fits and torch.cuda.get_device_capability(key.device) == (9, 0)
 
 

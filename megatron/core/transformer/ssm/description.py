@@ -162,7 +162,7 @@ def _kept(name: str, size: float, site: str) -> Saved:
 
 def _has_kernels(config: Config, key: int, value: int) -> bool:
     """Whether kernels compute the recurrence on Hopper GPUs (``fusions/linear_attention.py``)."""
-    return config.bf16 and key in (16, 32, 64, 128) and value % 16 == 0
+    return config.bf16 and key in (64, 128) and value % 16 == 0
 
 
 def _kernel_bytes(config: Config, sizes: MixerSizes, heads: int, further: float) -> float:
