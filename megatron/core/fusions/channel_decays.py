@@ -24,6 +24,12 @@ if triton is not None:
         return base + i[:, None] * C + j[None, :]
 
     @triton.jit
+    def _decays(sums_i, sums_j, begun_i, begun_j, visible):
+        """exp(-|sums_i - sums_j|) for ``visible`` pairs of one document, else 0: the exponent is at most 0."""
+        near = tl.exp(-tl.abs(sums_i[:, None] - sums_j[None, :]))
+        return tl.where(visible & (begun_i[:, None] == begun_j[None, :]), near, 0.0)
+
+    @triton.jit
     def _products(
         x, place, remaining, stride, matrix, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr
     ):

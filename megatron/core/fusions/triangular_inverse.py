@@ -1,5 +1,5 @@
-"""Inverse of unit lower triangular matrices [C, C] within a Triton kernel (``linear_attention.py``): blocks of 16 rows by
-elimination in fp32, in registers of one warp each; then pairs of blocks are merged by products of all blocks at once."""
+"""Inverse of unit lower triangular matrices [C, C] within a Triton kernel (``linear_attention.py``): blocks of 16 rows
+by elimination in fp32, in registers of one warp each; then products of all blocks at once merge pairs of blocks."""
 
 from megatron.core.fusions.installed_triton import tl, triton
 
@@ -7,8 +7,8 @@ if triton is not None:
 
     @triton.jit
     def _inverse(lower, C: tl.constexpr):
-        """Return T = (1 + A)^-1, A = ``lower``. Elimination solves T (1 + A) = 1 in blocks: column m of T, times row m of
-        A, is subtracted from columns j < m. A merge of blocks of 16, then of 32: the lower left quarter of T is
+        """Return T = (1 + A)^-1, A = ``lower``. Elimination solves T (1 + A) = 1 in blocks: column m of T, times row m
+        of A, is subtracted from columns j < m. A merge of blocks of 16, then of 32: the lower left quarter of T is
         -T_11 A_10 T_00. Its products are in TF32, whose error is about a quarter of that of T in bf16; products of
         only these blocks in fp32 take five times as long."""
         block, other = tl.arange(0, C // 16)[:, None, None, None], tl.arange(0, C // 16)[None, None, :, None]

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron.core.fusions import channel_decays, triangular_inverse
+from megatron.core.fusions import channel_decays, linear_attention_gradients, triangular_inverse
 from megatron.core.fusions import linear_attention as module
 from megatron.core.fusions.linear_attention import CANDIDATES, TILINGS, linear_attention
 from megatron.core.transformer.ssm.delta_rule import delta_rule
@@ -180,7 +180,7 @@ STRONG_MUTANTS = {
     *(pytest.param("channels", 12.0, *change, id=name) for name, change in STRONG_MUTANTS.items()),
 ])  # fmt: skip
 def test_planted_errors_are_detected(kind, strength, right, wrong, tmp_path, monkeypatch):
-    files = (module, channel_decays, triangular_inverse)
+    files = (module, linear_attention_gradients, channel_decays, triangular_inverse)
     source = next(text for text in map(inspect.getsource, files) if right in text)
     assert source.count(right) == 1
     (tmp_path / "mutant.py").write_text(source.replace(right, wrong))
@@ -188,8 +188,10 @@ def test_planted_errors_are_detected(kind, strength, right, wrong, tmp_path, mon
     mutant = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "mutant", mutant)
     spec.loader.exec_module(mutant)
-    for name in ("_channel_decay_kernel", "_channel_products", "_add_pairs", "_from_middles", "_inverse"):
-        monkeypatch.setattr(module, name, getattr(mutant, name, getattr(module, name)))
+    for file in (module, linear_attention_gradients):
+        for name in vars(mutant):
+            if name.startswith("_") and not name.startswith("__") and hasattr(file, name):
+                monkeypatch.setattr(file, name, getattr(mutant, name))
     function = getattr(mutant, "linear_attention", linear_attention)
     case = random_inputs((66, 1, 1, 1, 16, 16), kind, strength, True)
     expected = results(delta_rule, *case, torch.float64)
