@@ -30,7 +30,7 @@ class Sampling:
     top_k: int = 0
     """Draw from the k likeliest tokens; 0: from all."""
     top_p: float = 0.0
-    """Draw from the smallest set of tokens whose probabilities sum to at least this; 0: from all."""
+    """Draw from the smallest set of tokens whose probabilities sum to at least this; 0 and 1: from all."""
     seed: int | None = None
     """Key of the draws of one text, with the token's position; None: one from torch's global generator."""
 
@@ -94,7 +94,8 @@ def draw_arrays(samplings: Sequence[Sampling], positions: Sequence[int]) -> tupl
     count, form = len(samplings), Form()
     integers, numbers = np.zeros((3, count, 1), np.int64), np.zeros((2, count, 1), np.float64)
     if any(x.temperature for x in samplings):  # greedy rows need no numbers
-        columns = zip(*((x.seed, place, x.top_k, x.temperature, x.top_p) for x, place in zip(samplings, positions)))
+        # rounded sums of probabilities reach 1 before the last token: a top_p of 1 is none
+        columns = zip(*((x.seed, place, x.top_k, x.temperature, x.top_p % 1) for x, place in zip(samplings, positions)))
         for row, column in zip((*integers, *numbers), columns):
             row[:, 0] = column
         k = max(x.top_k for x in samplings)

@@ -174,7 +174,7 @@ def _template(fields: Fields, info: Model, max_new_tokens: int, all_tokens: int,
         sampling = Sampling(
             temperature=fields.get("temperature", float, 1.0),
             top_k=max(fields.get("top_k", int, 0, -1), 0),
-            top_p=0.0 if top_p == 1 else top_p,
+            top_p=top_p,
             seed=seed,
         )
     except RequestError:

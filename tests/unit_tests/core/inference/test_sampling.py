@@ -92,6 +92,13 @@ def filtered_row(logits, sampling, largest_k=None):
     return filtered(logits.expand(len(arrays["top_k"]), -1), draws, form)[0]
 
 
+def test_top_p_of_one_keeps_tokens_of_every_probability():
+    """Also those that change no sum in fp32."""
+    logits = torch.tensor([0.0, -60.0, -30.0])
+    assert filtered_row(logits, Sampling(top_p=1.0)).isfinite().all()
+    assert filtered_row(logits, Sampling(top_p=0.999)).isfinite().tolist() == [True, False, False]
+
+
 def test_filters_keep_the_tokens_of_their_definition():
     """For every k, also if another row has a larger one, and every top_p; tokens are sorted by hand."""
     generator = torch.Generator().manual_seed(2)
