@@ -253,6 +253,15 @@ def test_a_file_digest_finds_another_size_beginning_end_and_most_contents(tmp_pa
     assert rank_agreement.file_digest(str(path), 64) != first
 
 
+def test_sampled_blocks_of_zeros_have_another_digest_in_another_size(tmp_path):
+    digests = []
+    for size in (2**40, 2**41):  # sparse files: few of their blocks are read
+        with open(tmp_path / "zeros.bin", "wb") as file:
+            file.truncate(size)
+        digests.append(rank_agreement.file_digest(str(tmp_path / "zeros.bin"), 64))
+    assert digests[0] != digests[1]
+
+
 def test_code_digests_do_not_depend_on_the_process_but_on_every_constant():
     def digest_of(source):
         return rank_agreement._bytecode.__wrapped__(compile(source, "file", "exec"))
@@ -273,3 +282,13 @@ def test_functions_that_triton_adds_to_a_module_do_not_change_its_digest():
     assert rank_agreement._functions_digest(module) == first
     exec("def loss(x): return x + 2", module.__dict__)
     assert rank_agreement._functions_digest(module) != first
+
+
+@pytest.mark.parametrize("wrapper", ["", "@property", "@staticmethod", "@classmethod"])
+def test_module_digests_depend_on_methods_of_every_kind(wrapper):
+    def digest_of(value):
+        module = ModuleType("a_module_of_methods")
+        exec(f"class A:\n {wrapper}\n def f(*x): return {value}", module.__dict__)
+        return rank_agreement._functions_digest(module)
+
+    assert digest_of("1.0") == digest_of("1.0") != digest_of("1.5")
