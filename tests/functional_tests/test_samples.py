@@ -72,10 +72,12 @@ def test_texts_are_those_of_the_checkpoint_and_appear_in_every_output(gloo_pool,
     assert [x.get("cut") for x in result] == [True] * 4 + [None, True]  # the fifth is a complete document
     assert [x["prompt"] for x in result[:2]] == PROMPTS and len({x["text"] for x in result}) > 2
 
-    arguments = ["--load", str(tmp_path), "--prompt", PROMPTS[0], "--max-new-tokens", "9", "--temperature", "0.7"]
+    arguments = ["--load", str(tmp_path), "--ckpt-step", "4", "--max-new-tokens", "9", "--temperature", "0.7"]
     capfd.readouterr()
-    assert run_tool("generate", [*arguments, "--top-p", "0", "--seed", "7", "--ckpt-step", "4"]) == 0
-    assert result[2]["prompt"] + result[2]["text"] in capfd.readouterr().out
+    for seed, sample in enumerate(result[2:4], 7):
+        words = [*arguments, "--top-p", "0", "--seed", str(seed), "--prompt", sample["prompt"]]
+        assert run_tool("generate", words) == 0
+        assert sample["prompt"] + sample["text"] in capfd.readouterr().out
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

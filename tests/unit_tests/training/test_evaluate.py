@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.evaluate import eval_sets
 from tests.test_utils.gpt_runs import MODEL_FLAGS, write_dataset
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,3 +60,8 @@ def test_evaluations_leave_no_workers_descriptors_or_pipeline_runs(warm_python, 
     assert children == [2] * 6 + [0], "evaluations, and the run, end their workers"  # the last evaluation is final
     assert max(descriptors) <= descriptors[0], "evaluations close their descriptors"
     assert pipeline_runs == [0] * 11
+
+
+def test_lists_lose_entries_that_are_none_but_not_empty_data_sets():
+    sets = eval_sets([[], None, [3]])
+    assert [(part.dataset, part.name) for part in sets] == [([], "0"), ([3], "2")]

@@ -455,8 +455,10 @@ def test_two_runs_are_compared_on_the_terminal_and_on_a_page(tmp_path, capsys):
 
 
 def test_equal_runs_have_no_difference_and_nan_equals_nan(tmp_path):
-    for name in ("a", "b"):
-        write(tmp_path / name / "metrics.jsonl", [train(1), train(2, **{"lm loss": "nan"})])
+    """However many samples the iterations have consumed: a run may have begun with the data of another one."""
+    for name, consumed in {"a": 4, "b": 44}.items():
+        records = [train(1), train(2, **{"lm loss": "nan"}, consumed_samples=consumed)]
+        write(tmp_path / name / "metrics.jsonl", records)
     runs = [read_run(tmp_path / name, NOW) for name in ("a", "b")]
     assert first_difference(*runs) == "no value differs in 2 common iterations"
 

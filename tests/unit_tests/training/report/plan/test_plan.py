@@ -346,12 +346,13 @@ def test_search_tries_powers_of_two_of_context_ranks_and_samples():
 
 
 def test_plan_reports_days_and_cost(capsys):
-    words = [*SMALL.split(), "--gpu", "H200", "--tokens", "1e10", "--gpu-hour-price", "3", "--json"]
+    words = [*SMALL.split(), "--gpu", "A100", "--tokens", "1e10", "--gpu-hour-price", "3", "--json"]
     assert run_tool("plan", words) == 0
     best = json.loads(capsys.readouterr().out)["layouts"][0]
     assert best["cost"] == pytest.approx(3 * best["gpu_hours"])
     assert best["gpu_hours"] == pytest.approx(1e10 / best["tokens_per_second_per_gpu"] / 3600)
     assert best["gpu_hours"] == pytest.approx(24 * 8 * best["days"])
+    assert best["mfu"] == pytest.approx(best["tflops_per_gpu"] / 312)  # of NVIDIA's data sheet
 
 
 def test_plan_names_the_smallest_need_if_nothing_fits(capsys):
