@@ -1,5 +1,6 @@
 """tools/check_dataset.py and tools/merge_datasets.py as a user runs them."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -87,6 +88,8 @@ def test_merging_refuses_before_it_writes(tmp_path):
     write_sidecar(str(tmp_path / "parts" / "part0"), info("abc"))
     write_sidecar(str(tmp_path / "parts" / "part1"), info("def"))
     refused(tmp_path, "different tokenizers", "abc", "def")
+    write_sidecar(str(tmp_path / "parts" / "part1"), dataclasses.replace(info("abc"), append_eod=False))
+    refused(tmp_path, "different tokenizers", "append-eod True", "append-eod False")
     shutil.rmtree(tmp_path / "parts")
     (tmp_path / "parts").mkdir()
     refused(tmp_path, "holds no .bin and .idx files")

@@ -11,6 +11,7 @@ import tarfile
 from dataclasses import dataclass, make_dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,6 +150,29 @@ def test_input_and_output_are_required(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_tool("energon-to-jsonl", words)
     assert "are required" in capsys.readouterr().err
+
+
+def test_repeated_data_sets_weigh_their_samples_times_repetitions(tmp_path, capfd, monkeypatch):
+    """The other parts keep the weight of the blend. With stand-ins for energon's loaders."""
+
+    class Samples(list):
+        build = list.copy
+
+    def part(number, **blend):
+        samples = Samples(Keyed(str(index), None, "A dog.") for index in range(number))
+        return SimpleNamespace(dataset=samples, **{"weight": None, "repetitions": None, **blend})
+
+    parts = SimpleNamespace(datasets=[part(3, repetitions=2), part(4, repetitions=0.5), part(5, weight=0.25)])
+    energon = SimpleNamespace(
+        WorkerConfig=dict, load_dataset=lambda path: SimpleNamespace(get_datasets=lambda **options: parts),
+        get_loader=lambda samples, **options: samples,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "megatron.energon", energon)
+    monkeypatch.setitem(sys.modules, "megatron.energon.errors", SimpleNamespace(reraise_exception=None))
+    code, text = run(capfd, "--input", tmp_path, "--output", tmp_path / "out", "--prompt", "Look:")
+    paths = [f"{tmp_path}/out/{number}/conversations.jsonl" for number in range(3)]
+    assert code == 0 and text.out.endswith(f"--data-path 6 {paths[0]} 2 {paths[1]} 0.25 {paths[2]}\n"), text
+    assert [Path(path).read_text().count("\n") for path in paths] == [3, 4, 5]
 
 
 # -- with energon ------------------------------------------------------------------------------------------------------

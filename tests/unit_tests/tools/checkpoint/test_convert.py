@@ -448,3 +448,14 @@ def test_too_little_space_is_rejected_before_anything_is_copied(folders, tmp_pat
 @pytest.mark.parametrize(("family", "own"), [("gpt", "and a --save"), ("t5", "and --decoder-seq-length N and a")])
 def test_next_command_names_settings_that_weights_do_not_state(family, own):
     assert own in convert.how_to_load("weights", Interchange({"model_family": family}, {}))
+
+
+def test_the_last_line_of_a_copy_has_its_bytes_seconds_and_rate(monkeypatch, capsys):
+    clock = iter([100.0, 104.0, 104.0])  # the start, the end of the tensor and of the copy
+    monkeypatch.setattr(formats.time, "monotonic", lambda: next(clock))
+    progress = formats.CopyProgress("converted", 3 * 10**9)
+    progress.skip(10**9)
+    progress.count("weight", 2 * 10**9)
+    progress.finish()
+    expected = "converted 2.000 GB in 4.0 s, 0.50 GB/s; 1.000 GB were complete already\n"
+    assert capsys.readouterr().err.endswith(expected)
