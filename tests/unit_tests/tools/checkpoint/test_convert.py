@@ -450,8 +450,8 @@ def test_next_command_names_settings_that_weights_do_not_state(family, own):
     assert own in convert.how_to_load("weights", Interchange({"model_family": family}, {}))
 
 
-def test_the_last_line_of_a_copy_has_its_bytes_seconds_and_rate(monkeypatch, capsys):
-    clock = iter([100.0, 104.0, 104.0])  # the start, the end of the tensor and of the copy
+def test_a_copy_ends_with_its_bytes_seconds_and_rate(monkeypatch, capsys):
+    clock = iter([100.0, 104.0, 104.0])  # seconds at the start, after the tensor, at the end
     monkeypatch.setattr(formats.time, "monotonic", lambda: next(clock))
     progress = formats.CopyProgress("converted", 3 * 10**9)
     progress.skip(10**9)
