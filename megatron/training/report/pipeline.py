@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
@@ -88,18 +88,22 @@ def enough_microbatches(cfg: PretrainConfig) -> int:
     return number if number < 2 * rounds else rounds + number % steady_round(cfg)
 
 
+def batch_seconds(cfg: PretrainConfig, timeline: Callable[[int], Timeline]) -> tuple[float, float]:
+    """Return the seconds of a global batch and the idle share, by ``timeline(number)`` of micro-batches. Long schedules
+    are simulated in part and extrapolated by one steady round, which takes at least the busiest rank's time: a rank
+    that is slower than the others by little is only waited for when many micro-batches have passed."""
+    number, few, steady = count_microbatches(cfg), enough_microbatches(cfg), steady_round(cfg)
+    simulated = timeline(few)
+    seconds, busy = simulated.duration, [simulated.busy(rank) / few for rank in range(simulated.schedule.num_ranks)]
+    if few < number:
+        a_round = max(seconds - timeline(few - steady).duration, steady * max(busy))
+        seconds += a_round * (number - few) / steady
+    return seconds, 1 - sum(busy) * number / (seconds * len(busy))
+
+
 def bubble_fraction(cfg: PretrainConfig, vocab_size: int | None) -> float:
-    """Return the bubble fraction, the share of time (0 to 1) that ranks wait, from a simulation weighted by FLOPs
-    without communication. Long schedules are simulated in part and extrapolated by one steady round."""
-    number, few = count_microbatches(cfg), enough_microbatches(cfg)
-    timeline = simulated_timeline(cfg, few, vocab_size)
-    if few == number:
-        return timeline.bubble
-    a_round = timeline.duration - simulated_timeline(cfg, few - steady_round(cfg), vocab_size).duration
-    duration = timeline.duration + a_round * (number - few) / steady_round(cfg)
-    ranks = timeline.schedule.num_ranks
-    busy = sum(timeline.busy(rank) for rank in range(ranks)) * number / few
-    return 1 - busy / (duration * ranks)
+    """Return the bubble fraction, the share of time (0 to 1) that ranks wait, by FLOPs without communication."""
+    return batch_seconds(cfg, lambda number: simulated_timeline(cfg, number, vocab_size))[1]
 
 
 def peak_layers(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> list[float]:

@@ -20,17 +20,16 @@ from megatron.core.config.muon import MUON_OPTIMIZERS, is_hidden_matrix
 from megatron.core.description.model import ModelDescription, Op, Param, Piece
 from megatron.core.description.parts import activation_bytes
 from megatron.core.pipeline_parallel.actions import Action
-from megatron.core.pipeline_parallel.simulate import simulate
+from megatron.core.pipeline_parallel.simulate import Timeline, simulate
 from megatron.core.pipeline_parallel.stages import StageContents
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.report.memory import gradient_bytes, master_bytes, moment_bytes, stored_parameters
 from megatron.training.report.pipeline import (
+    batch_seconds,
     count_microbatches,
-    enough_microbatches,
     run_schedule,
     run_stages,
     stage_pieces,
-    steady_round,
 )
 from megatron.training.report.plan.cluster import Cluster, Gpu, table
 from megatron.training.report.rates import model_kind
@@ -421,14 +420,14 @@ def _add_fsdp(
 
 
 def _pipeline(cfg: PretrainConfig, costs: Sequence[Times], cluster: Cluster, rough: bool) -> tuple[float, float]:
-    """Return (seconds, idle share). Long schedules are simulated in part and extrapolated by one steady round.
+    """Return (seconds, idle share), by simulation.
     ``rough``: (p - 1) / v micro-batches of the slowest rank are idle; with zero-bubble schedules a third of it."""
-    number, few, ranks = count_microbatches(cfg), enough_microbatches(cfg), cfg.model.pipeline_model_parallel_size
+    number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
     phases = [{phase: sum(v for (part, _), v in cost.items() if part == phase) for phase in "FIW"} for cost in costs]
     if ranks == 1:
         return number * sum(sum(phase_times.values()) for phase_times in phases), 0.0
-    busy = sum(sum(phase_times.values()) for phase_times in phases) * number / ranks
     if rough:
+        busy = sum(sum(phase_times.values()) for phase_times in phases) * number / ranks
         slowest = max(sum(sum(phase_times.values()) for phase_times in phases[rank::ranks]) for rank in range(ranks))
         idle = (ranks - 1) / (len(phases) // ranks) / (3 if cfg.model.pipeline_schedule else 1)
         seconds = slowest * (number + idle)
@@ -438,7 +437,7 @@ def _pipeline(cfg: PretrainConfig, costs: Sequence[Times], cluster: Cluster, rou
         message /= cfg.model.tensor_model_parallel_size
     latency = cluster.send(message, cfg.world_size // ranks)
 
-    def duration(microbatches: int) -> float:
+    def timeline(microbatches: int) -> Timeline:
         schedule = run_schedule(cfg, microbatches)
         joint = not schedule.splits_backward
 
@@ -448,12 +447,9 @@ def _pipeline(cfg: PretrainConfig, costs: Sequence[Times], cluster: Cluster, rou
                 return times["I"] + times["W"] * joint
             return times[action.kind]
 
-        return simulate(schedule, cost, latency=latency).duration
+        return simulate(schedule, cost, latency=latency)
 
-    seconds = duration(few)
-    if few != number:
-        seconds += (seconds - duration(few - steady_round(cfg))) * (number - few) / steady_round(cfg)
-    return seconds, 1 - busy / seconds
+    return batch_seconds(cfg, timeline)
 
 
 # ---- optimizer and data-parallel collectives

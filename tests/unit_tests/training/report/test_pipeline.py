@@ -5,7 +5,14 @@ import re
 import pytest
 
 from megatron.training.arguments import parse_args
-from megatron.training.report.pipeline import bubble_fraction, peak_layers, pipeline_rows, run_schedule
+from megatron.training.report.pipeline import (
+    bubble_fraction,
+    enough_microbatches,
+    peak_layers,
+    pipeline_rows,
+    run_schedule,
+    simulated_timeline,
+)
 from megatron.training.report.plan.search import apply
 
 MODEL = (
@@ -70,6 +77,23 @@ def test_bubbles_and_live_activations_of_equal_stages_equal_the_closed_forms(sch
     assert texts["bubble"].startswith(f"{bubble:.1%} of the time")
     printed = re.search(r"at most (.*) by rank", texts["layers x micro-batches alive"])[1]
     assert [float(peak) for peak in printed.split(", ")] == peaks
+
+
+@pytest.mark.parametrize("schedule", ["interleaved by 2", "groups of 8", "zero-bubble-h2"])
+def test_bubbles_of_unequal_stages_equal_the_full_simulation(schedule):
+    """The last stage is slower by its output layer: the other ranks wait for it after many micro-batches only."""
+    for stages, microbatches in ((2, 49), (4, 49), (4, 82)):
+        cfg = settings(f"{SCHEDULES[schedule]} --vocab-size 3000", stages, microbatches)
+        assert enough_microbatches(cfg) < microbatches
+        full = simulated_timeline(cfg, microbatches, 3000).bubble
+        assert bubble_fraction(cfg, 3000) == pytest.approx(full, abs=6e-3)
+
+
+def test_peaks_before_the_steady_state_equal_the_full_simulation():
+    """A stage with more layers than the others has its peak late if the last round of micro-batches is incomplete."""
+    cfg = settings(f"{SCHEDULES['interleaved by 2']} --vocab-size 4000000", 4, 23)
+    peaks = ", ".join(f"{peak:g}" for peak in peak_layers(cfg, run_schedule(cfg, 23), 4_000_000))
+    assert peaks in dict(pipeline_rows(cfg, 4_000_000))["layers x micro-batches alive"]
 
 
 def test_the_output_layer_makes_the_bubble_larger():
