@@ -101,6 +101,9 @@ def check(shape, kind, strength, documents, tilings=TILINGS, reference=BY_TOKEN)
     ("channels", (70, 1, 1, 1, 16, 16), 60.0, True),  # of 4
     ("channels", (100, 1, 1, 1, 16, 16), 500.0, False),  # of one
     ("channels", (1, 1, 1, 1, 16, 16), 1.0, False),
+    ("delta", (66, 1, 1, 2, 128, 16), 0.1, True),  # two parts of the channels of keys
+    ("channels", (66, 1, 1, 2, 128, 16), 0.1, True),
+    ("states", (66, 1, 1, 2, 128, 16), 0.1, True),
     ("states", (130, 1, 1, 2, 16, 32), 0.1, True),
     ("states", (100, 2, 1, 1, 16, 16), 500.0, False),
 ])  # fmt: skip
