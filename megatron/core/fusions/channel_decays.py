@@ -84,7 +84,7 @@ if triton is not None:
 
     @triton.jit
     def _from_middles(sums_at, place, remaining, stride, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
-        """Return G and what :func:`_leaf` returns; with decays per head those of no decay."""
+        """Return G, then the level and the differences of :func:`_leaf`; with decays per head 0, all tokens and 0."""
         sums, level, since = 0.0, 6, 0.0
         if CHANNELS:
             sums = _rows(sums_at, place, remaining, stride, WIDTH)

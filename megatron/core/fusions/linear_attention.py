@@ -23,9 +23,9 @@ A factor exp(G_i) of q_i or k_i, and exp(-G_j) of k_j, gives g the gradient of t
 There are no atomics: same bits every run. G, start, end and all sums are fp32; operands of products have the dtype of
 the inputs.
 
-Triton 3.4 to 3.7.0 compile these for Hopper GPUs wrongly. A product that reads the transpose of another product's
-result: a further product computes the transpose, or transposed operands are loaded from memory. A loop in which a
-product and other operations read the same block, if two stages overlap: the next block overwrites it too early.
+No product reads the transpose of another product's result: Triton 3.4 to 3.7.0 compile that wrongly for Hopper GPUs.
+A further product computes the transpose, or transposed operands are loaded from memory. A loop that only sums products
+(``_products``) reads its blocks for nothing else: Triton 3.6 then overwrites them before the product has ended.
 
 Legend: s tokens, b batch, h heads of v, a heads of q and k (h / a consecutive heads share one), k, v channels, n
 chunks, c tokens of a chunk, p tokens padded to full chunks.

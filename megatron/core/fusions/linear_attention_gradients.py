@@ -1,5 +1,5 @@
-"""Triton kernels of the gradients of linear recurrences, in parallel over chunks, from what the scans of
-``linear_attention.py`` have written; its docstring has the formulas and the names."""
+"""Triton kernels of the gradients of linear recurrences, in parallel over chunks, after the scans of
+``linear_attention.py``, whose docstring has the formulas and the names."""
 
 from megatron.core.fusions.installed_triton import tl, triton
 
@@ -11,7 +11,7 @@ if triton is not None:
         value, grad, corrections, solved, vectors, begun, of_scores, of_system, small, grad_value,
         length, batch, heads, v_s, v_b, v_h, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DELTA: tl.constexpr,
     ):  # fmt: skip
-        """Write to ``of_scores`` [b, h, n, c, c] the gradients of q_i.k_j through P (j < i), to ``of_system`` those of
+        """Write to ``of_scores`` [b, h, n, c, c] the gradients of q_i.k_j through P (j < i), to ``of_system`` of
         beta_i k_i.k_j through A (j < i), elsewhere 0, and to ``small`` [2, b, h, p] the gradients of q_i.k_i. With
         DELTA write the gradient of value, and to ``small`` what value contributes to the gradient of beta."""
         chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads

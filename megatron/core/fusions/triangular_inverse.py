@@ -9,8 +9,8 @@ if triton is not None:
     def _inverse(lower, C: tl.constexpr):
         """Return T = (1 + A)^-1, A = ``lower``. Elimination solves T (1 + A) = 1 in blocks: column m of T, times row m
         of A, is subtracted from columns j < m. A merge of blocks of 16, then of 32: the lower left quarter of T is
-        -T_11 A_10 T_00. Its products are in TF32, whose error is about a quarter of that of T in bf16; products of
-        only these blocks in fp32 take five times as long."""
+        -T_11 A_10 T_00. Its products are in TF32: T in bf16 has a larger error, unless keys are nearly equal and
+        beta is near 2. Products of only these blocks in fp32 take five times as long."""
         block, other = tl.arange(0, C // 16)[:, None, None, None], tl.arange(0, C // 16)[None, None, :, None]
         row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
         a = tl.sum(tl.where(block == other, tl.reshape(lower, (C // 16, 16, C // 16, 16)), 0.0), 2)
