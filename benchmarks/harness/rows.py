@@ -184,9 +184,18 @@ ROWS: dict[str, Row] = {
         2, 6, 4096, 32, f"{ZERO} --expert-model-parallel-size 2", micro_batch=2, shape=QWEN3_30B_A3B,
         tiny=TINY_EXPERTS, seconds=90,
     ),
+    # for graphs, which hold no reductions of gradients
+    "qwen3-moe-ep2-no-overlap": Row(
+        2, 6, 4096, 32, "--use-distributed-optimizer --expert-model-parallel-size 2", micro_batch=2,
+        shape=QWEN3_30B_A3B, tiny=TINY_EXPERTS, seconds=90,
+    ),
     "mixtral-ep4": Row(
         4, 8, 8192, 32, f"{ZERO} --expert-model-parallel-size 4", iters=8, shape=MIXTRAL_8X7B, tiny=TINY_EXPERTS,
         seconds=90,
+    ),
+    "qwen3-moe-ep4-no-overlap": Row(
+        4, 16, 4096, 64, "--use-distributed-optimizer --expert-model-parallel-size 4", micro_batch=2, iters=8,
+        shape=QWEN3_30B_A3B, tiny=TINY_EXPERTS, seconds=90,
     ),
     "qwen3-moe-ep4": Row(
         4, 16, 4096, 64, f"{ZERO} --expert-model-parallel-size 4", micro_batch=2, iters=8, shape=QWEN3_30B_A3B,
@@ -206,6 +215,10 @@ ROWS: dict[str, Row] = {
     "moonlight-ep2": Row(
         2, 7, 4096, 32, f"{ZERO} --expert-model-parallel-size 2", micro_batch=2, shape=moonlight(7),
         tiny=TINY_MOONLIGHT, seconds=90,
+    ),
+    "moonlight-ep2-no-overlap": Row(
+        2, 7, 4096, 32, "--use-distributed-optimizer --expert-model-parallel-size 2", micro_batch=2,
+        shape=moonlight(7), tiny=TINY_MOONLIGHT, seconds=90,
     ),
     # the full model
     "moonlight-ep4": Row(

@@ -150,7 +150,7 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
         num_distributed_optimizer_instances=cfg.distributed.num_distributed_optimizer_instances,
         hierarchical_context_parallel_sizes=model.hierarchical_context_parallel_sizes,
         hybrid_context_parallel=model.hybrid_context_parallel,
-        copy_engines=model.copy_engines,
+        copy_engines=model.copy_engines and cfg.training.cuda_graph_impl == "none",  # replays repeat their numbers
         group_of_one=False,  # a single process needs neither torch.distributed nor a network
     )
     seed_everything(model.seed)

@@ -7,8 +7,8 @@ models and micro-batches. A graph repeats the same kernels on the same addresses
   generator state to keep in step). The loss weights, which change with every batch, have fixed addresses.
 * Batches reach forward steps on the device, also during warm-up, so that no kernel choice depends on their values;
   padding bounds are tensors that kernels read (``is_on_host`` in ``attention/packed_seq_params.py``).
-* Captured hook kernels accumulate into ``main_grad``. Host code of the hooks runs once, during capture. Data-parallel
-  reductions start after the last replay.
+* Exchanges of tokens between expert-parallel ranks have fixed sizes and go through NCCL, which is captured.
+* Captured hook kernels accumulate into ``main_grad``; their host code runs once. The last replay precedes reductions.
 * Weights, ``main_grad``, delayed fp8 scales and the graph's memory keep their addresses. Each replay casts fp8 weights.
 
 Each set of shapes has a recording, up to ``MOST_RECORDINGS``; they share one pool of memory. A task may state a number
@@ -16,7 +16,7 @@ by which kernels are launched as the shape of a tensor without elements (``full_
 
 The first iterations run eagerly on the capture stream (AccumulateGrad nodes belong to the stream that created them) to
 load and tune kernels. Results are bit-identical to eager execution if the same kernels run with and without padding.
-Dynamic shapes and waits for other ranks inside a micro-batch are rejected (``rules/backends.py``)."""
+Dynamic shapes and other communication inside a micro-batch are rejected (``rules``)."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ TINY = (
     "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 "
 )
 ENGINE = "--transformer-impl transformer_engine "
+EXPERTS = "--num-experts 4 --swiglu --bf16"
 
 
 def problems(text, world_size=1, family="gpt"):
@@ -100,12 +101,25 @@ def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
         (f"{ENGINE} --attention-dropout 0", "is untested with"),
         ("--mtp-num-layers 1", "reads the current loss scale"),
         ("--apex-parts norm adam", "is untested with --apex-parts"),
+        (f"{EXPERTS} --expert-model-parallel-size 2", "reads the number of received rows on the host"),
+        (f"{EXPERTS} --expert-tensor-parallel-size 2", "contains collectives (--expert-tensor"),
     ],
 )
 def test_cuda_graph_rejects_flags_that_it_cannot_capture(text, problem, everything_installed):
     assert problems("--cuda-graph-impl local --global-batch-size 8", 2) == []
     result = problems(f"--cuda-graph-impl local {text}", 2)
     assert len(result) == 1 and problem in result[0], result
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "--moe-token-dispatcher-type allgather --moe-static-rows",
+        "--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
+    ],
+)
+def test_a_cuda_graph_holds_exchanges_of_tokens_of_fixed_size(rows, everything_installed):
+    assert problems(f"--cuda-graph-impl local {EXPERTS} --expert-model-parallel-size 2 {rows}", 2) == []
 
 
 @pytest.mark.parametrize(
