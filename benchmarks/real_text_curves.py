@@ -1,7 +1,9 @@
-"""Compare loss curves on real text: a Llama-shaped 345M model, 400 steps of 65,536 tokens, from equal initial weights.
+"""Compare loss curves on real text: a Llama-shaped 345M model, or one of 64 fine-grained experts, 400 steps of 65,536
+tokens, from equal initial weights.
 
     python benchmarks/collect_text.py --output text --sample-tokens 26500000
     python benchmarks/real_text_curves.py --data text/sample --curves bf16 --output DIR/real_text.json   # one per call
+    python benchmarks/real_text_curves.py --data text/sample --shape experts --curves "bf16, other weights" ...
     python benchmarks/real_text_curves.py --draw docs/guides/real_text.svg                               # matplotlib
 
 Curves: this program in bf16 and in fp8 (tensorwise, hybrid), from other initial weights (the noise of seeds), a plain
@@ -11,7 +13,7 @@ plain loop shares no other code with this program: fp32 master weights and gradi
 Differences are means of :data:`WINDOW` steps, against bf16; a curve passes if its differences are smaller than the
 noise of seeds (root mean square, and at the end). The mean of the fp8 curves from two weights has to end within 0.25 %,
 if its standard error is smaller than that. No network is used. Results are merged with --output, or else with
-benchmarks/results/real_text.json. Exit code 1 if a run or a comparison fails.
+benchmarks/results/real_text.json (``experts``: real_text_experts.json). Exit code 1 if a run or a comparison fails.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from benchmarks.harness.jobs import read_records, reason, run_command, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "real_text.json"
+EXPERTS = RESULTS.with_name("real_text_experts.json")
 WINDOW, FP8_BAND = 20, 0.0025
 SEED = 1234
 SHAPES = {
@@ -51,9 +54,14 @@ SHAPES = {
               "vocab": 32_000},
     "tiny": {"hidden": 64, "ffn": 176, "layers": 2, "heads": 4, "length": 32, "micro": 2, "batch": 4,
              "vocab": 512},
+    # a quarter of 0.9 billion parameters reads a token; as Qwen3-MoE, with a balancing loss per sequence
+    "experts": {"hidden": 1024, "ffn": 352, "layers": 12, "heads": 16, "length": 2048, "micro": 16, "batch": 32,
+                "vocab": 32_000, "experts": 64, "choices": 8},
+    "tiny-experts": {"hidden": 64, "ffn": 48, "layers": 2, "heads": 4, "length": 32, "micro": 2, "batch": 4,
+                     "vocab": 512, "experts": 8, "choices": 3},
 }  # fmt: skip
 RATE = {"max": 6e-4, "min": 6e-5, "warmup": 40}
-DECAY, BETAS, CLIP = 0.1, (0.9, 0.95), 1.0
+DECAY, BETAS, CLIP, BALANCE = 0.1, (0.9, 0.95), 1.0, 0.01
 MEGATRON_LM = (
     "--finetune --no-load-optim --no-load-rng --ckpt-format torch_dist --dist-ckpt-strictness log_all "
     "--transformer-impl transformer_engine --use-mcore-models --no-rope-fusion --no-gradient-accumulation-fusion "
@@ -66,22 +74,35 @@ CURVES = {"bf16": "", "fp8": FP8, "bf16" + OTHER: "", "transformers": None, "meg
 
 
 def initial_weights(shape: dict[str, int], seed: int, folder: Path) -> Path:
-    """Write a LlamaForCausalLM of ``shape`` with random bf16 weights from ``seed``; return ``folder``."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Write a model of ``shape`` with random bf16 weights from ``seed``, a LlamaForCausalLM or with experts a
+    Qwen3MoeForCausalLM; return ``folder``."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=shape["vocab"], hidden_size=shape["hidden"], intermediate_size=shape["ffn"],
-        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], tie_word_embeddings=True,
-        max_position_embeddings=shape["length"], rms_norm_eps=1e-5, initializer_range=0.02,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    settings: dict[str, Any] = {
+        "vocab_size": shape["vocab"], "hidden_size": shape["hidden"], "intermediate_size": shape["ffn"],
+        "num_hidden_layers": shape["layers"], "num_attention_heads": shape["heads"], "tie_word_embeddings": True,
+        "num_key_value_heads": shape["heads"], "max_position_embeddings": shape["length"], "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+    }  # fmt: skip
+    if "experts" in shape:
+        config: Any = Qwen3MoeConfig(
+            **settings, num_experts=shape["experts"], num_experts_per_tok=shape["choices"], norm_topk_prob=True,
+            moe_intermediate_size=shape["ffn"], head_dim=shape["hidden"] // shape["heads"],
+        )  # fmt: skip
+    else:
+        config = LlamaConfig(**settings)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
 def flags(shape: dict[str, int], steps: int, prefix: Path, precision: str = "--bf16") -> list[str]:
     """Return the flags that this program and Megatron-LM share. ``precision``: a flag, or empty for fp32."""
+    experts = (
+        f"--num-experts {shape['experts']} --moe-router-topk {shape['choices']} --moe-ffn-hidden-size {shape['ffn']} "
+        f"--qk-layernorm --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff {BALANCE} "
+        "--moe-token-dispatcher-type alltoall --moe-grouped-gemm"
+    ) if "experts" in shape else ""  # fmt: skip
     return (
         f"--num-layers {shape['layers']} --hidden-size {shape['hidden']} --ffn-hidden-size {shape['ffn']} "
         f"--num-attention-heads {shape['heads']} --seq-length {shape['length']} "
@@ -91,7 +112,7 @@ def flags(shape: dict[str, int], steps: int, prefix: Path, precision: str = "--b
         f"--lr {RATE['max']} --min-lr {RATE['min']} --lr-decay-style cosine --lr-decay-iters {steps} "
         f"--lr-warmup-iters {min(RATE['warmup'], steps // 2)} --weight-decay {DECAY} --adam-beta1 {BETAS[0]} "
         f"--adam-beta2 {BETAS[1]} --clip-grad {CLIP} --seed {SEED} --split 1,0,0 --eval-iters 0 --log-interval 1 "
-        f"--num-workers 1 --tokenizer-type NullTokenizer --data-path {prefix}"
+        f"--num-workers 1 --tokenizer-type NullTokenizer --data-path {prefix} {experts}"
     ).split()
 
 
@@ -134,14 +155,25 @@ def samples(shape: dict[str, int], steps: int, prefix: Path) -> Callable[[int], 
     return batch
 
 
+def balancing_loss(router_logits: Sequence[torch.Tensor], sequences: int, choices: int) -> torch.Tensor:
+    """Return the sum over layers, of logits [sequences * s, e], of the mean over sequences of e times the product of
+    the fraction of choices and the mean probability of each expert (arXiv 2101.03961, equation 4)."""
+    losses = []
+    for logits in router_logits:
+        scores = logits.float().softmax(-1).unflatten(0, (sequences, -1))
+        chosen = torch.nn.functional.one_hot(scores.topk(choices).indices, scores.shape[-1])
+        losses.append((chosen.float().mean((1, 2)) * scores.mean(1)).sum(1).mean() * scores.shape[-1])
+    return torch.stack(losses).sum()
+
+
 def plain_loop(
     shape: dict[str, int], steps: int, batch: Callable[[int], torch.Tensor], weights: Path, stop_after: float
 ) -> list[float]:
     """Train with torch and ``transformers`` only, for at most ``stop_after`` seconds; return the loss of each step."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = LlamaForCausalLM.from_pretrained(weights, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.to(device).train()
     working = list(model.parameters())
     master = [torch.nn.Parameter(parameter.detach().float()) for parameter in working]
@@ -151,16 +183,19 @@ def plain_loop(
     ]
     optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=1e-8)
     num_micro = 2 * shape["batch"] // shape["micro"]  # logits in fp32 need more memory than this program's
+    routers = {"output_router_logits": True} if "experts" in shape else {}
     losses, start = [], time.perf_counter()
     for step in range(steps):
         total = torch.zeros((), device=device)
         for parameter in master:
             parameter.grad = torch.zeros_like(parameter)
         for rows in batch(step).to(device).split(shape["batch"] // num_micro):
-            logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten()) / num_micro
-            loss.backward()
-            total += loss.detach()
+            outputs = model(input_ids=rows[:, :-1], use_cache=False, **routers)
+            loss = torch.nn.functional.cross_entropy(outputs.logits.float().flatten(0, 1), rows[:, 1:].flatten())
+            total += loss.detach() / num_micro
+            if routers:
+                loss = loss + BALANCE * balancing_loss(outputs.router_logits, len(rows), shape["choices"])
+            (loss / num_micro).backward()
             for parameter, low in zip(master, working, strict=True):
                 parameter.grad += low.grad  # fp32 sum over micro-batches
                 low.grad = None
@@ -310,9 +345,11 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=540, help="seconds per curve")
     parser.add_argument("--megatron-lm", type=Path, metavar="CHECKOUT", help="for the curve megatron-lm")
     parser.add_argument("--draw", type=Path, metavar="SVG", help="only plot the stored curves")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    source = args.output if args.output.exists() else RESULTS
+    known = EXPERTS if args.shape == "experts" else RESULTS
+    args.output = args.output or known
+    source = args.output if args.output.exists() else known
     stored = json.loads(source.read_text(encoding="utf-8")) if source.exists() else {}
     if args.draw:
         draw(stored, args.draw)

@@ -53,12 +53,14 @@ def test_sample_cuts_the_last_document(tmp_path):
     assert [list(data[index]) for index in range(len(data))] == [list(range(10)), list(range(10, 14))]
 
 
-def test_plain_loop_and_this_program_have_equal_losses(tmp_path):
+@pytest.mark.parametrize("name", ["tiny", "tiny-experts"])
+def test_plain_loop_and_this_program_have_equal_losses(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(real_text_curves, "BALANCE", 1.0)
     tokens = np.random.default_rng(0).integers(0, 64, 3000, dtype=np.uint16)
     with IndexedDatasetBuilder(str(tmp_path / "text.bin"), np.uint16) as builder:
         builder.add_documents(tokens, np.full(60, 50))
         builder.finalize(str(tmp_path / "text.idx"))
-    shape, steps = real_text_curves.SHAPES["tiny"], 16
+    shape, steps = real_text_curves.SHAPES[name], 16
     weights = real_text_curves.initial_weights(shape, 1, tmp_path / "weights")
     batch = real_text_curves.samples(shape, steps, tmp_path / "text")
     plain = real_text_curves.plain_loop(shape, steps, batch, weights, 300)
