@@ -246,6 +246,14 @@ ROWS: dict[str, Row] = {
     "gdn": Row(1, 16, 8192, 8, shape=GATED_DELTA_NETS, tiny=TINY_DELTA_NETS, seconds=90),
     "gdn-s32768": Row(1, 8, 32768, 2, shape=GATED_DELTA_NETS, tiny=TINY_DELTA_NETS, seconds=90),
     "gdn-s131072": Row(1, 4, 131072, 1, RECOMPUTED, shape=GATED_DELTA_NETS, tiny=TINY_DELTA_NETS, seconds=90),
+    # one sequence on two ranks, next to one on each
+    "gdn-cp2-s131072": Row(
+        2, 4, 131072, 1, f"{RECOMPUTED} {ZERO} --context-parallel-size 2", shape=GATED_DELTA_NETS, tiny=TINY_DELTA_NETS,
+        seconds=90,
+    ),
+    "gdn-dp2-s131072": Row(
+        2, 4, 131072, 2, f"{RECOMPUTED} {ZERO}", shape=GATED_DELTA_NETS, tiny=TINY_DELTA_NETS, seconds=90
+    ),
     "dense-s32768": Row(1, 8, 32768, 2, seconds=90),
     "dense-s131072": Row(1, 4, 131072, 1, RECOMPUTED, seconds=90),
     # the language model and the tokens of "one"
