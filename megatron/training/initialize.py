@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron import serve_other_names
 from megatron.core import parallel_state
+from megatron.core.fusions.cuda_graphs import release_cuda_graphs
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.training.config.launcher import launched_rank, launched_world_size, local_rank
@@ -161,6 +162,7 @@ def shut_down() -> None:
     """Synchronize all ranks, then destroy the process groups, so that no rank reports a peer that finished first."""
     if dist.is_initialized():
         dist.barrier()
+        release_cuda_graphs()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
 
 Outputs = TypeVar("Outputs")
+_graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
 
 class Recorder(Protocol):
@@ -23,6 +25,7 @@ def record_cuda_graph(
     ones, overwritten by each replay. Other threads may use CUDA meanwhile. Graphs with the same ``pool`` share memory
     for temporary tensors: they must not be replayed at the same time."""
     graph = torch.cuda.CUDAGraph()
+    _graphs.add(graph)
     # thread_local: other threads (pin-memory loaders, watchdogs) may call CUDA during the capture
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]
         outputs = run()
@@ -32,3 +35,9 @@ def record_cuda_graph(
         return outputs
 
     return replay
+
+
+def release_cuda_graphs() -> None:
+    """Free all graphs, which must not be replayed again: NCCL ends a communicator only after graphs of its kernels."""
+    for graph in list(_graphs):
+        graph.reset()
