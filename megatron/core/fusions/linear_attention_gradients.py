@@ -111,9 +111,22 @@ if triton is not None:
                 rise = tl.load(rise_at, mask=i < remaining, other=0.0)
             else:
                 rise = tl.load(grad_decay + part_at, mask=token < length, other=0.0)
+            left, right = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
+            of_total = tl.zeros((BK,), tl.float32)
+            for block in tl.range(0, V, BV, num_stages=1):  # s and ds are operands of products and read here
+                s = _rows(states + matrix + block, tl.arange(0, BK), BK, V, BV)
+                ds = _rows(grad_states + matrix + block, tl.arange(0, BK), BK, V, BV)
+                of_total += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+                if DELTA:
+                    left = tl.dot(_rows(solved + tokens + block, place, C, V, BV), tl.trans(s), left)
+                    u = _rows(corrections + tokens + block, place, C, V, BV)
+                else:
+                    u_at = value + first * v_s + row.to(tl.int64) * v_b + head * v_h
+                    u = _rows(u_at + block, place, remaining, v_s, BV)
+                right = tl.dot(u, tl.trans(ds), right)
             if DELTA:
                 start = tl.load(vector + size)[:, None] * tl.exp(tl.minimum(sums, 0.0))
-                left = -start * _products(solved + tokens, place, C, V, states + matrix, V, BK, BV, C)
+                left *= -start
                 pairs, beta = _square(of_system + square, place, place, C), tl.load(vector + 3 * size)
                 left = _add_pairs(
                     left, pairs, k, since, -since, leaf, sums_at, place, remaining, stride, BK, C, CHANNELS
@@ -124,16 +137,6 @@ if triton is not None:
                 left *= beta[:, None]
                 rise += k * left if CHANNELS else beta * of_beta
                 dk += left
-            of_total = tl.zeros((BK,), tl.float32)
-            for block in range(0, V, BV):
-                s = _rows(states + matrix + block, tl.arange(0, BK), BK, V, BV)
-                ds = _rows(grad_states + matrix + block, tl.arange(0, BK), BK, V, BV)
-                of_total += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
-            if DELTA:
-                right = _products(corrections + tokens, place, C, V, grad_states + matrix, V, BK, BV, C)
-            else:
-                u_at = value + first * v_s + row.to(tl.int64) * v_b + head * v_h
-                right = _products(u_at, place, remaining, v_s, grad_states + matrix, V, BK, BV, C)
             right *= end
             of_last = total * (of_total if CHANNELS else tl.sum(of_total))
             of_last += tl.sum(k * right, 0) if CHANNELS else tl.sum(tl.sum(k * right, 1))

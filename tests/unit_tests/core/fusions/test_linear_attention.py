@@ -164,7 +164,7 @@ CHANNEL_MUTANTS = {
     "keys at the end of a chunk do not decay": ("(end * k)", "(1.0 * k)"),
     "keys at the begin of a chunk do not decay": ("(start * k)", "(1.0 * k)"),
     "a token has no score for itself": ("together, tl.dot((q *", "together & (i != j), tl.dot((q *"),
-    "the state has no gradient of beta": ("left = -start * _products", "left = -0 * start * _products"),
+    "the state has no gradient of beta": ("left *= -start", "left *= -0.0 * start"),
     "decays until a token have no gradient": ("rise -= k * right", "rise -= 0 * k * right"),
     "pairs have no decays in gradients": ("total += tl.exp(since) * tl.dot(matrix", "total += tl.dot(matrix"),
 }
