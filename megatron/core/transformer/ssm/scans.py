@@ -80,8 +80,8 @@ def _scan_by_states(
     outputs = []
     for (output, _), state in zip(results, layout.local(torch.stack(states), 0)):
         inside, remains = output.split((width, channels), dim=-1)
-        # one product per head: broadcasting would copy the state for every token
-        outputs.append(inside + torch.einsum("sbhk,bhkv->sbhv", remains.to(state.dtype), state))
+        # one product per head, as in the kernels in the dtype of the outputs: broadcasting would copy the state
+        outputs.append(inside + torch.einsum("sbhk,bhkv->sbhv", remains, state.to(remains.dtype)))
     return torch.cat(outputs)
 
 
