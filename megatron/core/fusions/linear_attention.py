@@ -24,7 +24,7 @@ There are no atomics: same bits every run. G, start, end and all sums are fp32; 
 the inputs.
 
 No product reads the transpose of another product's result: Triton 3.4 to 3.7.0 compile that wrongly for Hopper GPUs.
-A further product computes the transpose, or transposed operands are loaded from memory. A loop that only sums products
+A further product computes the transpose, or transposed operands are loaded from memory. A pipelined loop of products
 (``_products``) reads its blocks for nothing else: Triton 3.6 then overwrites them before the product has ended.
 
 Legend: s tokens, b batch, h heads of v, a heads of q and k (h / a consecutive heads share one), k, v channels, n
@@ -50,7 +50,7 @@ Tiling = tuple[int, int, int]
 ``channel_gradients`` of k."""
 TILINGS: Mapping[str, Tiling] = {
     "pairs": (0, 4, 1), "channel_pairs": (32, 4, 2), "forward": (32, 4, 3), "states": (32, 4, 3),
-    "backward": (32, 4, 3), "pair_gradients": (64, 8, 2), "gradients": (64, 4, 2), "channel_gradients": (64, 8, 1),
+    "backward": (32, 4, 3), "pair_gradients": (64, 8, 2), "gradients": (64, 4, 1), "channel_gradients": (64, 8, 1),
 }  # fmt: skip
 """Tilings of the kernels. The passes ``forward`` (outputs), ``states`` and ``backward`` are sequential: their latency
 is their time. Three stages leave room for one program per SM (:func:`_scan_options`)."""
@@ -61,7 +61,7 @@ CANDIDATES: Mapping[str, tuple[Tiling, ...]] = {
     "states": ((32, 4, 2), (32, 4, 3), (64, 4, 3), (64, 8, 3)),
     "backward": ((32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2)),
     "pair_gradients": ((64, 4, 1), (64, 8, 1), (64, 8, 2)),
-    "gradients": ((64, 4, 1), (64, 4, 2), (128, 8, 1)),
+    "gradients": ((64, 4, 1), (64, 4, 2)),
     "channel_gradients": ((64, 8, 1), (64, 8, 2)),
 }
 """Tilings that benchmarks time and GPU tests check."""
@@ -280,7 +280,7 @@ class _Chunks:
 def _options(kernel: Any, name: str, tilings: Mapping[str, Tiling], chunks: _Chunks) -> dict[str, Any]:
     """Return the constants that ``kernel`` takes, and its tiling."""
     width, num_warps, num_stages = tilings[name]
-    block = 64 if kernel is _gradients_kernel else width
+    block = {"gradients": 128, "channel_gradients": 64}.get(name, width)
     # BK, BV: the largest power of two that divides both
     constants = {
         "K": chunks.key.shape[-1], "V": chunks.value.shape[-1], "BK": math.gcd(width, chunks.key.shape[-1]),
