@@ -192,6 +192,7 @@ def fully_sharded(rank, world_size, gathers):
     with mock.patch.object(dist, name, counting):
         out = model(torch.ones(16, 1, 64, dtype=torch.bfloat16))
         out.sum().backward()
+        model.finish_grad_sync()
     first = out.detach().float()
     for parameter in model.parameters():
         parameter.detach().to_local().mul_(2)

@@ -1,9 +1,10 @@
 """Fully sharded data parallelism with torch's ``fully_shard`` (FSDP2, ZeRO-3).
 
-Each layer is one FSDP unit, and so is the rest of the model: its weights are all-gathered before it runs and freed
-afterwards (Zhao et al. 2023). Trained weights are stored as fp32 shards and gathered in the compute dtype, frozen ones
-are stored in it. The gradients of every micro-batch are reduce-scattered and accumulated in fp32 shards. They are
-summed, as in ``DistributedDataParallel``; nothing divides by the number of ranks.
+Each layer is one FSDP unit, and so is the output layer, and the rest of the model: its weights are all-gathered before
+it runs and freed afterwards (Zhao et al. 2023); the last two are freed after the last micro-batch. Trained weights are
+stored as fp32 shards and gathered in the compute dtype, frozen ones are stored in it. The gradients of every
+micro-batch are reduce-scattered and accumulated in fp32 shards. They are summed, as in ``DistributedDataParallel``;
+nothing divides by the number of ranks.
 
 With several optimizer instances weights are sharded within an instance and replicated over instances (HSDP). Expert
 parameters are sharded over the expert-data-parallel ranks. This requires modules that hold expert parameters only;
@@ -41,14 +42,14 @@ from megatron.core.sharding.placement import data_parallel_groups, spec_or_repli
 class TorchFullyShardedDataParallel(DataParallel):
     """``module`` (one chunk, on its device) sharded over at least two data- and context-parallel ranks, in place:
     trained half-precision parameters become fp32 ``DTensor`` shards; ``parameter.compute_dtype`` keeps the dtype that
-    the model computes in. ``layers``: submodules that become one FSDP unit each, outermost last; the rest is the last
-    unit. ``reshard_after_forward``: whether to free a layer's full weights between forward and backward. UserError for
-    a single rank, parameters of several dtypes, a declared storage, a module with both dense and expert parameters
-    directly, or one optimizer instance per rank."""
+    the model computes in. ``layers``: submodules that become one FSDP unit each, outermost last, and so does ``last``,
+    which runs after them; the rest is another unit. ``reshard_after_forward``: whether to free a layer's full weights
+    between forward and backward. UserError for a single rank, parameters of several dtypes, a declared storage, a
+    module with both dense and expert parameters directly, or one optimizer instance per rank."""
 
     def __init__(
         self, ddp_config: DistributedDataParallelConfig, module: nn.Module, layers: Iterable[nn.Module],
-        groups: ProcessGroups, *, reshard_after_forward: bool = True,
+        groups: ProcessGroups, *, reshard_after_forward: bool = True, last: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__(module, groups)
         if groups.dp_cp.size == 1:
@@ -81,7 +82,10 @@ class TorchFullyShardedDataParallel(DataParallel):
             units = [*zip(experts, [_mesh(groups.expert, device)] * len(experts)), *units]
         for unit, over in units:
             fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._kept: list[FSDPModule] = []  # gathered until the backward pass in any case
+        for rest in (module,) if last is None else (last, module):
+            self._kept.append(fully_shard(rest, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
+            self._kept[-1].set_reshard_after_backward(False, recurse=False)
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         # FSDP2 averages by default: ``finalize_model_grads`` divides by the tokens and needs the plain sum
         for unit in self._units:
@@ -156,7 +160,10 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     def finish_grad_sync(self, *unused: Any) -> None:
         """Set ``main_grad`` to this rank's shard of the summed gradient (shares memory with ``grad``). A parameter
-        without a gradient gets zeros. Starts no collective: backward has reduced already."""
+        without a gradient gets zeros. Starts no collective: backward has reduced already. Frees the weights that were
+        kept for further micro-batches."""
+        for unit in self._kept:
+            unit.reshard()
         for parameter in self._trained:
             gradient = parameter.grad
             local = torch.zeros_like(flat_range(parameter)[0]) if gradient is None else flat_range(gradient)[0]

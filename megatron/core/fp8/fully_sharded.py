@@ -1,10 +1,11 @@
 """All-gathers of weights in fp8 by ``fully_shard`` (--fp8-param-gather with --use-torch-fsdp2), through the extension
 points of torch (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``): one byte per weight instead of two.
 
-The weights that a rank stores become a :class:`ShardedWeight`. Before an all-gather it casts its rows with the scale of
-the full weight; afterwards the module has a :class:`GatheredWeight`, which has fp8 bytes and no values. Results are
-bit-identical to gathers of bf16 weights, which would be cast with the same scale. Weights whose rows the ranks do not
-divide are gathered in bf16: ``fully_shard`` moves padded shards to other memory at the first forward pass."""
+The weights that a rank stores become a :class:`ShardedWeight`. Once per step its rows are cast with the scale of the
+full weight, for all gathers; afterwards the module has a :class:`GatheredWeight`, which has fp8 bytes and no values.
+Results are bit-identical to gathers of bf16 weights, which would be cast with the same scale. Weights whose rows the
+ranks do not divide are gathered in bf16: ``fully_shard`` moves padded shards to other memory at the first forward
+pass."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class ShardedWeight(torch.Tensor):
         policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], None]:  # fmt: skip
         """Return this rank's rows in fp8, uint8."""
-        values = self.plain.view(-1).to(policy.param_dtype or self.dtype)
-        return (self.fp8_copy.cast(values, mesh.get_local_rank() * values.numel()).view(self.shape),), None
+        assert self.fp8_copy.rows is not None, "scales come before gathers"
+        return (self.fp8_copy.rows.view(self.shape),), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
@@ -128,7 +129,7 @@ class ScalesOfShards:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Exchange largest magnitudes and set the scales, if weights may have changed."""
+        """Exchange largest magnitudes, set the scales and cast this rank's rows, if weights may have changed."""
         if self._scaled.valid_for(self.epoch):
             return
         self._scaled.made_for(self.epoch)
@@ -137,3 +138,6 @@ class ScalesOfShards:
             local, start, _ = flat_range(parameter)
             parts.append(copy.amax(local.to(self._dtype).view(-1), start))
         exchange_scales([copy for copy, _ in self._weights], parts, self._group)
+        for copy, parameter in self._weights:
+            local, start, _ = flat_range(parameter)
+            copy.rows = copy.cast(local.to(self._dtype).view(-1), start)

@@ -75,6 +75,8 @@ class GatheredCopy:
         self.factor: Tensor | None = None
         """fp32 [1] or [ceil(o / 128), ceil(i / 128)]; None before the first gather."""
         self.inverse: Tensor | None = None
+        self.rows: Tensor | None = None
+        """This rank's part of ``payload``, which FSDP gathers, uint8."""
         self.num_gathers = 0
 
     @property

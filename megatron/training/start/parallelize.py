@@ -88,7 +88,9 @@ def parallelize(model_chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: 
     if distributed.use_torch_fsdp2 and groups.dp_cp.size > 1:
         reshard = distributed.torch_fsdp2_reshard_after_forward
         return [
-            TorchFullyShardedDataParallel(ddp, chunk, transformer_layers(chunk), groups, reshard_after_forward=reshard)
+            TorchFullyShardedDataParallel(
+                ddp, chunk, transformer_layers(chunk), groups, reshard_after_forward=reshard, last=output_layer(chunk)
+            )
             for chunk in model_chunks
         ]
     if distributed.use_torch_fsdp2:
@@ -99,6 +101,12 @@ def parallelize(model_chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
     """Return all transformer layers of a chunk, the units that FSDP gathers one by one."""
     return [layer for stack in model.modules() if isinstance(stack, LayerList) for layer in stack]
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """Return the output layer of a chunk if it has a weight of its own."""
+    layer = getattr(model, "output_layer", None)
+    return None if getattr(layer, "weight", None) is None else layer
 
 
 def report_choices(model_chunks: Sequence[nn.Module], fp8: str | None) -> None:

@@ -184,8 +184,8 @@ class LanguageModule(MegatronModule):
         """Return logits [b, s, v] of [s, b, h], with -inf for padded entries, or fp32 losses [b, s] of ``labels`` [b,
         s]. Divides by ``logits_scaling``, and by the width multiplier of muP. Without ``parallel_output``, all-gathers
         the logits over the tensor-parallel group; losses are complete on every rank."""
-        weight = self.output_layer.weight
-        if weight is None:
+        weight = None  # its own, which the layer reads after FSDP has gathered it
+        if self.output_layer.weight is None:
             weight = self.embedding.word_embeddings.weight
         divisor = self.config.logits_scaling / output_factor(self.config)
         if divisor != 1.0:  # scale the input: the chunked and fused losses accept no factor
