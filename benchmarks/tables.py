@@ -220,12 +220,13 @@ def loss_curves() -> str:
     return table(header, rows) + "".join(f"\n* {note}" for note in notes) + ("\n" if notes else "")
 
 
-def real_text() -> str:
+def real_text(name: str) -> str:
     """Return the comparisons of loss curves on real text."""
-    content = stored("real_text")
+    content = stored(name)
     rows = []
     for row in content.get("comparisons", []):
-        verdict = {True: "same", False: "**differs**", None: "the noise of seeds"}[row.get("passed")]
+        other = "noise" if row["curve"].startswith("bf16") else "–"
+        verdict = {True: "same", False: "**differs**"}.get(row.get("passed"), other)
         values = (f"{row[key]:.4f}" for key in ("rms", "largest", "last"))
         error = f" ± {row['error_relative']:.2%}" if "error_relative" in row else ""
         rows.append((row["curve"], row["steps"], *values, f"{row['last_relative']:.2%}{error}", verdict))
@@ -352,7 +353,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-before-kernels": partial(training, "training_before_kernels"),
     "pairs": pairs,
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
-    "gradient-sums": gradient_sums, "real-text": real_text, "killed-rank": killed_rank, "cards": cards,
+    "gradient-sums": gradient_sums, "real-text": partial(real_text, "real_text"),
+    "real-text-experts": partial(real_text, "real_text_experts"), "killed-rank": killed_rank, "cards": cards,
     "finetuning": finetuning,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
     "copy-engines": plain("copy_engines"), "gemms": plain("gemms"),

@@ -73,8 +73,9 @@ FIGURES: dict[str, list[tuple[str, Sequence[str]]]] = {
          [f"{OFFLOADED_8B}/{key}" for key in (SECONDS, GB)]),
     ],
     "docs/guides/moe.md": [
-        (r"(\d+) to (\d+) TFLOP/s per GPU; (\d+) on one GPU without EP",
-         [f"training/qwen3-moe{kind}/{TFLOPS}" for kind in ("-ep2+gather-tokens", "-ep2+static-rows", "")]),
+        (r"(\d+) to (\d+) TFLOP/s per GPU, (\d+) as CUDA graphs; (\d+) on one GPU without EP",
+         [f"training/qwen3-moe{kind}/{TFLOPS}"
+          for kind in ("-ep2+gather-tokens", "-ep2+static-rows", "-ep2-no-overlap+static-rows+cuda-graph", "")]),
     ],
     "docs/guides/optimizers.md": [
         (r"([\d.]+) s with AdamW, ([\d.]+) s with Muon; 0.48",
@@ -84,6 +85,8 @@ FIGURES: dict[str, list[tuple[str, Sequence[str]]]] = {
          [f"training/dp2{kind}/{SECONDS}" for kind in ("", "+muon")]),
     ],
     "docs/guides/fp8.md": [
+        (r"8,192 tokens: (\d+)\s+against (\d+) TFLOP/s; measured before",
+         [f"training/{row}+fp8-delayed-param-gather/{TFLOPS}" for row in ("fsdp2-dp2", "dp2")]),
         (r"TFLOP/s \(bf16: (\d+)\) \| (\d+) \| (\d+) \| (\d+) \|",
          [f"{name}/{TFLOPS}" for name in (ONE, DELAYED, TENSORWISE, "training/one+fp8-blockwise")]),
         (r"on one GPU: (\d+) GB, in bf16 (\d+) GB", [f"{TENSORWISE}/{GB}", f"{ONE}/{GB}"]),
