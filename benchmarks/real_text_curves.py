@@ -14,7 +14,7 @@ and gradients, AdamW, the cosine schedule. Differences are means of :data:`WINDO
 weights; a curve passes if its differences are smaller than the noise (root mean square, and at the end). The mean of
 the fp8 curves from two weights has to end within 0.25 %, if its standard error is smaller than that. No network is
 used. Results are merged with --output, or else with benchmarks/results/real_text.json (``experts``:
-real_text_experts.json). Exit code 1 if a run or a comparison fails. """
+real_text_experts.json). Exit code 1 if a run or a comparison fails."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def steady(timing: Sequence[dict[str, Any]], warmup: int, last: int) -> dict[str
     return {
         "seconds_per_iteration": statistics.median(seconds),
         "spread": round((max(seconds) - min(seconds)) / statistics.median(seconds), 4),
-        "measured_iterations": len(measured),
+        "seconds": [round(value, 4) for value in seconds],
         "tokens_per_second_per_gpu": statistics.median(r["tokens_per_second"] / r["world_size"] for r in measured),
         "tflops_per_gpu": statistics.median(record["tflops_per_device"] for record in measured),
         "peak_memory_gb": peak / 1e9 or None,
@@ -237,6 +237,7 @@ def combine(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         result[key] = statistics.median(values) if values else None
     result["tflops_of_each_repeat"] = [round(job["tflops_per_gpu"], 2) for job in good if job["tflops_per_gpu"]]
     result["spread_within_a_job"] = max(job["spread"] for job in good)
+    result["seconds_of_each_iteration"] = [job["seconds"] for job in good]
     result["losses"] = good[-1]["losses"]
     result["invalid"] = next((job["invalid"] for job in good if job["invalid"]), None)
     result["clocks"] = good[0]["clocks"]

@@ -127,9 +127,11 @@ def test_only_runs_that_train_count(losses, wrong):
 
 def test_a_row_is_the_median_of_its_jobs_and_an_unhealthy_one_spoils_it():
     job = {"command": "c", "seconds_per_iteration": 1.0, "tokens_per_second_per_gpu": 1.0, "peak_memory_gb": None,
-           "spread": 0.1, "losses": [2, 1], "invalid": None, "clocks": {}, "job_seconds": 3}  # fmt: skip
+           "spread": 0.1, "seconds": [1.0, 1.1], "losses": [2, 1], "invalid": None, "clocks": {},
+           "job_seconds": 3}  # fmt: skip
     runs = [{**job, "tflops_per_gpu": value} for value in (500.0, 520.0, 511.0)]
     assert jobs.combine(runs)["tflops_per_gpu"] == 511.0
+    assert jobs.combine(runs)["seconds_of_each_iteration"] == [[1.0, 1.1]] * 3
     assert jobs.combine([*runs, {**runs[0], "invalid": "bad"}])["invalid"] == "bad"
     assert jobs.combine([runs[0], {"command": "c", "error": "died"}])["error"] == "died"
 
@@ -142,4 +144,5 @@ def test_warm_up_and_profiled_iterations_are_left_out():
     ]  # fmt: skip
     result = jobs.steady(timing, 2, 5)
     assert result["seconds_per_iteration"] == 1.0 and result["spread"] == 0 and result["peak_memory_gb"] == 5.0
+    assert result["seconds"] == [1.0, 1.0, 1.0]
     assert "error" in jobs.steady(timing, 7, 7)
