@@ -13,6 +13,8 @@ ROWS = [
     "seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-token-dispatcher-type allgather --moe-static-rows",
     "global_aux_loss --moe-aux-loss-coeff 0.1 --moe-token-dispatcher-type allgather --moe-static-rows"
     " --use-distributed-optimizer --moe-shared-expert-intermediate-size 16",
+    "seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-token-dispatcher-type allgather --moe-static-rows"
+    " --overlap-moe-expert-parallel-comm",
     "none --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
 ]
 
