@@ -10,3 +10,5 @@ if triton is not None and triton.knobs.runtime.interpret:
 
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    # Triton adds its functions to modules of kernels, and ranks compare the functions of modules that are not Triton's
+    interpreter._patch_lang.__module__ = interpreter.__name__

@@ -7,7 +7,7 @@ import random
 import re
 import shutil
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from unittest import mock
 
 import numpy as np
@@ -282,6 +282,18 @@ def test_functions_that_triton_adds_to_a_module_do_not_change_its_digest():
     assert rank_agreement._functions_digest(module) == first
     exec("def loss(x): return x + 2", module.__dict__)
     assert rank_agreement._functions_digest(module) != first
+
+
+def test_every_function_that_the_interpreter_of_this_suite_adds_counts_as_one_of_triton():
+    pytest.importorskip("triton")
+    from triton.runtime import interpreter
+
+    from tests.test_utils import interpreter as faster  # noqa: F401  replaces one of them
+
+    functions = {name: member for name, member in vars(interpreter).items() if type(member) is FunctionType}
+    assert "_patch_lang" in functions
+    for name, function in functions.items():
+        assert function.__module__.partition(".")[0] in rank_agreement.ADDED, name
 
 
 @pytest.mark.parametrize("wrapper", ["", "@property", "@staticmethod", "@classmethod"])
