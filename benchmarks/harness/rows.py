@@ -185,6 +185,10 @@ ROWS: dict[str, Row] = {
         tiny=TINY_EXPERTS, seconds=90,
     ),
     # for graphs, which hold no reductions of gradients; short steps, of which not every one is logged
+    "mixtral-ep2-no-overlap": Row(
+        2, 3, 8192, 16, "--use-distributed-optimizer --expert-model-parallel-size 2", shape=MIXTRAL_8X7B,
+        tiny=TINY_EXPERTS, seconds=90,
+    ),
     "qwen3-moe-ep2-no-overlap": Row(
         2, 6, 4096, 32, "--use-distributed-optimizer --expert-model-parallel-size 2 --log-interval 4", micro_batch=2,
         iters=18, shape=QWEN3_30B_A3B, tiny=TINY_EXPERTS, seconds=90,
