@@ -191,6 +191,9 @@ def test_loader_workers_outlive_the_signal_only_if_the_trainer_catches_it(restor
         else:
             worker.join(10)
             assert not worker.is_alive()
+            # torch's shutdown would wait for a lock, for ever if the signal came while the worker held it
+            batches._index_queues[0].cancel_join_thread()
+            batches._shutdown = True
 
 
 @pytest.mark.parametrize("number", EXIT_SIGNALS)
