@@ -355,9 +355,9 @@ def main() -> int:
     parser.add_argument("--draw", type=Path, metavar="SVG", help="only plot the stored curves")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    known = EXPERTS if args.shape == "experts" else RESULTS
-    args.output = args.output or known
-    source = args.output if args.output.exists() else known
+    default = EXPERTS if args.shape == "experts" else RESULTS
+    args.output = args.output or default
+    source = args.output if args.output.exists() else default
     stored = json.loads(source.read_text(encoding="utf-8")) if source.exists() else {}
     if args.draw:
         draw(stored, args.draw)

@@ -184,7 +184,7 @@ ROWS: dict[str, Row] = {
         2, 6, 4096, 32, f"{ZERO} --expert-model-parallel-size 2", micro_batch=2, shape=QWEN3_30B_A3B,
         tiny=TINY_EXPERTS, seconds=90,
     ),
-    # for graphs, which hold no reductions of gradients; short steps, of which not every one is logged
+    # for CUDA graphs, which contain no reductions of gradients; every fourth of short steps is logged
     "mixtral-ep2-no-overlap": Row(
         2, 3, 8192, 16, "--use-distributed-optimizer --expert-model-parallel-size 2", shape=MIXTRAL_8X7B,
         tiny=TINY_EXPERTS, seconds=90,
