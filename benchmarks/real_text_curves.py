@@ -14,7 +14,7 @@ and gradients, AdamW, the cosine schedule. Differences are means of :data:`WINDO
 weights; a curve passes if its differences are smaller than the noise (root mean square, and at the end). The mean of
 the fp8 curves from two weights has to end within 0.25 %, if its standard error is smaller than that. No network is
 used. Results are merged with --output, or else with benchmarks/results/real_text.json (``experts``:
-real_text_experts.json). Exit code 1 if a run or a comparison fails."""
+real_text_experts.json; another number of --steps: real_text_STEPS.json). Exit code 1 if a run or a comparison fails."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "real_text.json"
 EXPERTS = RESULTS.with_name("real_text_experts.json")
 WINDOW, FP8_BAND = 20, 0.0025
-SEED = 1234
+SEED, STEPS = 1234, 400
 SHAPES = {
     "345M": {"hidden": 1024, "ffn": 2816, "layers": 24, "heads": 16, "length": 2048, "micro": 16, "batch": 32,
              "vocab": 32_000},
@@ -349,13 +349,15 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder of collect_text.py with text.bin.xz and text.idx")
     parser.add_argument("--curves", nargs="+", choices=list(CURVES), default=list(CURVES)[:4])
     parser.add_argument("--shape", choices=list(SHAPES), default="345M")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--timeout", type=float, default=540, help="seconds per curve")
     parser.add_argument("--megatron-lm", type=Path, metavar="CHECKOUT", help="for the curve megatron-lm")
     parser.add_argument("--draw", type=Path, metavar="SVG", help="only plot the stored curves")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    default = EXPERTS if args.shape == "experts" else RESULTS
+    default = RESULTS if args.steps == STEPS else RESULTS.with_name(f"real_text_{args.steps}.json")
+    if args.shape == "experts":
+        default = EXPERTS
     args.output = args.output or default
     source = args.output if args.output.exists() else default
     stored = json.loads(source.read_text(encoding="utf-8")) if source.exists() else {}

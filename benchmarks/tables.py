@@ -354,6 +354,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pairs": pairs,
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
     "gradient-sums": gradient_sums, "real-text": partial(real_text, "real_text"),
+    "real-text-1000": partial(real_text, "real_text_1000"),
     "real-text-experts": partial(real_text, "real_text_experts"), "killed-rank": killed_rank, "cards": cards,
     "finetuning": finetuning,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
