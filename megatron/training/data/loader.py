@@ -10,7 +10,11 @@ it hands out. Batches that were read but not used are not consumed samples; a re
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import multiprocessing.connection
+import multiprocessing.context
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +32,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import batch_size_at
 from megatron.training.exits.conditions import IgnoreExitSignals
 
+SHARED_MEMORY = "free or enlarge /dev/shm, through which workers send batches, or read without: --num-workers 0"
 PADDING = -1  # data set index of samples that only pad an incomplete last batch
 
 
@@ -260,6 +265,21 @@ def flat_batch(samples: list[dict[str, object]]) -> FlatBatch:
     return FlatBatch(collate(samples))
 
 
+def death(workers: Sequence[multiprocessing.process.BaseProcess]) -> str:
+    """Return which signal ended one of ``workers`` and what to do; empty if none did, after waiting for a second."""
+    with contextlib.suppress(RuntimeError):  # from torch's handler of SIGCHLD
+        ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], 1)
+        for worker in workers:
+            if worker.sentinel in ended:
+                worker.join(1)  # it closes its files first
+    signals = {-(worker.exitcode or 0) for worker in workers}
+    if signal.SIGBUS in signals:
+        return f"had no memory; {SHARED_MEMORY}"
+    if signal.SIGKILL in signals:
+        return "was killed, as the kernel does if the host has no memory left; use fewer, or --num-workers 0"
+    return ""
+
+
 class Loader(DataLoader):
     """Loader of flat batches, which it yields as {name: tensor}."""
 
@@ -271,22 +291,46 @@ class Loader(DataLoader):
         # forked workers inherit what is frozen: if they collected cycles of this process with CUDA tensors, they would
         # call CUDA and abort
         gc.freeze()
-        advice = "free or enlarge /dev/shm, through which workers send batches, or read without: --num-workers 0"
         try:
             batches = super().__iter__()
         except OSError as error:
             reason = f"worker processes cannot start ({error.strerror})"
-            raise UserError(f"--num-workers {self.num_workers}: {reason}; {advice}") from error
+            raise UserError(f"--num-workers {self.num_workers}: {reason}; {SHARED_MEMORY}") from error
         finally:
             gc.unfreeze()
         try:
             yield from map(FlatBatch.tensors, batches)
-        except RuntimeError as error:
-            if "Bus error" not in f"{error} {error.__cause__}":
+        except (RuntimeError, OSError, EOFError) as error:  # from torch, or from the connection to a worker that died
+            reason = death(batches._workers)  # type: ignore[attr-defined]
+            if not reason:
                 raise
-            raise UserError(f"--num-workers {self.num_workers}: a worker process had no memory; {advice}") from error
+            raise UserError(f"--num-workers {self.num_workers}: a worker process {reason}") from error
         finally:  # torch ends them with the last reference: a cycle may keep it
             batches._shutdown_workers()  # type: ignore[attr-defined]
+
+
+class Flag:
+    """An event without a lock. A worker that is killed (out of memory) while it reads torch's event keeps the event's
+    lock, and everyone else waits for it without end, the trainer before it reports the death."""
+
+    def __init__(self) -> None:
+        self._set = multiprocessing.RawValue("b", 0)
+
+    def set(self) -> None:
+        """Set the flag for all processes."""
+        self._set.value = 1
+
+    def is_set(self) -> bool:
+        """Whether a process has set the flag."""
+        return bool(self._set.value)
+
+
+class WorkerContext(multiprocessing.context.ForkContext):
+    """Forks workers, which a :class:`Flag` ends."""
+
+    def Event(self) -> Flag:  # type: ignore[override]
+        """Return what torch's loader calls its ``done_event``."""
+        return Flag()
 
 
 def build_loader(
@@ -309,4 +353,5 @@ def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
         "pin_memory": pin_memory,
         "generator": torch.Generator(),  # worker seeds must not advance the global state that a resume restores
         "worker_init_fn": IgnoreExitSignals(),
+        "multiprocessing_context": WorkerContext() if num_workers else None,
     }

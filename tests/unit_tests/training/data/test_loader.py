@@ -1,8 +1,10 @@
 """Global batches are equal for any number of ranks, micro-batch size and worker count."""
 
 import gc
+import multiprocessing
 import os
 import signal
+import sys
 from itertools import islice
 
 import numpy as np
@@ -263,3 +265,28 @@ def test_a_worker_without_shared_memory_names_the_flag():
     loader = build_loader(KilledByFullMemory(8), [[(0, 0)]], 1, pin_memory=False)
     with pytest.raises(UserError, match="^--num-workers 1: a worker process had no memory; free or enlarge /dev/shm"):
         next(iter(loader))
+
+
+class KilledWhileItReads(Numbers):
+    """Ends its process as the kernel does if the host has no memory, with the lock of the event that ends workers."""
+
+    def __getitem__(self, index):
+        if index < 6:
+            return super().__getitem__(index)
+        frame = sys._getframe()
+        while "done_event" not in frame.f_locals:
+            frame = frame.f_back
+        lock = getattr(frame.f_locals["done_event"], "_cond", None)  # as torch's own has
+        if lock is not None:
+            lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_ends_the_others_and_names_the_flag():
+    loader = build_loader(KilledWhileItReads(8), [[(i, i)] for i in range(8)], 2, pin_memory=False)
+    batches, others = iter(loader), multiprocessing.active_children()
+    next(batches)
+    workers = set(multiprocessing.active_children()) - set(others)
+    with pytest.raises(UserError, match="^--num-workers 2: a worker process was killed, .*; use fewer"):
+        list(batches)
+    assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
