@@ -14,6 +14,9 @@ from multiprocessing.connection import wait
 import pytest
 from _pytest.runner import CallInfo
 
+LONG = ("test_cuda_graphs.py", "test_engine.py", "test_killed_rank.py", "test_real_text.py", "test_cluster.py")
+"""Files of unit tests that take minutes. They start first: workers then end at about the same time."""
+
 
 def pytest_addoption(parser):
     parser.addoption("--workers", type=int, default=0, help="Processes that run files of tests.")
@@ -92,7 +95,8 @@ def pytest_runtestloop(session):
     by_file = {}
     for item in session.items:
         by_file.setdefault(item.path, []).append(item)
-    files, items = list(by_file.values()), {item.nodeid: item for item in session.items}
+    files = [by_file[path] for path in sorted(by_file, key=lambda path: path.name not in LONG)]
+    items = {item.nodeid: item for item in session.items}
     numbers = iter(range(len(files)))
     workers = dict(start_worker(session, files) for _ in range(config.option.workers))
     running, num_finished = {}, 0  # worker -> its test

@@ -50,16 +50,16 @@ def _members(ends, rows):
 
 def multiply(x, weight, ends):
     """Every row through every expert, as a grouped GEMM does: it reads ``ends`` where they are."""
-    return torch.einsum("ri,goi,rg->ro", x.where(_members(ends, len(x)).any(1, keepdim=True), 0), weight,
-                        _members(ends, len(x)).to(x.dtype))  # fmt: skip
+    members = _members(ends, len(x))
+    products = torch.einsum("ri,goi->rgo", x.where(members.any(1, keepdim=True), 0), weight)
+    return torch.einsum("rgo,rg->ro", products, members.to(x.dtype))
 
 
 def weight_gradient(grad, x, ends, total=None):
     members = _members(ends, len(x))
     of_none = ~members.any(1, keepdim=True)
-    result = torch.einsum(
-        "ro,ri,rg->goi", grad.masked_fill(of_none, 0), x.masked_fill(of_none, 0), members.to(x.dtype)
-    )
+    spread = grad.masked_fill(of_none, 0)[:, None] * members[:, :, None].to(x.dtype)
+    result = torch.einsum("rgo,ri->goi", spread, x.masked_fill(of_none, 0))
     return result if total is None else total.add_(result)
 
 
