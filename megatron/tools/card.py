@@ -58,8 +58,13 @@ def relevant(output: str, words: Sequence[str]) -> str:
     """Return the losses of ``output``, the lines that contain one of ``words``, else the last three."""
     if losses := re.findall(r"lm loss: (\S+)", output):
         return f"loss {', '.join(f'{float(loss):.5f}' for loss in losses)}"
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return "\n".join([line for line in lines if any(word in line for word in words)] or lines[-3:])
+    lines = [line.strip() for line in output.splitlines() if any(word in line for word in words)]
+    return "\n".join(line for line in lines if line) or last_lines(output)
+
+
+def last_lines(output: str) -> str:
+    """Return the last three lines of ``output`` that are not empty."""
+    return "\n".join([line.strip() for line in output.splitlines() if line.strip()][-3:])
 
 
 class Card:
@@ -76,13 +81,15 @@ class Card:
 
     def command(self, name: str, words: Sequence[str], figures: Sequence[str] = (), *, optional: bool = False) -> bool:
         """Record the result of ``megatron WORDS`` as check ``name``. ``optional``: exit code 2 means not applicable.
-        ``figures`` select lines of the output. Return whether it passed."""
+        ``figures`` select lines of the output if it passed. Return whether it passed."""
         start = time.perf_counter()
         code, output = self.run(words)
         rejected = "not applicable" if optional else "failed"
         verdict = {0: "passed", EXIT_BAD_INPUT: rejected}.get(code, "failed")
         command = "megatron " + shlex.join(words).replace(str(self.workspace), "WORK").replace(self.folder, "FOLDER")
-        self.record(name, verdict, relevant(output, figures if code == 0 else ()), time.perf_counter() - start, command)
+        # the error comes last, also after losses
+        details = relevant(output, figures) if code == 0 else last_lines(output)
+        self.record(name, verdict, details, time.perf_counter() - start, command)
         return code == 0
 
     def record(self, name: str, verdict: str, details: str, seconds: float, command: str = "") -> None:

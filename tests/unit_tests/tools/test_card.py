@@ -1,6 +1,7 @@
 """``megatron card``: conversions run in this process; training, layouts and text are scripted."""
 
 import contextlib
+import dataclasses
 import io
 import json
 
@@ -10,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron import console
 from megatron.core.config.errors import UserError
+from megatron.core.models.registry import get_family
 from megatron.tools import card
 from tests.test_utils.hf_folders import tiny_llama
+from tests.test_utils.scripted_model import scripted_folder
 
 CONVERSIONS = ("convert", "verify")
 
@@ -73,6 +76,9 @@ def test_card_records_verdicts_figures_and_commands(folder, tmp_path, capsys):
     assert "needs experts" in result["checks"]["layout ep2"]["details"]
     again = next(words for words in commands if "--ckpt-step" in words)
     assert again[again.index("--ckpt-step") + 1] == "2" and "NullTokenizer" in again
+    full, resumed = (words[words.index("--save") + 1] for words in commands if words[0] == "pretrain")
+    assert full != resumed and again[again.index("--load") + 1] == full
+    assert ["inspect", full, resumed] in commands
     assert str(tmp_path) not in (tmp_path / "card" / "card.md").read_text()
     assert "passed          layout tp2" in capsys.readouterr().out
     for output, message in (
@@ -91,9 +97,54 @@ def test_card_fails_for_one_changed_bit_and_a_failed_command(folder, tmp_path):
     words = ["--load-hf", str(folder), "--output", str(tmp_path / "bit")]
     assert card.main(words, run_with(passing(), [], change)) == 1
     assert written(tmp_path / "bit")["checks"]["exported bytes"]["details"].startswith("20 of 21 exported")
-    results = passing() | {"inspect": (1, "model.x: largest difference 1e-3")}
+    results = passing() | {"inspect": (1, "all settings are equal\nmodel.x: largest difference 1e-3")}
     assert card.main([*words[:-1], str(tmp_path / "resumed")], run_with(results, [])) == 1
-    assert written(tmp_path / "resumed")["checks"]["resumed bytes"]["verdict"] == "failed"
+    check = written(tmp_path / "resumed")["checks"]["resumed bytes"]
+    assert check["verdict"] == "failed" and "largest difference 1e-3" in check["details"]
+
+
+def test_training_that_fails_after_some_steps_records_the_error(folder, tmp_path):
+    results = passing() | {"pretrain": (1, "iteration 1 | lm loss: 4.1\nerror: out of memory")}
+    assert card.main(["--load-hf", str(folder), "--output", str(tmp_path / "card")], run_with(results, [])) == 1
+    check = written(tmp_path / "card")["checks"]["4 training steps"]
+    assert check["verdict"] == "failed" and check["details"].endswith("error: out of memory")
+
+
+def test_families_without_causal_models_have_no_text(folder, tmp_path, monkeypatch):
+    family = dataclasses.replace(get_family("gpt"), auto_model="AutoModelForMaskedLM")
+    monkeypatch.setattr(card, "families", lambda: {"gpt": family})
+    card.main(["--load-hf", str(folder), "--output", str(tmp_path / "card")], run_with(passing(), []))
+    assert "greedy text" not in written(tmp_path / "card")["checks"]
+
+
+def test_an_export_without_tensors_fails(folder, tmp_path):
+    words = ["--load-hf", str(folder), "--output", str(tmp_path / "card")]
+    assert card.main(words, run_with(passing(), [], dict.clear)) == 1
+    check = written(tmp_path / "card")["checks"]["exported bytes"]
+    assert check["verdict"] == "failed" and check["details"].startswith("0 of 0 exported")
+
+
+def test_steps_and_layouts_are_those_of_the_flags(folder, tmp_path):
+    words = ["--load-hf", str(folder), "--output", str(tmp_path / "card"), "--steps"]
+    for steps in "1", "3":
+        with pytest.raises(UserError, match=f"^--steps {steps}: must be even"):
+            card.main([*words, steps], run_with(passing(), []))
+    commands = []
+    assert card.main([*words, "6", "--layouts", "cp2"], run_with(passing(), commands)) == 0
+    assert [words[-1] for words in commands if words[0] == "verify-layout"] == ["2"]
+    for name, value in ("--train-iters", "6"), ("--save-interval", "3"):
+        assert [words[words.index(name) + 1] for words in commands if words[0] == "pretrain"] == [value] * 2
+
+
+@pytest.mark.parametrize("text, verdict", [("a prompt:\nthe text, and more", "passed"), ("text", "failed")])
+def test_text_passes_if_it_contains_that_of_transformers(folder, tmp_path, monkeypatch, text, verdict):
+    commands = []
+    monkeypatch.setattr(card, "transformers_text", lambda *arguments: "the  text")
+    words = ["--load-hf", str(folder), "--output", str(tmp_path / "card")]
+    card.main(words, run_with(passing() | {"generate": (0, text)}, commands))
+    assert written(tmp_path / "card")["checks"]["greedy text"]["verdict"] == verdict
+    command = next(words for words in commands if words[0] == "generate")
+    assert command[command.index("--temperature") + 1] == "0"
 
 
 def test_card_records_why_transformers_gives_no_text(folder, tmp_path, monkeypatch):
@@ -109,15 +160,24 @@ def test_card_records_why_transformers_gives_no_text(folder, tmp_path, monkeypat
     assert (check["verdict"], check["details"]) == ("failed", f"a text\ntransformers: {reason}")
 
 
-def test_bytes_of_a_folder_without_heads_are_compared_without_prefix(tmp_path):
-    encoder = {"a.weight": torch.ones(2), "b.weight": torch.zeros(2), "position_ids": torch.arange(2)}
-    exported = {"bert.a.weight": torch.ones(2), "bert.b.weight": torch.ones(2), "cls.bias": torch.zeros(1)}
-    for name, tensors in (("folder", encoder), ("exported", exported)):
+def compare(tmp_path, before, after):
+    for name, tensors in (("folder", before), ("exported", after)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    result = card.compare_tensors(str(tmp_path / "folder"), str(tmp_path / "exported"))
-    assert result == (1, 2, ["position_ids"], [])
+    return card.compare_tensors(str(tmp_path / "folder"), str(tmp_path / "exported"))
+
+
+def test_equal_bytes_of_another_dtype_or_shape_differ(tmp_path):
+    before = {name: torch.ones(2) for name in "abc"}
+    after = {"a": torch.ones(2), "b": torch.ones(2).view(torch.int32), "c": torch.ones(1, 2)}
+    assert compare(tmp_path, before, after) == (1, 3, [], [])
+
+
+def test_bytes_of_a_folder_without_heads_are_compared_without_prefix(tmp_path):
+    encoder = {"a.weight": torch.ones(2), "b.weight": torch.zeros(2), "position_ids": torch.arange(2)}
+    exported = {"bert.a.weight": torch.ones(2), "bert.b.weight": torch.ones(2), "cls.bias": torch.zeros(1)}
+    assert compare(tmp_path, encoder, exported) == (1, 2, ["position_ids"], [])
 
 
 def test_exported_tensors_that_the_folder_lacks_pass_only_if_the_import_created_them(folder, tmp_path):
@@ -138,3 +198,9 @@ def test_exported_tensors_that_the_folder_lacks_pass_only_if_the_import_created_
         check = written(output)["checks"]["exported bytes"]
         assert check["details"].endswith("21 of 21 exported tensors have the bytes of the folder; not in the folder: "
                                          "pooler.weight")  # fmt: skip
+
+
+@pytest.mark.parametrize("count, text", [(2, "cd"), (16, "cdef")])
+def test_text_of_transformers_ends_before_the_end_token(tmp_path, count, text):
+    folder = scripted_folder(tmp_path, "abcdef</s>", {"eos_token_id": [255, 257]})
+    assert card.transformers_text(folder, "ab", count) == text
