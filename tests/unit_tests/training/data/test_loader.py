@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from itertools import islice
+from itertools import count, islice
 
 import numpy as np
 import pytest
@@ -25,7 +25,9 @@ from megatron.training.data.loader import (
     build_loader,
     collate,
     sequential,
+    train_sampler,
 )
+from tests.test_utils.layouts import MODEL, configure
 from tests.test_utils.unstable_sort import make_sorts_unstable
 
 
@@ -101,12 +103,29 @@ def test_cyclic_order_is_a_permutation_of_each_epoch_and_needs_no_history():
     assert [EpochShuffle(10, seed=3)(i) for i in range(10, 20)] == epochs[1]
 
 
+def test_cyclic_batches_have_no_end_and_others_end_with_the_data():
+    def keys(kind, consumed):
+        cfg = configure([*MODEL, "--micro-batch-size", "2", "--seed", "5", "--dataloader-type", kind], 1, "fp32")
+        return [key for batch in islice(train_sampler(cfg, Shard(2, 0, 1), 10, consumed), 8) for key in batch]
+
+    order = EpochShuffle(10, seed=5)
+    assert keys("cyclic", 16) == [(position, order(position)) for position in range(16, 32)]
+    assert keys("single", 0) == [(position, position) for position in range(8)]
+
+
 def test_evaluation_covers_every_sample_once_and_masks_the_ragged_tail():
     keys = [key for rank in range(2) for batch in EvalSampler(Shard(2, rank, 2), 8, 13) for key in batch]
     assert sorted(index for _, index in keys if index != PADDING) == list(range(13))
     assert sum(index == PADDING for _, index in keys) == 3
+    assert [EvalSampler(Shard(2, 0, 2), 8, size).num_global_batches for size in (8, 13, 16, 17)] == [1, 2, 2, 3]
     padded = KeyedDataset(Numbers(13))[(15, PADDING)]
     assert padded["loss_mask"].sum() == 0 and padded["sample_index"] == -1
+
+
+def test_samples_of_the_data_set_do_not_change():
+    samples = [{"tokens": np.full(4, index), "loss_mask": np.ones(4)} for index in range(2)]
+    assert KeyedDataset(samples)[7, PADDING]["tokens"].tolist() == [0] * 4
+    assert samples[0].keys() == {"tokens", "loss_mask"} and samples[0]["loss_mask"].all()
 
 
 def test_boundaries_of_documents_are_laid_end_to_end():
@@ -157,7 +176,9 @@ def test_a_rank_that_shares_no_sequence_takes_batches_as_they_are():
 def test_loader_workers_do_not_change_the_batches(num_workers):
     sampler = TrainSampler(Shard(2, 1, 2), lambda n: 8, sequential, 8, 40)
     loader = build_loader(Numbers(40), sampler, num_workers, pin_memory=False)
+    generator_state = torch.get_rng_state()
     batches = list(loader)
+    assert torch.equal(torch.get_rng_state(), generator_state)
     assert [batch["sample_index"].tolist() for batch in batches[:3]] == [[10, 11], [14, 15], [18, 19]]
     assert all(torch.equal(batch["tokens"][:, 0], batch["sample_index"]) for batch in batches)
 
@@ -238,6 +259,15 @@ def test_errors_of_batches_that_nothing_needs_yet_wait():
         reader.take(2)
     reader, _ = counted_reader(stop=2)
     list(reader.take(2, 2)[0])  # the last global batch
+    with pytest.raises(UserError, match="no more data"):  # nothing was read after the error
+        reader.take(1)
+
+
+def test_seconds_of_reading_are_added_up(monkeypatch):
+    reader, _ = counted_reader()
+    monkeypatch.setattr("time.perf_counter", count(step=2.0).__next__)
+    reader.take(3)
+    assert [reader.take_waited(), reader.take_waited()] == [6.0, 0.0]
 
 
 @pytest.mark.parametrize("error, reason", [
