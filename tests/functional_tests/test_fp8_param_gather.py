@@ -161,6 +161,8 @@ def fully_sharded(rank, world_size, gathers):
     from megatron.core.config.transformer_config import TransformerConfig
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+    from megatron.core.fp8 import fully_sharded as fully_sharded_weights
+    from megatron.core.fp8.storage import exchange_scales
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -173,6 +175,7 @@ def fully_sharded(rank, world_size, gathers):
     block = TransformerBlock(config, get_gpt_layer_local_spec(), groups=groups)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
+    block.layers[0].mlp.linear_fc2.weight.requires_grad_(False)
     model = TorchFullyShardedDataParallel(DistributedDataParallelConfig(), block, block.layers, groups)
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of fully_shard
     sizes, errors, gather = [], [], getattr(dist, name)
@@ -194,10 +197,15 @@ def fully_sharded(rank, world_size, gathers):
         out.sum().backward()
         model.finish_grad_sync()
     first = out.detach().float()
+    frozen = [name for name, parameter in model.module.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["layers.0.mlp.linear_fc2.weight"]
     for parameter in model.parameters():
         parameter.detach().to_local().mul_(2)
     model.finish_param_sync()
-    return sum(sizes), first, model(torch.ones(16, 1, 64, dtype=torch.bfloat16)).detach().float(), errors
+    with mock.patch.object(fully_sharded_weights, "exchange_scales", wraps=exchange_scales) as exchange:
+        after = [model(torch.ones(16, 1, 64, dtype=torch.bfloat16)).detach().float() for _ in range(2)]
+    assert exchange.call_count == gathers and torch.equal(*after), "scales are exchanged once per step"
+    return sum(sizes), first, after[0], errors
 
 
 def test_fully_sharded_weights_are_sent_in_fp8_and_read_by_fp8_layers_only(gloo_pool):

@@ -2,11 +2,12 @@
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 
-def gathered_elements(rank, world_size):
+def gathered_elements(rank, world_size, reshard):
     """Return (elements of a layer, of the rest, those gathered in three micro-batches and in one of the next step)."""
     from megatron.core import parallel_state
     from megatron.core.config.transformer_config import TransformerConfig
@@ -26,7 +27,7 @@ def gathered_elements(rank, world_size):
     per_layer = sum(parameter.numel() for parameter in layers[0].parameters())
     rest = sum(parameter.numel() for parameter in model.parameters()) - 2 * per_layer
     wrapped = TorchFullyShardedDataParallel(
-        DistributedDataParallelConfig(), model, layers, groups, last=output_layer(model)
+        DistributedDataParallelConfig(), model, layers, groups, reshard_after_forward=reshard, last=output_layer(model)
     )
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of fully_shard
     gather, sizes = getattr(dist, name), []
@@ -47,7 +48,8 @@ def gathered_elements(rank, world_size):
     return per_layer, rest, counts
 
 
-def test_embedding_and_output_layer_are_gathered_once_per_step(gloo_pool):
-    for layer, rest, counts in gloo_pool.run(gathered_elements, 2):
-        twice = 2 * 2 * layer  # two layers, forward and backward
-        assert counts == [twice + rest, twice, twice, twice + rest]
+@pytest.mark.parametrize("reshard", [True, False])
+def test_embedding_and_output_layer_are_gathered_once_per_step(gloo_pool, reshard):
+    for layer, rest, counts in gloo_pool.run(gathered_elements, 2, reshard):
+        layers = 2 * layer * (1 + reshard)  # two layers, in forward, and in backward if they were freed
+        assert counts == [layers + rest, layers, layers, layers + rest]
