@@ -32,3 +32,11 @@ def test_graphs_are_freed_before_their_communicators(monkeypatch):
     del second
     release_cuda_graphs()
     assert events[6:] == []
+
+
+def test_graphs_share_the_pool_and_are_captured_on_the_stream(monkeypatch):
+    captures = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", type("Graph", (), {}))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: captures.append(options) or nullcontext())
+    record_cuda_graph(lambda: 1, None, pool=(0, 5))
+    assert captures == [{"pool": (0, 5), "stream": None, "capture_error_mode": "thread_local"}]

@@ -4,6 +4,7 @@ On a CPU the replay calls the recorded function again, or (``tests/test_utils/ta
 recorded, on the tensors that they had then.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -112,9 +113,9 @@ def test_each_set_of_shapes_is_recorded_once(monkeypatch):
         run_without_pipeline, device, warmup_steps=0, record=lambda run, stream: recorded.append(run) or run
     )
 
-    def run(length):
+    def run(length, dtype=torch.float32):
         cut = [{name: value[:, :length] if value.dim() > 1 else value for name, value in batch.items()}
-               for batch in batches(1)]  # fmt: skip
+               | {"loss_mask": batch["loss_mask"][:, :length].to(dtype)} for batch in batches(1)]  # fmt: skip
         return graphed(
             forward_step_func=partial(forward_step, device=device), data_iterator=iter(cut), model=[model],
             num_microbatches=MICRO_BATCHES, loss_weights=LossWeights(("lm loss",), device),
@@ -127,6 +128,22 @@ def test_each_set_of_shapes_is_recorded_once(monkeypatch):
     monkeypatch.setattr("megatron.training.start.cuda_graphs.MOST_RECORDINGS", 2)
     with pytest.raises(ValueError, match="tokens .2, 4. .*and 2 other forms .*tokens .2, 8.*remove the flag"):
         run(4)
+    with pytest.raises(ValueError, match="loss_mask .2, 16. torch.float64, .*and 2 other forms"):
+        run(LENGTH, torch.float64)
+
+
+def test_replays_wait_for_weights_and_do_not_reduce_gradients(monkeypatch):
+    device, model, events = torch.device("cpu"), make_model(), []
+    monkeypatch.setattr(DistributedDataParallel, "finish_updates", lambda self: events.append("weights"))
+    monkeypatch.setattr(DistributedDataParallel, "no_sync", lambda self: events.append("no sync") or nullcontext())
+
+    def record(run, stream):
+        outputs = run()
+        return lambda: events.append("replay") or outputs
+
+    train(model, GraphedForwardBackward(run_without_pipeline, device, warmup_steps=0, record=record), device, steps=2)
+    replays = ["replay"] * MICRO_BATCHES
+    assert events == ["weights", "weights", "no sync", *replays, "weights", *replays]  # the second one by the forward
 
 
 @pytest.mark.gpu
