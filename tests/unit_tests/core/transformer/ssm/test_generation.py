@@ -13,6 +13,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.inference.requests import Request
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.ssm.mixer import RecurrentMixer
 from tests.unit_tests.core.inference.test_sequence_states import GREEDY, VOCAB, check, continued, engine, prompts
 
 SIZES = {
@@ -43,6 +44,12 @@ def test_a_mask_that_a_recurrence_cannot_read_is_an_error(layers):
     mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
     with pytest.raises(UserError, match="attention_mask: linear attention reads documents, not a mask"):
         build(layers)(torch.tensor([[1, 2, 3, 4]]), torch.arange(4)[None], mask)
+
+
+def test_layers_scan_by_heads_if_their_communication_type_is_all_to_all():
+    mixers = [module for module in build(HYBRID | {"cp_comm_type": ["a2a", "p2p"] * 3}).modules()
+              if isinstance(module, RecurrentMixer)]  # fmt: skip
+    assert [(mixer.layer_number, mixer.by_heads) for mixer in mixers] == [(1, True), (4, False), (5, True), (6, False)]
 
 
 @MODELS

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from megatron.core import parallel_state
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.transformer.ssm.convolution import causal_convolution
 from megatron.core.transformer.ssm.delta_rule import delta_rule
 from megatron.core.transformer.ssm.mixer import initial_time_bias
+from megatron.core.transformer.ssm.scans import scan_heads
 from megatron.core.transformer.ssm.state_space import state_space
 from tests.unit_tests.core.transformer.ssm.recurrences import (
     convolution_by_token,
@@ -135,3 +138,16 @@ def test_the_tail_of_a_convolution_continues_it(cut):
     second, end = causal_convolution(x[cut:], follows[cut:], between, weight)
     torch.testing.assert_close(torch.cat((first, second)), uncut, rtol=1e-12, atol=1e-12)
     assert torch.equal(end, last)
+
+
+def scanned_by_heads(rank, world_size):
+    """Return (outputs of all ranks, outputs of one rank): queries, keys and values in bf16, decays and beta in fp32."""
+    layout = TokenLayout.of(parallel_state.initialize_model_parallel(context_parallel_size=world_size))
+    inputs = [x.to(dtype) for x, dtype in zip(random_inputs(16, 1.0)[0], [torch.bfloat16] * 3 + [torch.float32] * 2)]
+    parts = scan_heads(layout, 1, delta_rule, None, *(layout.local(x, 0) for x in inputs), by_heads=True)
+    return layout.full(parts, 0), scan_heads(TokenLayout(), 1, delta_rule, None, *inputs)
+
+
+def test_decays_keep_their_dtype_in_all_to_alls(gloo_pool):
+    for outputs, expected in gloo_pool.run(scanned_by_heads, 2):
+        torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
