@@ -10,21 +10,22 @@ it hands out. Batches that were read but not used are not consumed samples; a re
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing.connection
 import multiprocessing.context
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.megatron_dataset import Ragged
@@ -266,18 +267,58 @@ def flat_batch(samples: list[dict[str, object]]) -> FlatBatch:
 
 
 def death(workers: Sequence[multiprocessing.process.BaseProcess]) -> str:
-    """Return which signal ended one of ``workers`` and what to do; empty if none did, after waiting for a second."""
-    with contextlib.suppress(RuntimeError):  # from torch's handler of SIGCHLD
-        ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], 1)
-        for worker in workers:
-            if worker.sentinel in ended:
-                worker.join(1)  # it closes its files first
+    """Return what ended one of ``workers`` and what to do; empty if none failed, after waiting for a second."""
+    ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], 1)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join(1)  # it closes its files first
     signals = {-(worker.exitcode or 0) for worker in workers}
     if signal.SIGBUS in signals:
         return f"had no memory; {SHARED_MEMORY}"
     if signal.SIGKILL in signals:
         return "was killed, as the kernel does if the host has no memory left; use fewer, or --num-workers 0"
+    if codes := [worker.exitcode for worker in workers if worker.exitcode]:
+        return f"ended with the exit code {codes[0]}; to see the error, read in the training process: --num-workers 0"
     return ""
+
+
+class Deaths:
+    """Context of a read from the workers of ``batches``, an iterator of torch's loader: raises RuntimeError if one of
+    them failed before or fails meanwhile. Torch's handler of SIGCHLD, which continues to serve other loaders, would
+    raise wherever the main thread is: in a backward pass, in a save."""
+
+    reading: ClassVar[Sequence[multiprocessing.process.BaseProcess]] = ()
+    previous: ClassVar[Any] = None
+    """The handler of SIGCHLD that this class has replaced."""
+
+    def __init__(self, batches: Any) -> None:
+        self.workers = batches._workers
+        signal_handling._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+        is_main = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
+        if is_main and signal.getsignal(signal.SIGCHLD) is not Deaths.on_signal:
+            Deaths.previous = signal.signal(signal.SIGCHLD, Deaths.on_signal)
+
+    def __enter__(self) -> None:
+        Deaths.reading = self.workers
+        Deaths.check()
+
+    def __exit__(self, *error: object) -> None:
+        Deaths.reading = ()
+
+    @staticmethod
+    def check() -> None:
+        """Raise RuntimeError if a worker of the read in progress failed."""
+        if any(worker.exitcode for worker in Deaths.reading):
+            Deaths.reading = ()  # SIGCHLD of the others must not interrupt their end
+            raise RuntimeError("a worker process failed")
+
+    @staticmethod
+    def on_signal(number: int, frame: object) -> None:
+        """Handle SIGCHLD: torch waits without end for the rest of a batch that a killed worker began to send."""
+        Deaths.check()
+        if callable(Deaths.previous):
+            Deaths.previous(number, frame)
 
 
 class Loader(DataLoader):
@@ -298,8 +339,14 @@ class Loader(DataLoader):
             raise UserError(f"--num-workers {self.num_workers}: {reason}; {SHARED_MEMORY}") from error
         finally:
             gc.unfreeze()
+        deaths = Deaths(batches)
         try:
-            yield from map(FlatBatch.tensors, batches)
+            while True:
+                with deaths:
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                yield batch.tensors()
         except (RuntimeError, OSError, EOFError) as error:  # from torch, or from the connection to a worker that died
             reason = death(batches._workers)  # type: ignore[attr-defined]
             if not reason:

@@ -1,10 +1,11 @@
 """Global batches are equal for any number of ranks, micro-batch size and worker count."""
 
 import gc
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
+import time
 from itertools import count, islice
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron.training.data.batch import get_batch_on_this_cp_rank, pack_rows, s
 from megatron.training.data.loader import (
     PADDING,
     BatchReader,
+    Deaths,
     EpochShuffle,
     EvalSampler,
     FlatBatch,
@@ -320,3 +322,18 @@ def test_a_killed_worker_ends_the_others_and_names_the_flag():
     with pytest.raises(UserError, match="^--num-workers 2: a worker process was killed, .*; use fewer"):
         list(batches)
     assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
+
+
+def test_a_worker_killed_between_reads_is_reported_by_the_next_read(monkeypatch):
+    """Torch would raise RuntimeError in the main thread, wherever that is."""
+    signals, before = [], multiprocessing.active_children()
+    batches = iter(build_loader(Numbers(8), [[(i, i)] for i in range(8)], 2, pin_memory=False))
+    next(batches)
+    monkeypatch.setattr(Deaths, "previous", lambda number, frame: signals.append(number))
+    workers = [worker for worker in multiprocessing.active_children() if worker not in before]
+    os.kill(workers[0].pid, signal.SIGKILL)
+    multiprocessing.connection.wait([workers[0].sentinel])
+    time.sleep(0.1)  # the handler of SIGCHLD runs here
+    with pytest.raises(UserError, match="^--num-workers 2: a worker process was killed, .*; use fewer"):
+        list(batches)
+    assert not any(worker.is_alive() for worker in workers) and set(signals) == {signal.SIGCHLD}
