@@ -5,10 +5,12 @@ subcommand's module is imported only when it is called, so that ``megatron --hel
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 
 from megatron.core.config.cli import ConfigError, report, suggestion
 from megatron.core.config.commands import as_typed
@@ -106,7 +108,11 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
         if isinstance(error, ConfigError):
             report(error)
         else:
-            sys.stderr.write(f"error: {as_typed(str(error))}\n")
+            message, flag = str(error), output_flag(arguments)
+            if isinstance(error, OSError) and error.errno in NO_SPACE and flag:
+                file = f": {error.filename}" if error.filename else ""
+                message = f"{flag}: cannot be written ({error.strerror}{file}); make room, or choose another folder"
+            sys.stderr.write(f"error: {as_typed(message)}\n")
         return error.exit_code if isinstance(error, UserError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; run the same command again\n")
@@ -122,6 +128,19 @@ FOLDERS = {
     "inspect": "",
 }
 """Tool -> flags of the folder that it reads; empty: its first word."""
+
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+OUTPUTS = ("--output-prefix", "--output", "--save-hf", "--save-dir", "--save")
+
+
+def output_flag(arguments: Sequence[str]) -> str:
+    """Return the flag of the tool's output and its value, such as "--output tokenizer", or ""."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    for word, value in pairwise(words):
+        if word.replace("_", "-") in OUTPUTS:
+            return f"{word} {value}"
+    return ""
 
 
 def check_folders(name: str, arguments: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """Odd arguments of the console commands: one message and exit code 2 or 1, never a traceback."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -115,3 +116,16 @@ def test_pictures_need_matplotlib_and_say_so(tmp_path, monkeypatch, capsys):
     assert run_tool("draw-schedule", [*flags.split(), "--output", str(tmp_path / "x.svg")]) == 2
     assert "needs matplotlib" in capsys.readouterr().err
     assert TOOLS.keys() >= CALLS.keys()
+
+
+@pytest.mark.parametrize("file", [None, "out/a"])
+def test_a_full_disk_names_the_flag_of_the_output(monkeypatch, capsys, file):
+    def fail(arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", *([file] if file else []))
+
+    monkeypatch.setattr("megatron.tools.train_tokenizer.main", fail)
+    assert run_tool("train-tokenizer", ["--input", "x", "--output=out"]) == 2
+    reason = "No space left on device" + (": out/a" if file else "")
+    assert capsys.readouterr().err == (
+        f"error: --output out: cannot be written ({reason}); make room, or choose another folder\n"
+    )
