@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -245,8 +245,18 @@ def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, o
         return {}, [Problem("--yaml-cfg", "needs the package PyYAML", path, "pip install pyyaml")]
     import yaml
 
+    class UniqueKeys(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+            names = set[str]()
+            for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+                if key.value in names:  # PyYAML would take the last value without a message
+                    reason = f"{key.value} is set twice"
+                    raise yaml.constructor.ConstructorError(problem=reason, problem_mark=key.start_mark)
+                names.add(key.value)
+            return super().construct_mapping(node, deep)
+
     try:
-        content = yaml.safe_load(read_text(path))
+        content = yaml.load(read_text(path), UniqueKeys)
         json.dumps(content, default=str, skipkeys=True)  # ValueError for an alias that makes a list contain itself
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
