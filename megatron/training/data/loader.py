@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -288,7 +289,7 @@ class Deaths:
     raise wherever the main thread is: in a backward pass, in a save."""
 
     reading: ClassVar[Sequence[multiprocessing.process.BaseProcess]] = ()
-    previous: ClassVar[Any] = None
+    previous: ClassVar[Callable[[int, FrameType | None], object] | int | None] = None
     """The handler of SIGCHLD that this class has replaced."""
 
     def __init__(self, batches: Any) -> None:
@@ -314,7 +315,7 @@ class Deaths:
             raise RuntimeError("a worker process failed")
 
     @staticmethod
-    def on_signal(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         """Handle SIGCHLD: torch waits without end for the rest of a batch that a killed worker began to send."""
         Deaths.check()
         if callable(Deaths.previous):
