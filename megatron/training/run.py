@@ -414,5 +414,5 @@ def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:
     yield from loader
     raise UserError(
         f"the training data is used up: it holds {num_samples} samples. Give --data-path weights, so that sources"
-        " repeat, or more data, or fewer --train-iters"
+        " repeat, or more data, or fewer --train-iters or --train-samples"
     )
