@@ -13,8 +13,8 @@ the same tokens in the order of GPTDataset. The plain loop shares no other code 
 and gradients, AdamW, the cosine schedule. Differences are means of :data:`WINDOW` steps, against bf16 from the same
 weights; a curve passes if its differences are smaller than the noise (root mean square, and at the end). The mean of
 the fp8 curves from two weights has to end within 0.25 %, if its standard error is smaller than that. No network is
-used. Results are merged with --output, or else with benchmarks/results/real_text.json (``experts``:
-real_text_experts.json; another number of --steps: real_text_STEPS.json). Exit code 1 if a run or a comparison fails."""
+used. Results are merged with --output, or else with a file of benchmarks/results: real_text.json, for another shape
+real_text_SHAPE.json, for another number of steps also with _STEPS. Exit code 1 if a run or a comparison fails."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ from benchmarks.harness.jobs import read_records, reason, run_command, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "real_text.json"
-EXPERTS = RESULTS.with_name("real_text_experts.json")
 WINDOW, FP8_BAND = 20, 0.0025
 SEED, STEPS = 1234, 400
 SHAPES = {
@@ -344,6 +343,12 @@ def draw(stored: dict[str, Any], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def results_file(shape: str, steps: int) -> Path:
+    """Return the default --output: each shape and number of steps has a file."""
+    names = [RESULTS.stem, *([shape] if shape != "345M" else []), *([str(steps)] if steps != STEPS else [])]
+    return RESULTS.with_name("_".join(names) + ".json")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of collect_text.py with text.bin.xz and text.idx")
@@ -355,9 +360,7 @@ def main() -> int:
     parser.add_argument("--draw", type=Path, metavar="SVG", help="only plot the stored curves")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    default = RESULTS if args.steps == STEPS else RESULTS.with_name(f"real_text_{args.steps}.json")
-    if args.shape == "experts":
-        default = EXPERTS
+    default = results_file(args.shape, args.steps)
     args.output = args.output or default
     source = args.output if args.output.exists() else default
     stored = json.loads(source.read_text(encoding="utf-8")) if source.exists() else {}

@@ -98,3 +98,9 @@ def test_fp8_fails_by_the_mean_of_two_weights_unless_its_error_is_larger_than_th
     assert rows["fp8, mean of two weights"]["last_relative"] == pytest.approx((0.012 + other) / 2 / 2.2)
     assert rows["fp8, mean of two weights"]["error_relative"] == pytest.approx(abs(0.012 - other) / 2 / 2.2)
     assert rows["fp8, mean of two weights"].get("passed") is passed
+
+
+def test_each_shape_and_number_of_steps_has_a_file():
+    sizes = ("345M", 400), ("345M", 1000), ("experts", 400), ("experts", 1000)
+    names = [real_text_curves.results_file(*size).name for size in sizes]
+    assert names == [f"real_text{end}.json" for end in ("", "_1000", "_experts", "_experts_1000")]
