@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import pkgutil
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +29,11 @@ COLLECTIVES = (
     "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "all_to_all", "all_gather",
     "broadcast", "batch_isend_irecv", "isend", "irecv", "send", "recv",
 )  # fmt: skip
+SAID_ONCE = (
+    "megatron.core.models.backends:_local_with_engine_names",
+    "megatron.core.attention.kernels.torch_sdpa:_log_once",
+)
+"""Cached functions that log at their first call of a process; a rank of the pool runs many programs."""
 
 
 def observe(rank, world_size, argv, out, count=(), pretend=None):
@@ -41,6 +47,8 @@ def observe(rank, world_size, argv, out, count=(), pretend=None):
     from tests.test_utils.flag_effects import pretences
 
     run = Run(rank=rank)
+    for where in SAID_ONCE:
+        pkgutil.resolve_name(where).cache_clear()
     with contextlib.ExitStack() as stack:
         errors, log = stack.enter_context(_captured())
         stack.enter_context(getattr(pretences, pretend or "nothing")())
