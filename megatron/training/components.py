@@ -35,6 +35,8 @@ class Components:
     checkpointer: Checkpointer
     datasets: tuple[object, object, object] = (None, None, None)
     """Training, validation and test data, as provided by the task."""
+    num_samples: int | None = None
+    """Samples of training data after which the run stops; None: the data has no end, or tells none."""
     reader: BatchReader | None = None
     """Training batches; None with --skip-train."""
     valid_sets: list[EvalSet] = field(default_factory=list)

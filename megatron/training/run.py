@@ -42,7 +42,7 @@ from megatron.training.data.datasets import data_sources, samples_per_split
 from megatron.training.data.loader import BatchReader, train_sampler
 from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import EvalName, EvalSet, eval_sets
-from megatron.training.exits.conditions import ExitConditions, ExitReason
+from megatron.training.exits.conditions import ExitConditions, ExitReason, used_up
 from megatron.training.exits.endings import error_message, notify_launcher, say
 from megatron.training.hooks.base import Hook, check_methods
 from megatron.training.hooks.build import build_hooks, plain
@@ -350,6 +350,7 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     _check_custom_data(task, {"train": train, "validation": valid, "test": test})
     if not cfg.validation.skip_train:
         batches = train_iterator(task, train, parts.state, groups)
+        parts.num_samples = len(train) if cfg.data.dataloader_type == "single" else None
         parts.reader = BatchReader(batches, task.batches.counts, reads_ahead=cfg.data.dataloader_type != "external")
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation.validation_set_names), eval_sets(test)
     parts.datasets = (train, valid, test)
@@ -412,7 +413,4 @@ def train_iterator(task: Task, dataset: Any, state: TrainState, groups: ProcessG
 def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:
     """Yield the batches of ``loader``; raise UserError when they are used up."""
     yield from loader
-    raise UserError(
-        f"the training data is used up: it holds {num_samples} samples. Give --data-path weights, so that sources"
-        " repeat, or more data, or fewer --train-iters or --train-samples"
-    )
+    raise UserError(used_up(num_samples))

@@ -159,13 +159,19 @@ class TrainStep:
     def _batch_size(self, consumed: int) -> int:
         return batch_sizes.running_global_batch_size(self.cfg.flat, consumed, self.parts.groups.dp.size)
 
+    def used_up(self, consumed: int) -> conditions.ExitReason | None:
+        """Return the reason to stop if the training data holds no global batch after ``consumed`` samples, or None."""
+        if (num_samples := self.parts.num_samples) is None:
+            return None
+        return conditions.after_last_batch(num_samples, consumed, self._batch_size(consumed))
+
     def _read(self, size: int) -> tuple[Iterator[dict], Tensor]:
         """Return this rank's micro-batches of a global batch, and their counts. Reads the next ones too."""
         if self.parts.on_forward is not None:
             self.parts.on_forward("reads", True)
-        following = 0
-        if self.state.iteration + 1 < self.cfg.training.train_iters:
-            following = self._num_microbatches(self._batch_size(self.state.consumed_train_samples + size))
+        following, consumed = 0, self.state.consumed_train_samples + size
+        if self.state.iteration + 1 < self.cfg.training.train_iters and self.used_up(consumed) is None:
+            following = self._num_microbatches(self._batch_size(consumed))
         assert self.parts.reader is not None, "only --skip-train has none"
         return self.parts.task.batches.read(self.parts.reader, self._num_microbatches(size), following)
 

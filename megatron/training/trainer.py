@@ -46,7 +46,7 @@ class Trainer:
         """Run iterations, evaluations and saves until the first reason to stop, which may hold before the first
         iteration; log and return it. Collective; hooks are called, but not started or closed."""
         validation, checkpoint = self.cfg.validation, self.cfg.checkpoint
-        reason = self.exits.check(self.state)
+        reason = self.exits.check(self.state) or self.step.used_up(self.state.consumed_train_samples)
         self.collect_garbage(force=True)
         self.restart_timer()
         while reason is None:
@@ -63,7 +63,7 @@ class Trainer:
             for work in self.periodic_work:
                 if work.is_due(self.state.iteration, evaluates):
                     self.measure(work)
-            reason = self.exits.check(self.state)
+            reason = self.exits.check(self.state) or self.step.used_up(self.state.consumed_train_samples)
             if conditions.is_save_iteration(checkpoint.save_interval, self.state.iteration, reason):
                 self.save(last=reason is not None)
             elif conditions.every(checkpoint.non_persistent_save_interval, self.state.iteration):

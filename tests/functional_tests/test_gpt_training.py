@@ -120,6 +120,24 @@ def test_skipped_iterations_consume_data_and_leave_weights(gloo_pool, dataset, t
     assert [record["consumed_samples"] for record in records] == [8 * i for i in range(1, 9)]
 
 
+@pytest.mark.parametrize("ramp", [False, True])
+def test_a_run_that_uses_up_its_data_saves_what_it_trained(gloo_pool, tmp_path, ramp):
+    """A blend without weights is one pass over its sources; with weights the same run goes on from that save."""
+    sources = [str(write_dataset(tmp_path / f"data{seed}", 12, seed)) for seed in (0, 1)]
+    num_samples = sum((np.fromfile(f"{source}.bin", np.uint16).size - 1) // 32 for source in sources)
+    flags = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--eval-iters", "0"]
+    flags += ["--rampup-batch-size", "4", "4", "12"] if ramp else []
+    expected = [4] * 3 + [8] * ((num_samples - 12) // 8) if ramp else [8] * (num_samples // 8)
+    argv = [*flags, "--train-iters", str(len(expected) + 2), "--train-data-path"]
+    assert gloo_pool.run(train, 2, [*argv, *sources]) == [2, 2]
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == str(len(expected))
+    state = CheckpointReader(str(tmp_path / "run" / f"iter_{len(expected):07}")).objects["train_state"]
+    assert state["consumed_train_samples"] == sum(expected)
+    assert gloo_pool.run(train, 2, [*argv, *sources]) == [2, 2]  # the same command finds no further batch
+    assert gloo_pool.run(train, 2, [*argv, "1", sources[0], "1", sources[1]]) == [0, 0]
+    assert len(losses(tmp_path / "run")) == len(expected) + 2
+
+
 def refused(gloo_pool, argv):
     """The message of a run that must stop."""
     code, message = gloo_pool.run(train_with_errors, 1, argv)[0]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
 from megatron.training.config.launcher import is_first_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
@@ -35,7 +35,7 @@ DOUBLE_DELIVERY_SECONDS = 0.5
 class ExitReason:
     """Reason to stop training, and the exit code of the process."""
 
-    kind: Literal["train_iters", "train_samples", "signal", "duration", "interval", "unsaved"]
+    kind: Literal["train_iters", "train_samples", "signal", "duration", "interval", "data", "unsaved"]
     message: str
     exit_code: int = 0
 
@@ -99,6 +99,22 @@ def after_failed_saves(failures: int, limit: int, folder: str | None, why: str) 
         f"stopping: the last {failures} saves to --save {folder} failed, the latest: {why}. Checkpoints before them are"
         " intact: free space there, or repair the file system, and start the same command with --load on that folder."
         " --max-failed-saves sets how many failures are allowed",
+    )
+
+
+def after_last_batch(num_samples: int, consumed: int, batch_size: int) -> ExitReason | None:
+    """Return the reason to stop if ``num_samples`` of training data, ``consumed`` of which were trained on, hold no
+    further global batch of ``batch_size``, else None. Its exit code is that of bad input: the run is not complete."""
+    if consumed + batch_size <= num_samples:
+        return None
+    return ExitReason("data", used_up(num_samples), EXIT_BAD_INPUT)
+
+
+def used_up(num_samples: int) -> str:
+    """Return the message of a run whose training data ends before it."""
+    return (
+        f"the training data is used up: it holds {num_samples} samples. Give --data-path weights, so that sources"
+        " repeat, or more data, or fewer --train-iters or --train-samples"
     )
 
 

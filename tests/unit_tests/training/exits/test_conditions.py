@@ -19,6 +19,7 @@ from megatron.training.exits.conditions import (
     EXIT_SIGNALS,
     ExitConditions,
     IgnoreExitSignals,
+    after_last_batch,
     agree,
     as_signal,
     decide,
@@ -145,6 +146,13 @@ def test_reasons_their_order_and_words(changed, elapsed, received, kind, message
     if reason:
         assert message in reason.message and reason.exit_code == 0
         assert reason.finished == kind.startswith("train")
+
+
+def test_data_ends_before_a_batch_that_it_cannot_fill():
+    assert after_last_batch(42, 34, 8) is None
+    reason = after_last_batch(42, 34, 9)
+    assert (reason.kind, reason.exit_code, reason.finished) == ("data", 2, False)
+    assert reason.message.startswith("the training data is used up: it holds 42 samples. Give --data-path weights")
 
 
 @pytest.fixture
