@@ -157,18 +157,15 @@ def main(argv: Sequence[str]) -> int:
 
     from megatron.core.tensor_parallel import calibration
     from megatron.core.tensor_parallel.fake_quantization import TokenRounding
-    from megatron.export.hf.family import complete
-    from megatron.export.hf.registry import family_for
+    from megatron.export.hf.writer import check_quantizable
     from megatron.tools.checkpoint import convert, formats
-    from megatron.training.checkpoint.other_formats import embedding_rows, load_hf_weights
+    from megatron.training.checkpoint.other_formats import load_hf_weights
     from megatron.training.initialize import shut_down
 
-    kind, source = formats.open_checkpoint(args.load, "auto", args.ckpt_step)
+    _, source = formats.open_checkpoint(args.load, "auto", args.ckpt_step)
     if "base" in source.objects:
         raise UserError(f"--load {args.load}: contains adapters only; merge them first with megatron lora merge")
-    if kind != "hf":  # before it calibrates
-        vocab_size = embedding_rows(source.tensors, args.load)  # no flag where the tokenizer sets it
-        family_for(complete({**source.settings, "vocab_size": vocab_size}))
+    check_quantizable(source, args.format)  # before it calibrates
     trained = load_gpt(args)
     groups: ProcessGroups = trained.model.groups  # type: ignore[assignment]
     world, batch = groups.world, args.calib_batch_size

@@ -279,6 +279,27 @@ def test_a_run_whose_tokenizer_sets_the_vocabulary_is_quantized(gloo_pool, folde
     assert after == pytest.approx(before, rel=0.01)
 
 
+@pytest.mark.parametrize("kind", ["run", "folder"])
+def test_a_model_with_transposed_matrices_is_rejected_before_it_is_calibrated(
+    gloo_pool, folder, texts, tmp_path, capsys, kind
+):
+    """GPT-2's layers are stored as [in, out]."""
+    source = tmp_path / "source"
+    if kind == "run":
+        tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+        argv = [*tokenizer, "--mock-data", "--train-iters", "3", "--vocab-size", "1024", "--save", str(source)]
+        assert gloo_pool.run(train, 1, argv) == [0]
+    else:
+        transformers = pytest.importorskip("transformers", reason="pip install transformers: the model")
+        config = transformers.GPT2Config(vocab_size=1024, n_positions=32, n_embd=32, n_layer=2, n_head=4)
+        transformers.GPT2LMHeadModel(config).save_pretrained(source)
+        tokenizer_folder(source, MISTRAL)
+    with mock.patch("megatron.tools.quantize.load_gpt", side_effect=AssertionError("the model was loaded")):
+        assert run(source, texts, tmp_path / "out") == 2
+    message = "h.0.attn.c_attn.weight [32, 96] is not the matrix [out, in] of a linear layer; write the folder in bf16"
+    assert f"--quantize fp8: transformer.{message}" in capsys.readouterr().err
+
+
 def test_latent_attention_and_experts_have_scales_and_the_router_none(texts, tmp_path, capsys):
     config = {**DEEPSEEK, "vocab_size": 1024}
     folder = write(tmp_path / "model", random_bf16(config), config)

@@ -163,18 +163,8 @@ def quantized(
     matrix [out, in] each, or without a static scale of their inputs."""
     form = quantize if isinstance(quantize, str) else "fp8"
     input_scales = {} if isinstance(quantize, str) else quantize
-    layers: dict[tuple[str, int | None], list[str]] = {}
-    for placement in plan:
-        layer, _, leaf = placement.name.rpartition(".")
-        for part in placement.parts if leaf == "weight" and LINEAR.fullmatch(layer) else ():
-            layers.setdefault((layer, part.expert), []).append(part.name)
-            if len(part.shape) != 2 or part.layout.transposed or not part.name.endswith(".weight"):
-                reason = f"{part.name} {[*part.shape]} is not the matrix [out, in] of a linear layer"
-                raise UserError(f"--quantize {form}: {reason}; write the folder in bf16")
-    if not layers:
-        raise UserError(f"--quantize {form}: the model has no layers of attention, feed-forward networks or experts")
     written: dict[str, dict[str, LazyTensor]] = {}
-    for (layer, _), names in layers.items():
+    for layer, names in linear_layers(plan, form):
         if form == "fp8" and layer not in input_scales:
             raise UserError(f"--quantize fp8: there is no scale of the inputs of {layer}; calibrate on more texts")
         scale = _shared_scale([tensors[name] for name in names])
@@ -188,6 +178,22 @@ def quantized(
         result |= written.get(name, {name: tensor})
     matrices = (name for name, tensor in tensors.items() if len(tensor.shape) > 1 and name not in written)
     return result, [name.removesuffix(".weight") for name in matrices]
+
+
+def linear_layers(plan: Iterable[Placement], form: str) -> list[tuple[str, list[str]]]:
+    """Return the linear layers of ``plan``, each expert's apart: local name, and the HF names of its matrices. Raises
+    UserError, which names the format ``form``, if there are none, or one is not stored as matrices [out, in]."""
+    layers: dict[tuple[str, int | None], list[str]] = {}
+    for placement in plan:
+        layer, _, leaf = placement.name.rpartition(".")
+        for part in placement.parts if leaf == "weight" and LINEAR.fullmatch(layer) else ():
+            layers.setdefault((layer, part.expert), []).append(part.name)
+            if len(part.shape) != 2 or part.layout.transposed or not part.name.endswith(".weight"):
+                reason = f"{part.name} {[*part.shape]} is not the matrix [out, in] of a linear layer"
+                raise UserError(f"--quantize {form}: {reason}; write the folder in bf16")
+    if not layers:
+        raise UserError(f"--quantize {form}: the model has no layers of attention, feed-forward networks or experts")
+    return [(layer, names) for (layer, _), names in layers.items()]
 
 
 def _shared_scale(parts: Sequence[LazyTensor]) -> Callable[[], Tensor]:

@@ -20,7 +20,7 @@ from megatron.export.hf.conversion import Placement, placements, same_values, to
 from megatron.export.hf.copies import kept_files, original_family, updated
 from megatron.export.hf.family import Family, complete
 from megatron.export.hf.quantization import KEY, Quantize, written_config
-from megatron.export.hf.quantized_tensors import quantized
+from megatron.export.hf.quantized_tensors import linear_layers, quantized
 from megatron.export.hf.registry import family_for, read_config
 from megatron.export.hf.settings import Table
 from megatron.export.hf.side_files import CONFIG, GENERATION, is_tokenizer_file
@@ -57,9 +57,7 @@ def save(
 ) -> None:
     """Write ``model`` as a Hugging Face folder. ``family`` forces a family; else the source's, ``preferred``, or the
     first that fits. A ``Target`` is filled but not published, and OSError passes."""
-    if EMBEDDING not in model.tensors:
-        raise UserError(f"{EMBEDDING} is missing: not a language model of this library")
-    settings = complete({**model.settings, "vocab_size": model.tensors[EMBEDDING].shape[0]})
+    settings = _settings(model)
     if original is not None:
         chosen, stored = original_family(original, settings)
         tensors = updated(chosen, _plan(chosen, settings, model), stored, model.tensors)
@@ -84,6 +82,28 @@ def save(
             raise CheckpointWriteError(f"{target.final}: cannot be written ({error.strerror})") from error
 
 
+def check_quantizable(model: Interchange, form: str) -> None:
+    """Raise UserError for what a folder of ``model`` in the format ``form`` would be refused for; reads no weight."""
+    _, _, plan = _described(model, _settings(model))
+    linear_layers(plan, form)
+
+
+def _settings(model: Interchange) -> Table:
+    if EMBEDDING not in model.tensors:
+        raise UserError(f"{EMBEDDING} is missing: not a language model of this library")
+    return complete({**model.settings, "vocab_size": model.tensors[EMBEDDING].shape[0]})
+
+
+def _described(
+    model: Interchange, settings: Table, family: str | None = None, preferred: str | None = None
+) -> tuple[Table, Family, list[Placement]]:
+    """Return the ``config.json`` that ``model`` was read with (empty: none), its family and the plan of its tensors."""
+    original = model.assets.get(f"hf/{CONFIG}")
+    before = {} if original is None else read_config(original, settings["model_family"])
+    chosen = family_for(settings, before.get("model_type", preferred), only=family)
+    return before, chosen, _plan(chosen, settings, model)
+
+
 def _plan(family: Family, settings: Table, model: Interchange) -> list[Placement]:
     plan = placements(family, settings)
     weights = {name: tensor for name, tensor in model.tensors.items() if name.startswith("model.")}
@@ -102,10 +122,7 @@ def _new_folder(
     preferred: str | None,
     quantize: Quantize | None,
 ) -> _Folder:
-    original = model.assets.get(f"hf/{CONFIG}")
-    before = {} if original is None else read_config(original, settings["model_family"])
-    chosen = family_for(settings, before.get("model_type", preferred), only=family)
-    plan = _plan(chosen, settings, model)
+    before, chosen, plan = _described(model, settings, family, preferred)
     tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_hf(plan, model.tensors).items()}
     tensors |= {name: tensors[same] for name, same in chosen.copies(settings).items()}
     for name, source in chosen.stand_ins.items():
