@@ -381,12 +381,10 @@ def flag_table(specs: Iterable[FlagSpec]) -> dict[str, FlagSpec]:
     return {name: spec for spec in specs for name in spec.spellings}
 
 
-def flatten(mapping: Mapping[str, object]) -> dict[str, object]:
-    """Nested groups of settings to one level; a key counts, the path to it does not."""
-    flat: dict[str, object] = {}
+def flatten(mapping: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield (key, value) of nested groups of settings; the path to a key does not count."""
     for key, value in mapping.items():
-        flat.update(flatten(value) if isinstance(value, Mapping) else {str(key): value})
-    return flat
+        yield from flatten(value) if isinstance(value, Mapping) else [(str(key), value)]
 
 
 def read_mapping(
@@ -394,13 +392,13 @@ def read_mapping(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return (values by field, problems) of settings from a file, nested tables flattened. Keys are field or flag names
     with ``-`` or ``_``; ``renamed`` maps older flag names. The key of a negative flag (``no_...``) inverts its value.
-    Only fields that occur are there; an unknown key or a wrong value becomes a problem."""
+    Only fields that occur are there; an unknown key, a wrong value, or another value of a field becomes a problem."""
     specs = tuple(specs)
     by_field = {spec.field: spec for spec in specs}
     by_flag = flag_table(specs)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
-    for key, value in flatten(mapping).items():
+    for key, value in flatten(mapping):
         name = "--" + normalize(key).lstrip("-")
         name = normalize((renamed or {}).get(name, name))
         spec = by_field.get(name[2:].replace("-", "_")) or by_flag.get(name)
@@ -410,9 +408,12 @@ def read_mapping(
             continue
         try:
             negated = spec.is_bool and spec.default and name[2:].replace("-", "_") != spec.field and name != spec.on
-            values[spec.field] = from_object(spec, value) ^ bool(negated) if negated else from_object(spec, value)
+            item = from_object(spec, value) ^ bool(negated) if negated else from_object(spec, value)
         except (ValueError, TypeError) as error:
             problems.append(Problem(key, str(error), value))
+            continue
+        if values.setdefault(spec.field, item) != item:
+            problems.append(Problem(key, f"is set twice; before to {values[spec.field]}", value, "keep one of both"))
     return values, problems
 
 

@@ -78,6 +78,10 @@ def test_yaml_mistakes_are_named(tmp_path):
     path.write_text("lr: 1e-3\nmoe: {num_experts: 4}\nlr: 2e-3\n")
     assert "lr is set twice" in problems_of(f"--yaml-cfg {path}")[0]
     assert "line 3, column 1" in problems_of(f"--yaml-cfg {path}")[0]
+    path.write_text("lr: 1e-3\nseed: 5\nmore: {--lr: 2e-3, seed: 5}\nno-masked-softmax-fusion: true\n")
+    assert problems_of(f"--yaml-cfg {path}") == [
+        f"{path}: --lr 2e-3: is set twice; before to 0.001; keep one of both"
+    ]
     path.write_text("a: [")
     assert len(problems_of(f"--yaml-cfg {path}")) == 1
     assert "No such file" in problems_of(f"--yaml-cfg {tmp_path / 'none'}")[0]
