@@ -136,11 +136,16 @@ def test_steps_and_layouts_are_those_of_the_flags(folder, tmp_path):
         assert [words[words.index(name) + 1] for words in commands if words[0] == "pretrain"] == [value] * 2
 
 
-@pytest.mark.parametrize("text, verdict", [("a prompt:\nthe text, and more", "passed"), ("text", "failed")])
-def test_text_passes_if_it_contains_that_of_transformers(folder, tmp_path, monkeypatch, text, verdict):
+@pytest.mark.parametrize("text, expected, verdict", [
+    ("a prompt:\nthe text\na note on stderr", "the  text", "passed"),
+    ("text", "the text", "failed"),
+    ("a prompt: so the text", "the text", "failed"),
+    ("a prompt: and more", " ", "not applicable"),
+])  # fmt: skip
+def test_text_passes_if_it_is_that_of_transformers(folder, tmp_path, monkeypatch, text, expected, verdict):
     commands = []
-    monkeypatch.setattr(card, "transformers_text", lambda *arguments: "the  text")
-    words = ["--load-hf", str(folder), "--output", str(tmp_path / "card")]
+    monkeypatch.setattr(card, "transformers_text", lambda *arguments: expected)
+    words = ["--load-hf", str(folder), "--output", str(tmp_path / "card"), "--prompt", "a prompt: "]
     card.main(words, run_with(passing() | {"generate": (0, text)}, commands))
     assert written(tmp_path / "card")["checks"]["greedy text"]["verdict"] == verdict
     command = next(words for words in commands if words[0] == "generate")
