@@ -103,7 +103,9 @@ def strings(name: str, value: object, at_most: int) -> list[str]:
     """Return a string, or list of strings, as a list without empty strings; empty for None."""
     if value is None:
         return []
-    entries = [value] if isinstance(value, str) else checked_type(name, value, list)
+    entries = [value] if isinstance(value, str) else value
+    if not isinstance(entries, list):
+        raise RequestError(f"{name}: must be a string or a list of strings", name)
     if len(entries) > at_most:
         raise RequestError(f"{name}: has {len(entries)} entries, at most {at_most} are allowed", name)
     return [text for entry in entries if (text := checked_type(name, entry, str))]

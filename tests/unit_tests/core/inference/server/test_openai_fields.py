@@ -188,6 +188,7 @@ def test_best_of_returns_the_likeliest_texts_per_token(http, n, best_of, echo):
     ({"n": 9}, "n", "n: the request has 9 texts"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "logit_bias: is not supported"),
     ({"prompt": "a " * 200}, "prompt", "the model takes 96"), ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"stop": 5}, "stop", "stop: must be a string or a list of strings"), ({"stop": ["a", 5]}, "stop", "stop: must be"),
 ])  # fmt: skip
 def test_rejected_values_have_one_message(http, values, param, message):
     answer = http.post(COMPLETIONS, json={"prompt": "a", **values})
