@@ -182,7 +182,7 @@ def quantized(
 
 def linear_layers(plan: Iterable[Placement], form: str) -> list[tuple[str, list[str]]]:
     """Return the linear layers of ``plan``, each expert's apart: local name, and the HF names of its matrices. Raises
-    UserError, which names the format ``form``, if there are none, or one is not stored as matrices [out, in]."""
+    UserError, which names the format ``form``, for none, or for one that is not stored as matrices [out, in]."""
     layers: dict[tuple[str, int | None], list[str]] = {}
     for placement in plan:
         layer, _, leaf = placement.name.rpartition(".")

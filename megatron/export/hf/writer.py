@@ -83,7 +83,7 @@ def save(
 
 
 def check_quantizable(model: Interchange, form: str) -> None:
-    """Raise UserError for what a folder of ``model`` in the format ``form`` would be refused for; reads no weight."""
+    """Raise UserError if ``model`` cannot be written in the quantized format ``form``; reads no weight."""
     _, _, plan = _described(model, _settings(model))
     linear_layers(plan, form)
 

@@ -103,8 +103,8 @@ def after_failed_saves(failures: int, limit: int, folder: str | None, why: str) 
 
 
 def after_last_batch(num_samples: int, consumed: int, batch_size: int) -> ExitReason | None:
-    """Return the reason to stop if ``num_samples`` of training data, ``consumed`` of which were trained on, hold no
-    further global batch of ``batch_size``, else None. Its exit code is that of bad input: the run is not complete."""
+    """Return the reason to stop if fewer than ``batch_size`` of ``num_samples`` training samples remain after
+    ``consumed``, else None. The exit code says bad input, because the run is not complete."""
     if consumed + batch_size <= num_samples:
         return None
     return ExitReason("data", used_up(num_samples), EXIT_BAD_INPUT)
