@@ -5,10 +5,13 @@ import json
 import pytest
 import torch
 
+from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing import CheckpointReader
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.tokenizers import build_tokenizer
+from megatron.export.files import Target
 from megatron.export.hf import load_hf, save_hf
+from megatron.export.native import save_safetensors
 from megatron.tools.checkpoint import convert, verify
 from megatron.training.arguments import parse_args
 from tests.test_utils import tiny_tokenizers
@@ -141,6 +144,33 @@ def test_a_folder_that_does_not_fit_its_config_is_rejected(gloo_pool, llama, tmp
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 65}))
     ((code, errors),) = gloo_pool.run(run, 1, [*RUN, "--load-hf", str(folder)])
     assert code == 2 and "embed_tokens" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("flags", "kind"), [([], "llama"), (["--hf-family", "mistral"], "mistral")])
+def test_a_model_of_random_weights_becomes_llama_or_the_selected_family(tmp_path, capfd, flags, kind):
+    """Six families can represent it; ``transformers`` computes the same logits with each."""
+    with Target(tmp_path / "model") as target:
+        save_safetensors(random_model(LLAMA, 64), target)
+        target.publish()
+    words = ["--saver", "hf", "--load-dir", str(tmp_path / "model"), "--save-dir", str(tmp_path / "hf"), *flags]
+    assert convert.main(words) == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == (kind, [f"{kind.capitalize()}ForCausalLM"])
+    messages = capfd.readouterr().err
+    assert f"hf: complete, format hf, model_type {kind}" in messages and "equal; largest" in messages
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--saver native --hf-family llama", "--hf-family llama: is the type of a new Hugging Face folder; use --saver hf"),
+    ("--saver hf --hf-family qwen2 --original-dir {llama}", "qwen2: is the type of .*; remove --original-dir"),
+    ("--saver hf --hf-family lama", "lama: no family that can be converted; known: arcee, "),
+    ("--saver hf --hf-family gemma2", "no Hugging Face family has a model of these settings. not gemma2: "),
+])  # fmt: skip
+def test_a_family_that_cannot_be_written_is_rejected(llama, tmp_path, flags, message):
+    words = ["--load-dir", str(llama), "--save-dir", str(tmp_path / "hf"), *flags.format(llama=llama).split()]
+    with pytest.raises(UserError, match=message):
+        convert.main(words)
+    assert not (tmp_path / "hf").exists()
 
 
 def test_the_flags_of_the_folder_give_the_same_model(llama):

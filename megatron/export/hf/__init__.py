@@ -62,7 +62,7 @@ def save_hf(
         dtype: cast weights to this dtype; None: unchanged.
         max_shard_bytes: maximum file size; a larger tensor gets a separate file.
         family: the ``model_type`` to write. None: the source folder's, else ``preferred``, if the settings still
-            match it; else the first family that matches.
+            match it; else llama or t5, else the first family that matches.
         preferred: the ``model_type`` to write if several families match.
         original: HF folder with the same model: the result is a copy of it in which only the weights of ``model``
             change. Everything else keeps its bytes; its dtypes and its family apply. Its quantized weights become

@@ -24,6 +24,8 @@ KEYS_OF_TRANSFORMERS = Path(__file__).with_name("transformers_keys.json")
 """Keys of config.json that ``transformers`` reads, by architecture; written by tools/transformers_keys.py."""
 NEAREST = 3
 """Number of closest families whose differences an error lists."""
+COMMON = ("llama", "t5")
+"""Families that other programs know best: chosen before others that can represent the same model."""
 KINDS = ("multi_latent_attention", "num_moe_experts", "position_embedding_type")
 """Settings that make a family distant from a model if they differ, regardless of other differences."""
 
@@ -83,8 +85,8 @@ def find_family(config: Mapping[str, object]) -> Family:
 
 def family_for(settings: Mapping[str, object], preferred: str | None = None, *, only: str | None = None) -> Family:
     """Return the first family that supports completed ``settings``: ``preferred`` (ignored if unknown, or if its model
-    family differs), then in alphabetical order. ``only`` restricts the search to one family. Raises UserError: no
-    family matches (lists the reasons of the closest ones), or ``only`` is unknown."""
+    family differs), then :data:`COMMON`, then in alphabetical order. ``only`` restricts the search to one family.
+    Raises UserError: no family matches (lists the reasons of the closest ones), or ``only`` is unknown."""
     table, reasons = known_families(), dict[str, str]()
     if only is not None:
         if only not in table:
@@ -92,7 +94,7 @@ def family_for(settings: Mapping[str, object], preferred: str | None = None, *, 
         table = {only: table[only]}
     else:
         table = {name: family for name, family in table.items() if family.model_family == settings["model_family"]}
-    for name in sorted(table, key=lambda candidate: (candidate != preferred, candidate)):
+    for name in sorted(table, key=lambda candidate: (candidate != preferred, candidate not in COMMON, candidate)):
         try:
             table[name].save_settings(settings)
             return table[name]

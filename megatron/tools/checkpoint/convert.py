@@ -22,14 +22,14 @@ from typing import Any, get_args
 
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_directory
+from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_directory, read_json
 from megatron.core.dist_checkpointing.writer import write_file
 from megatron.core.models.registry import default_family, families
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.branches import split_layers
 from megatron.export.files import Target
 from megatron.export.hf import save_hf
-from megatron.export.hf.quantization import Form, Quantize
+from megatron.export.hf.quantization import Form
 from megatron.export.interchange import COUNTER, Interchange, with_counters
 from megatron.export.megatron_lm import save_megatron_torch_dist
 from megatron.export.native import save_native, save_safetensors
@@ -99,6 +99,12 @@ def parser() -> argparse.ArgumentParser:
         "--original-dir", metavar="DIR", help="saver hf: folder to copy with the weights of the model replaced"
     )
     arguments.add_argument(
+        "--hf-family",
+        metavar="TYPE",
+        help="saver hf: model_type to write, such as mistral; default: the source folder's, else llama if it fits, else"
+        " the first that fits",
+    )
+    arguments.add_argument(
         "--quantize",
         choices=get_args(Form),
         help="saver hf: linear layers in fp8, with a scale per 128 x 128 block (fp8-blocks), or per layer and, at run "
@@ -125,6 +131,9 @@ def main(argv: Sequence[str], input_scales: Mapping[str, float] | None = None) -
         conflict = f"--saver {saver}" if saver != "hf" else f"--dtype {args.dtype}"
         reason = f"is a Hugging Face folder, whose dtypes apply; remove {conflict}"
         raise UserError(f"--original-dir {args.original_dir}: {reason}")
+    if args.hf_family and (saver != "hf" or args.original_dir):
+        fix = "remove --original-dir, which keeps its own" if args.original_dir else "use --saver hf"
+        raise UserError(f"--hf-family {args.hf_family}: is the type of a new Hugging Face folder; {fix}")
     if args.quantize and (saver != "hf" or args.original_dir):
         fix = "remove --original-dir" if args.original_dir else "use --saver hf"
         raise UserError(f"--quantize {args.quantize}: is written to a new Hugging Face folder only; {fix}")
@@ -162,11 +171,13 @@ def main(argv: Sequence[str], input_scales: Mapping[str, float] | None = None) -
         "padding": args.keep_vocab_padding,
         "original": args.original_dir and formats.stamp(args.original_dir),
         "quantize": quantize,
+        "family": args.hf_family,
     }
     with Target(args.save_dir, identity) as target:
-        options = {"allow_non_finite": args.allow_non_finite, "original": args.original_dir, "quantize": quantize}
-        write(source, saver, target, size, int(args.max_shard_size * 1e9), **options)
-    say(f"{args.save_dir}: complete, format {saver}")
+        hf = {"original": args.original_dir, "quantize": quantize, "family": args.hf_family}
+        write(source, saver, target, size, int(args.max_shard_size * 1e9), allow_non_finite=args.allow_non_finite, **hf)
+    kind = f", model_type {read_json(Path(args.save_dir, 'config.json'))['model_type']}" if saver == "hf" else ""
+    say(f"{args.save_dir}: complete, format {saver}{kind}")
     if saver == "native":
         say(how_to_load(args.save_dir, source))
     if "hf" in (loader, saver) and not args.no_checking and args.quantize != "fp8-dynamic":
@@ -237,11 +248,10 @@ def write(
     max_bytes: int,
     *,
     allow_non_finite: bool,
-    original: str | None = None,
-    quantize: Quantize | None = None,
+    **hf: Any,
 ) -> None:
     """Write ``source`` in the format ``saver`` to ``target`` and publish it under its final name, with progress on
-    stderr. ``size``: bytes to write; ``max_bytes``: of one file.
+    stderr. ``size``: bytes to write; ``max_bytes``: of one file; ``hf``: options of ``save_hf``.
 
     Raises:
         CheckpointError: not enough disk space, or NaN and infinite values without ``allow_non_finite``; completed files
@@ -263,7 +273,7 @@ def write(
         elif saver == "safetensors":
             save_safetensors(watched, target, max_file_bytes=max_bytes)
         elif saver == "hf":
-            save_hf(watched, target, max_shard_bytes=max_bytes, original=original, quantize=quantize)
+            save_hf(watched, target, max_shard_bytes=max_bytes, **hf)
         else:
             save_megatron_torch_dist(watched, target.folder)
         finite.read_others(source.tensors)
