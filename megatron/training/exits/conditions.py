@@ -219,7 +219,8 @@ class ExitConditions:
         instead, because the process is exiting. May be called several times."""
         for number, handler in self._previous.items():
             ignored = self.signalled and number != signal.SIGINT
-            signal.signal(number, signal.SIG_IGN if ignored else handler)
+            before = signal.SIG_DFL if number in _IGNORED else handler  # an interrupted run left it ignored
+            signal.signal(number, signal.SIG_IGN if ignored else before)
             (_IGNORED.add if ignored else _IGNORED.discard)(number)
         _CAUGHT.difference_update(self._previous)
         self._previous = {}

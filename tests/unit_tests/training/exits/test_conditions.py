@@ -178,6 +178,17 @@ def test_signals_set_a_flag_however_often_they_come(restored):
     os.kill(os.getpid(), signal.SIGUSR1)  # while the process ends: the exit code stays 0
 
 
+def test_every_later_run_of_the_process_catches_the_signals_that_an_interrupted_one_left_ignored(restored):
+    for is_sent in (True, False, True, False, False, True):
+        with ExitConditions(flags(save="x", save_on_signal=True)) as exits:
+            if is_sent:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert exits.signalled == is_sent
+        after = signal.SIG_IGN if is_sent else signal.SIG_DFL
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == [after] * 2
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_an_unsignalled_run_puts_the_handler_back():
     before = signal.getsignal(signal.SIGUSR1)
     with ExitConditions(flags(exit_signal_handler=True, exit_signal=signal.SIGUSR1)):
