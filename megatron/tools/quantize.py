@@ -102,7 +102,7 @@ def documents(args: argparse.Namespace, tokenize: Callable[[str], Sequence[int]]
             if line.strip():
                 text = json_object(line).get("text")
                 if not isinstance(text, str):
-                    raise UserError(f"line {number}: the key 'text' is missing or no text")
+                    raise UserError(f"line {number}: 'text' is missing or no text; conversations are not read")
                 yield [*tokenize(text), end]
     except (OSError, ValueError) as error:
         raise UserError(f"--data {args.data}: cannot be read as texts ({error})") from None
