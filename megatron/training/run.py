@@ -42,7 +42,7 @@ from megatron.training.data.datasets import data_sources, samples_per_split
 from megatron.training.data.loader import BatchReader, train_sampler
 from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import EvalName, EvalSet, eval_sets
-from megatron.training.exits.conditions import ExitConditions, ExitReason, used_up
+from megatron.training.exits.conditions import ExitConditions, ExitReason, is_complete, last_iteration, used_up
 from megatron.training.exits.endings import error_message, notify_launcher, say
 from megatron.training.hooks.base import Hook, check_methods
 from megatron.training.hooks.build import build_hooks, plain
@@ -75,7 +75,7 @@ from megatron.training.watchdog import Watchdog
 from megatron.version import version_text
 
 logger = logging.getLogger(__name__)
-NO_FINAL_EVALUATION = "the final evaluation is not complete: the run was interrupted; the same command completes it"
+NO_FINAL_EVALUATION = "the final evaluation is not complete: the run was interrupted; %s"
 
 UNSAVED_EXIT_CODE = 75
 """sysexits' EX_TEMPFAIL: the last checkpoint could not be written; earlier ones are intact and can be resumed."""
@@ -283,17 +283,18 @@ def _final_evaluation(trainer: Trainer, reason: ExitReason | None) -> int:
     --skip-train); return the exit code, UNSAVED_EXIT_CODE if the last save failed. A run that stopped before its end
     skips them, and a signal skips the remaining ones. Collective."""
     cfg, parts, exits = trainer.cfg, trainer.parts, trainer.exits
-    code = 0
+    code, fix = 0, "the same command completes it" if cfg.checkpoint.save else "and nothing is saved without --save"
     if reason is not None:
         code = UNSAVED_EXIT_CODE if parts.checkpointer.failed_saves else reason.exit_code
         if not reason.finished:
-            if parts.state.iteration >= cfg.training.train_iters:  # a signal arrived in the last iteration
-                logger.warning(NO_FINAL_EVALUATION)
+            # a signal arrived in the last iteration
+            if is_complete(cfg, parts.state.iteration, parts.state.consumed_train_samples):
+                logger.warning(NO_FINAL_EVALUATION, fix)
             return code
     finals: tuple[tuple[list[EvalSet], EvalName], ...] = (parts.valid_sets, "validation"), (parts.test_sets, "test")
-    for sets, name in finals:
+    for sets, name in [(sets, name) for sets, name in finals if sets]:
         if exits.interrupted():
-            logger.warning(NO_FINAL_EVALUATION)
+            logger.warning(NO_FINAL_EVALUATION, fix)
             break
         trainer.evaluate(sets, name, final=True)
     else:
@@ -382,7 +383,7 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
     is_planned = logs and device.type == "cuda" and parts.task.description() is not None
     return RunInfo(
         state=parts.state,
-        train_iters=cfg.training.train_iters or 0,
+        train_iters=last_iteration(cfg, parts.state.iteration, parts.state.consumed_train_samples) or 0,
         rank=launched_rank(),
         world_size=cfg.world_size,
         data_parallel_rank=parts.groups.dp.rank,

@@ -170,7 +170,7 @@ class TrainStep:
         if self.parts.on_forward is not None:
             self.parts.on_forward("reads", True)
         following, consumed = 0, self.state.consumed_train_samples + size
-        if self.state.iteration + 1 < self.cfg.training.train_iters and self.used_up(consumed) is None:
+        if not conditions.is_complete(self.cfg, self.state.iteration + 1, consumed) and self.used_up(consumed) is None:
             following = self._num_microbatches(self._batch_size(consumed))
         assert self.parts.reader is not None, "only --skip-train has none"
         return self.parts.task.batches.read(self.parts.reader, self._num_microbatches(size), following)

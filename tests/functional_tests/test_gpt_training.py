@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.evaluate import Evaluator
+from tests.test_utils import gpt_runs
 from tests.test_utils.gpt_runs import VOCAB_SIZE, losses, read_records, train, train_with_errors, write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,6 +137,33 @@ def test_a_run_that_uses_up_its_data_saves_what_it_trained(gloo_pool, tmp_path, 
     assert gloo_pool.run(train, 2, [*argv, *sources]) == [2, 2]  # the same command finds no further batch
     assert gloo_pool.run(train, 2, [*argv, "1", sources[0], "1", sources[1]]) == [0, 0]
     assert len(losses(tmp_path / "run")) == len(expected) + 2
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(16, [8] * 3 + [16] * 2), (4, [8] * 3 + [4] * 11)])
+def test_a_run_by_samples_that_continues_with_another_batch_size_ends_at_its_samples(
+    gloo_pool, dataset, tmp_path, size, sizes
+):
+    """70 samples: of the first batch size alone 8 iterations, of the others 4 and 17."""
+    flags = [*data_flags(dataset, tmp_path / "run"), "--load", str(tmp_path / "run"), "--train-samples", "70"]
+    flags += ["--lr-warmup-samples", "16", "--lr-decay-samples", "60", "--eval-iters", "1", "--log-interval", "1"]
+    at = gpt_runs.MODEL_FLAGS.index("--lr-warmup-iters")
+    model = [*gpt_runs.MODEL_FLAGS[:at], *gpt_runs.MODEL_FLAGS[at + 2 :]]
+    at = model.index("--train-iters")
+    model = [*model[:at], *model[at + 2 :]]
+    assert gloo_pool.run(train_model, 1, model, [*flags, "--exit-interval", "3"]) == [0]
+    assert gloo_pool.run(train_model, 1, model, [*flags, "--global-batch-size", str(size)]) == [0]
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    trained = [record for record in records if record["kind"] == "train"]
+    assert [record["consumed_samples"] for record in trained] == np.cumsum(sizes).tolist()
+    assert records[-1]["kind"] == "test", "the final evaluation"
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == str(len(sizes))
+    timing = read_records(tmp_path / "run" / "timing.jsonl")
+    assert [record["train_iters"] for record in timing if "train_iters" in record] == [8, len(sizes)]
+
+
+def train_model(rank, world_size, model, argv):
+    with mock.patch.object(gpt_runs, "MODEL_FLAGS", model):
+        return train(rank, world_size, argv)
 
 
 def refused(gloo_pool, argv):

@@ -147,10 +147,12 @@ def num_microbatches(config: BatchConfig, consumed_samples: int, data_parallel_s
     return size // (config.micro_batch_size * data_parallel_size)
 
 
-def train_iters_from_samples(config: BatchConfig, train_samples: int, data_parallel_size: int = 1) -> int:
-    """Return the full iterations that fit into ``train_samples``; a remainder of samples is not trained on."""
+def train_iters_from_samples(
+    config: BatchConfig, train_samples: int, data_parallel_size: int = 1, consumed_samples: int = 0
+) -> int:
+    """Return the full iterations from ``consumed_samples`` to ``train_samples``; a remainder is not trained on."""
     iterations = 0
-    for first, size, count in _runs(config, data_parallel_size):
+    for first, size, count in _runs(config, data_parallel_size, consumed_samples):
         if count is None or first + count * size > train_samples:
             return iterations + max(train_samples - first, 0) // size
         iterations += count
@@ -186,11 +188,10 @@ def _lowered(config: BatchConfig, size: int, data_parallel_size: int) -> int:
     return size // unit * unit if config.decrease_batch_size_if_needed else size
 
 
-def _runs(config: BatchConfig, data_parallel_size: int) -> Iterator[tuple[int, int, int | None]]:
-    """Yield (first sample, batch size, iterations; None for the last run). A batch that begins before a plateau keeps
-    the earlier size."""
+def _runs(config: BatchConfig, data_parallel_size: int, consumed: int = 0) -> Iterator[tuple[int, int, int | None]]:
+    """Yield (first sample, batch size, iterations; None for the last run) after ``consumed`` samples. A batch that
+    begins before a plateau keeps the earlier size."""
     plateaus = batch_size_plateaus(config)
-    consumed = 0
     for boundary in [plateau.first_sample for plateau in plateaus[1:]]:
         if boundary > consumed:
             size = _lowered(config, _size_at(plateaus, consumed), data_parallel_size)

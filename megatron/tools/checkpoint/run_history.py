@@ -23,6 +23,7 @@ from megatron.training.checkpoint.settings import DATA_STREAM
 from megatron.training.config.flat import FlatConfig, flags_by_field
 from megatron.training.config.pretrain_config import PretrainConfig, compose
 from megatron.training.data.datasets import batch_size_at
+from megatron.training.exits.conditions import last_iteration
 from megatron.training.stored_settings import stored_family
 
 
@@ -133,7 +134,8 @@ def at_iteration(folder: str, step: int | None, iteration: int) -> tuple[Saved, 
     first, start = (0, 0) if before is None else (before.iteration, before.consumed)
     settings = after or before
     assert settings is not None, "found is one of them"
-    cfg, notes, end = settings.cfg, [], settings.cfg.training.train_iters
+    cfg, notes = settings.cfg, list[str]()
+    end = last_iteration(cfg, first, start)
     if after is None and end is not None and iteration > end:
         raise UserError(f"--iteration {iteration}: the run ends at iteration {end} (--train-iters)")
     if after is None:

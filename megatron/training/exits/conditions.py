@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
+from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.launcher import is_first_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
@@ -65,6 +66,22 @@ def is_save_iteration(save_interval: int | None, iteration: int, reason: ExitRea
     return every(save_interval, iteration) or reason is not None
 
 
+def is_complete(cfg: PretrainConfig, iteration: int, consumed: int) -> bool:
+    """Whether ``iteration``, which ends with ``consumed`` samples, is the last: --train-iters, or no further batch fits
+    into --train-samples (``train_iters`` is then derived from a start at sample 0, with today's batch size)."""
+    iterations, samples = cfg.training.train_iters, cfg.training.train_samples
+    if samples is None:
+        return iterations is not None and iteration >= iterations
+    return consumed + batch_sizes.running_global_batch_size(cfg.flat, consumed, cfg.data_parallel_size) > samples
+
+
+def last_iteration(cfg: PretrainConfig, iteration: int, consumed: int) -> int | None:
+    """Return the last iteration of a run that continues after ``iteration`` and ``consumed`` samples. None: no end."""
+    if (samples := cfg.training.train_samples) is None:
+        return cfg.training.train_iters
+    return iteration + batch_sizes.train_iters_from_samples(cfg.flat, samples, cfg.data_parallel_size, consumed)
+
+
 def decide(
     cfg: PretrainConfig, state: TrainState, elapsed: float, received: signal.Signals | None, first_iteration: int = 1
 ) -> ExitReason | None:
@@ -80,9 +97,9 @@ def decide(
         return ExitReason("signal", f"exiting program after receiving {received.name}.", code)
     if training.exit_duration_in_mins is not None and elapsed > 60 * training.exit_duration_in_mins:
         return ExitReason("duration", f"exiting program after {elapsed / 60} minutes")
-    if training.train_iters is not None and state.iteration >= training.train_iters:
-        return ExitReason("train_iters", f"training is complete after iteration {state.iteration}")
-    if training.train_samples is not None and state.consumed_train_samples >= training.train_samples:
+    if is_complete(cfg, state.iteration, state.consumed_train_samples):
+        if training.train_samples is None:
+            return ExitReason("train_iters", f"training is complete after iteration {state.iteration}")
         return ExitReason("train_samples", f"training is complete after {state.consumed_train_samples} samples")
     if every(training.exit_interval, state.iteration) and state.iteration >= first_iteration:
         return ExitReason("interval", f"exiting program at iteration {state.iteration}")

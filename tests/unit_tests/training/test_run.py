@@ -136,3 +136,17 @@ def test_a_signal_in_the_last_iteration_leaves_the_final_evaluation_to_the_next_
     trainer = SimpleNamespace(cfg=cfg, parts=parts, exits=None)
     assert program._final_evaluation(trainer, reason) == 0
     assert ("the final evaluation is not complete" in caplog.text) == is_said
+    assert ("and nothing is saved without --save" in caplog.text) == is_said
+
+
+@pytest.mark.parametrize("sets, is_said", [((["valid"], []), False), ((["valid"], ["test"]), True)])
+def test_a_signal_in_the_final_validation_is_reported_only_if_a_set_is_left(sets, is_said, caplog):
+    evaluated = []
+    parts = SimpleNamespace(valid_sets=sets[0], test_sets=sets[1])
+    exits = SimpleNamespace(interrupted=lambda: bool(evaluated))
+    trainer = SimpleNamespace(
+        cfg=compose(FlatConfig(train_iters=4, save="run")), parts=parts, exits=exits, periodic_work=[],
+        evaluate=lambda sets, name, final: evaluated.append(name),
+    )  # fmt: skip
+    assert program._final_evaluation(trainer, None) == 0 and evaluated == ["validation"]
+    assert ("interrupted; the same command completes it" in caplog.text) == is_said

@@ -107,9 +107,9 @@ def test_an_odd_data_parallel_size_lowers_the_batch_if_allowed():
     assert running_global_batch_size(config(), 0, 4) == 64
 
 
-def walk(cfg, dp=1, samples=None, iterations=None):
-    """The definition, one iteration at a time."""
-    consumed = finished = 0
+def walk(cfg, dp=1, samples=None, iterations=None, consumed=0):
+    """The definition, one iteration at a time, from ``consumed`` samples on."""
+    finished = 0
     while iterations is None or finished < iterations:
         size = running_global_batch_size(cfg, consumed, dp)
         if samples is not None and consumed + size > samples:
@@ -138,3 +138,6 @@ def test_iterations_and_samples_convert_as_a_walk_does(start, increment, steps, 
     assert samples_from_iters(stepped, length // 8, dp) == walk(stepped, dp, iterations=length // 8)
     assert train_iters_from_samples(ramped, length, dp) == walk(ramped, dp, samples=length)
     assert samples_from_iters(ramped, length // 8, dp) == walk(ramped, dp, iterations=length // 8)
+    for consumed in (length // 3, ramp, length + 5):  # of an earlier run with other batch sizes
+        for cfg in (stepped, ramped):
+            assert train_iters_from_samples(cfg, length, dp, consumed) == walk(cfg, dp, length, consumed=consumed)

@@ -45,6 +45,8 @@ def flags(**changed):
         "eval_interval": None,
         "start_eval_at_iter": None,
         "save_interval": None,
+        "micro_batch_size": 1,
+        "global_batch_size": 4,
     }
     return compose(FlatConfig(**(values | changed)))
 
@@ -93,7 +95,7 @@ TABLE = [
     ({"exit_interval": 5}, 5, [6], [], [10], 10, "train_iters"),  # complete: the final evaluation follows
     ({"exit_interval": 4, "save_interval": 2}, 0, [1], [], [2, 4], 4, "interval"),
     ({"exit_interval": 1}, 6, [7], [], [7], 7, "interval"),
-    ({"train_iters": None, "train_samples": 22}, 0, [1], [], [6], 6, "train_samples"),
+    ({"train_iters": None, "train_samples": 22}, 0, [1], [], [5], 5, "train_samples"),
     ({"train_iters": None, "train_samples": 24}, 3, [4], [], [6], 6, "train_samples"),
     ({"train_iters": None, "train_samples": 24}, 6, [], [], [], 6, "train_samples"),
     ({"train_iters": 0}, 0, [], [], [], 0, "train_iters"),
