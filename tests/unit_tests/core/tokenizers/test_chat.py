@@ -171,7 +171,7 @@ def test_the_template_is_the_one_that_transformers_takes(auto, tmp_path, files, 
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     local, foreign = build_huggingface(str(tmp_path)), auto(tmp_path)
-    for tools in (None, [TOOL]):
+    for tools in (None, [], [TOOL]):
         try:
             expected = foreign.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
         except ValueError:
