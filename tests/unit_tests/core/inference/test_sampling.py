@@ -92,6 +92,19 @@ def filtered_row(logits, sampling, largest_k=None):
     return filtered(logits.expand(len(arrays["top_k"]), -1), draws, form)[0]
 
 
+def test_filters_of_a_row_do_not_depend_on_other_rows():
+    """Rows with no filter, one or both, and a greedy one, in one batch."""
+    options = ({"top_p": 0.5}, {}, {"top_k": 3}, {"temperature": 0.5, "top_k": 6, "top_p": 0.8}, {"temperature": 0})
+    samplings = [Sampling(seed=0, **values) for values in options]
+    logits = torch.randn(len(samplings), 11, generator=torch.Generator().manual_seed(1))
+    arrays, form = draw_arrays(samplings, range(len(samplings)))
+    result = filtered(logits, Draws(**{name: torch.from_numpy(x) for name, x in arrays.items()}), form)
+    for row, sampling, actual in zip(logits, samplings, result, strict=True):
+        torch.testing.assert_close(actual, filtered_row(row, sampling), rtol=0, atol=0)
+    shifted = logits - logits.amax(-1, keepdim=True)
+    torch.testing.assert_close(result[[1, 4]], shifted[[1, 4]], rtol=0, atol=0)
+
+
 def test_top_p_of_one_keeps_tokens_of_every_probability():
     """Also those that change no sum in fp32."""
     logits = torch.tensor([0.0, -60.0, -30.0])
