@@ -93,6 +93,19 @@ def test_a_snapshot_that_was_replaced_is_not_used():
     check(model, single, [*prompts(3, seed=3), list(range(9)), list(range(9, 18)), list(range(9))], count=5)
 
 
+def test_snapshots_of_earlier_weights_are_not_used():
+    """After the weights change, a sequence writes the keys of earlier pages again, with other states."""
+    model, beginning = build(), list(range(13))
+    cached = engine(model)
+    check(model, cached, [beginning])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    cached.discard_cache()
+    check(model, cached, [beginning])
+    check(model, cached, [[*beginning, 7]])
+
+
 def generated(rank, world_size, sizes):
     parallel_state.initialize_model_parallel(*sizes)
     names = "tensor_model_parallel_size", "pipeline_model_parallel_size"
