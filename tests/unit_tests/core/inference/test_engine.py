@@ -7,11 +7,14 @@ import torch
 
 from megatron.core.attention import cached_layout
 from megatron.core.config.errors import UserError
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import Limits
+from megatron.core.models.adapters.lora import LoraSettings, adapted_layers, add_adapters, merge_adapters
 from megatron.core.transformer.moe.replay import record_routes
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from tests.unit_tests.core.models.test_gpt_model import LLAMA, VOCAB, make_model, randomize
 
 ROPE = {"position_embedding_type": "rope"}
@@ -80,6 +83,28 @@ def test_every_position_equals_a_full_forward_pass(name, dtype, tolerance):
             actual = torch.empty(VOCAB, dtype=torch.float64)
             actual[[token for token, _ in score.top]] = torch.tensor([x for _, x in score.top], dtype=torch.float64)
             torch.testing.assert_close(actual, expected[row], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapters_of_latent_up_projections_count_in_generation(merged):
+    """The cache holds latents: products with the up projection's weight only would leave the adapter out."""
+    model = build("latent")
+    settings = LoraSettings(rank=2, scale=1.5, trains_norms=False, seed=1)
+    add_adapters(model, lambda name: name.endswith("linear_kv_up_proj"), settings, SINGLE_PROCESS)
+    for layer, _, adapter in adapted_layers(model):
+        torch.nn.init.normal_(adapter.lora_b)
+        assert layer.is_wrapped
+    ids = torch.tensor([prompts()[3]])
+    with torch.no_grad():
+        expected = model(ids, torch.arange(ids.shape[1])[None])[0, :, :VOCAB].log_softmax(-1)
+    if merged:
+        merge_adapters(model)
+    latent = [module for module in model.modules() if isinstance(module, MLASelfAttention)]
+    assert [module.absorbs for module in latent] == [merged] * len(latent)
+    for count in (12, 9):  # the second prompt decodes after pages of the first
+        [finished] = engine(model).generate([Request(prompt=ids[0, :count].tolist(), max_new_tokens=1, **ALL)])
+        actual = [dict(finished.scores[0].top)[token] for token in range(VOCAB)]
+        torch.testing.assert_close(torch.tensor(actual, dtype=torch.float64), expected[count - 1], atol=1e-10, rtol=0)
 
 
 def test_log_probabilities_can_be_those_of_the_temperature():
