@@ -59,6 +59,22 @@ def test_yarn_blends_between_kept_and_interpolated_pairs():
     assert both.concentration == 1.0
 
 
+@pytest.mark.parametrize("base", [10.0, 100.0])
+def test_yarn_borders_beyond_the_last_pair_are_those_of_transformers(base):
+    """Of 8 pairs: the border of slow pairs is 12 at base 100; at base 10 both borders are beyond the last pair."""
+    transformers = pytest.importorskip("transformers", reason="pip install transformers: it is what is compared with")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 16384}
+    parameters = {"rope_type": "yarn", "rope_theta": base, "factor": 4.0, "original_max_position_embeddings": 4096}
+    config = transformers.LlamaConfig(**sizes, rope_parameters=parameters)
+    expected, concentration = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    scaling = YarnScaling(factor=4.0, original_max_position_embeddings=4096)
+    actual = RotaryEmbedding(16, rotary_base=base, scaling=scaling).frequencies()
+    torch.testing.assert_close(actual, expected.double(), rtol=1e-6, atol=0)
+    assert scaling.concentration == pytest.approx(concentration)
+
+
 def test_yarn_without_stretching_is_plain_and_needs_the_original_length_otherwise():
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     scaling = yarn_scaling(TransformerConfig(**sizes), 2048)
