@@ -380,6 +380,21 @@ def test_adaptive_muon_leaves_matrices_without_gradient(method):
     assert not adapted.any() and not new.any()  # and no NaN
 
 
+@pytest.mark.parametrize(("rows", "columns", "dim"), [(3, 4, 1), (4, 4, 2), (5, 4, 2)])
+def test_normuon_means_squares_per_row_unless_a_matrix_is_wide(rows, columns, dim):
+    """Square matrices have means per row (output), as tall ones; wide ones have means per column."""
+    config = settings(
+        optimizer="adaptive_muon", adaptive_muon_moment2_method="normuon", adaptive_muon_beta2=0.75,
+    )  # fmt: skip
+    factors = random(2, rows, columns, seed=3)
+    adapted, moments = AdaptiveMuon(config, [])._adapt(factors, torch.zeros_like(factors))
+    expected = 0.25 * factors.square().mean(dim, keepdim=True)
+    torch.testing.assert_close(moments, expected.expand_as(factors))
+    scaled = factors / expected.sqrt()
+    norms = [x.flatten(1).norm(dim=1)[:, None, None] for x in (factors, scaled)]
+    torch.testing.assert_close(adapted, scaled * norms[0] / norms[1])
+
+
 def test_batches_end_when_they_reach_their_size():
     def entry(size):
         parameter = torch.nn.Parameter(torch.zeros(size, 1))
