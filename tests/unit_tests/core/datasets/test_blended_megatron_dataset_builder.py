@@ -190,6 +190,13 @@ def test_blend_indices_are_cached_by_their_known_names(prefixes, tmp_path):
     assert second.dataset_index.dtype == np.int16 and second.dataset_sample_index.dtype == np.int64
 
 
+def test_blends_of_other_weights_do_not_share_a_cache(prefixes, tmp_path):
+    for weights in ([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]):
+        options = {"blend": (prefixes, weights), "split": "1,0,0", "path_to_cache": str(tmp_path)}
+        blend = build([120, 0, 0], **options)[0]
+        assert np.bincount(blend.dataset_index).tolist() == [20 * weight for weight in weights]
+
+
 def test_epochs_of_each_source_are_logged(prefixes, caplog):
     with caplog.at_level(logging.INFO):
         build([400, 0, 0], blend=(prefixes, [1.0, 1.0, 2.0]), split="1,0,0")
