@@ -76,6 +76,7 @@ CASES = {
     "qwen3_moe, experts only": (
         "qwen3_moe", [], {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     ),
+    "qwen3_moe, gate and up of experts": ("qwen3_moe", [], {"target_parameters": ["mlp.experts.gate_up_proj"]}),
     "qwen3_moe, one layer's down projections": (
         "qwen3_moe", ["q_proj"], {"target_parameters": ["model.layers.1.mlp.experts.down_proj"], "use_rslora": True},
     ),
