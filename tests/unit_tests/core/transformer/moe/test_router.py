@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.dispatch import ByDevice
@@ -60,6 +61,19 @@ def test_counts_of_a_step():
     assert sums["nonfinite_router_logit"].item() == 0 and torch.equal(weights == 0, experts == 8)
     router.eval()(x)
     assert not router.statistics.take(x.device).any()
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    {"moe_expert_capacity_factor": 0.5},
+], ids=["plain", "expert bias", "capacity"])  # fmt: skip
+def test_padding_of_a_layout_is_not_counted(settings):
+    """Of six positions the last two are padding: as many tokens go to each expert as from four positions."""
+    router, x = make_router(**settings), hidden()
+    experts, *_ = router(x, ForwardContext(layout=TokenLayout(padding=2)))
+    expected = experts.view(6, 3, 2)[:4].flatten().bincount(minlength=9)[:8]
+    counts = taken(router)["tokens_per_expert"]
+    assert counts.tolist() == expected.tolist() and 0 < counts.sum() <= 24
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, DOUBLE])
