@@ -8,6 +8,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.attention.sequence_states import NUM_RESERVED, UNUSED, SlotPool
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.inference.engine import Engine
@@ -102,6 +103,22 @@ def test_snapshots_of_earlier_weights_are_not_used():
         for parameter in model.parameters():
             parameter.mul_(1.3)
     cached.discard_cache()
+    check(model, cached, [beginning])
+    check(model, cached, [[*beginning, 7]])
+
+
+def test_snapshots_of_a_failed_sequence_are_not_used():
+    """A fault that passes, such as a flipped bit, must not stay in the states of later sequences."""
+    model, beginning = build(), list(range(13))
+    cached = engine(model)
+    weight = model.embedding.word_embeddings.weight
+    good = weight.detach().clone()
+    with torch.no_grad():
+        weight[0] = torch.nan
+    with pytest.raises(UserError, match="NaN or infinite"):
+        cached.generate([Request(prompt=beginning, max_new_tokens=1, sampling=GREEDY)])
+    with torch.no_grad():
+        weight.copy_(good)
     check(model, cached, [beginning])
     check(model, cached, [[*beginning, 7]])
 
