@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.schedules.batch_size import running_global_batch_size
+from megatron.core.schedules.batch_size import global_batch_size, running_global_batch_size
 from megatron.core.schedules.learning_rate import (
     LR_DECAY_STYLES,
     OptimizerParamScheduler,
@@ -339,3 +339,16 @@ def test_a_schedule_in_samples_is_independent_of_batch_sizes():
     constant = config(**{**RAMP, "train_iters": 15, "rampup_batch_size": None}, **lengths)
     assert rates(ramp, range(0, 61)) == rates(constant, range(0, 61))
     assert [schedule_position(ramp, samples) for samples in (0, 7, 60)] == [0, 7, 60]
+
+
+def test_positions_within_an_iteration_of_a_ramp_are_fractions_of_its_batch():
+    """Batches of 2, 4, 6 and 8 samples: half an iteration is half of its batch."""
+    ramp = config(global_batch_size=8, rampup_batch_size=[2, 2, 12], train_iters=20)
+    first = 0
+    for number in range(12):
+        size = global_batch_size(ramp, first)
+        for share in (0, 0.5, 1):
+            assert samples_at(ramp, (number + share) * 8) == first + share * size
+            assert schedule_position(ramp, first + int(share * size)) == (number + share) * 8
+        first += size
+    assert size == 8 and first > 12
