@@ -12,6 +12,7 @@ from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.distillation import TEACHER
 from megatron.core.config.errors import UserError
+from megatron.core.config.preferences import REFERENCE, PreferenceConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.bert.description import predicted_per_rank
 from megatron.core.tokenizers import build_tokenizer
@@ -20,6 +21,7 @@ from megatron.training.data.loader import BatchReader, KeyedDataset, collate
 from megatron.training.tasks import language_model
 from megatron.training.tasks.distillation import check_vocabulary
 from megatron.training.tasks.language_model import task_class
+from megatron.training.tasks.preferences import preference_losses
 from tests.test_utils import masked_runs
 
 
@@ -301,3 +303,15 @@ def test_vocabulary_of_a_teacher_is_its_size_or_that_of_the_tokenizer(tmp_path, 
     check_vocabulary(cfg, size, tokenizer)
     with pytest.raises(UserError, match=f"has a vocabulary of {size}, the student 64"):
         check_vocabulary(cfg, 64, tokenizer)
+
+
+def test_equal_pairs_are_not_accurate():
+    """TRL counts a pair if the chosen reward exceeds the rejected one: at the reference itself none does."""
+    completions = torch.tensor([[-1, 0, 0, 1, 1, 1, 2, 3, 3]])
+    losses = torch.linspace(0.5, 3.0, 9)[None]
+    better = losses - (completions == 2) * 0.25  # the chosen completion of the second pair
+    batch = {"completions": completions, "num_completions": 4, REFERENCE: losses}
+    for output, accurate in ((losses, 0.0), (better, 1.0)):
+        figures = preference_losses(PreferenceConfig(dpo=True), batch, output)
+        count, pairs = figures["rewards/accuracies"]
+        assert (float(count), float(pairs)) == (accurate, 2.0)
