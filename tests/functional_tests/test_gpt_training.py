@@ -123,7 +123,7 @@ def test_skipped_iterations_consume_data_and_leave_weights(gloo_pool, dataset, t
 
 @pytest.mark.parametrize("ramp", [False, True])
 def test_a_run_that_uses_up_its_data_saves_what_it_trained(gloo_pool, tmp_path, ramp):
-    """A blend without weights is one pass over its sources; with weights the same run goes on from that save."""
+    """A blend without weights is one pass over its sources; with weights the same run continues from that save."""
     sources = [str(write_dataset(tmp_path / f"data{seed}", 12, seed)) for seed in (0, 1)]
     num_samples = sum((np.fromfile(f"{source}.bin", np.uint16).size - 1) // 32 for source in sources)
     flags = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--eval-iters", "0"]
@@ -143,7 +143,7 @@ def test_a_run_that_uses_up_its_data_saves_what_it_trained(gloo_pool, tmp_path, 
 def test_a_run_by_samples_that_continues_with_another_batch_size_ends_at_its_samples(
     gloo_pool, dataset, tmp_path, size, sizes
 ):
-    """70 samples: of the first batch size alone 8 iterations, of the others 4 and 17."""
+    """70 samples are 8 iterations of the first batch size, and 4 or 17 of the others."""
     flags = [*data_flags(dataset, tmp_path / "run"), "--load", str(tmp_path / "run"), "--train-samples", "70"]
     flags += ["--lr-warmup-samples", "16", "--lr-decay-samples", "60", "--eval-iters", "1", "--log-interval", "1"]
     at = gpt_runs.MODEL_FLAGS.index("--lr-warmup-iters")
