@@ -54,6 +54,7 @@ def samples_of(rank, ranks, cfg, iterations):
         task=Task(cfg), on_forward=None, reader=BatchReader(iter(sampler), len_of, reads_ahead=True),
         optimizer=SimpleNamespace(param_groups=[group], get_loss_scale=lambda: 1.0, weight_edits=[]),
         scheduler=SimpleNamespace(set_samples=moments.append),
+        num_samples=None,
     )  # fmt: skip
 
     def prepare(size):
