@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -35,8 +35,6 @@ class Components:
     checkpointer: Checkpointer
     datasets: tuple[object, object, object] = (None, None, None)
     """Training, validation and test data, as provided by the task."""
-    num_samples: int | None = None
-    """Samples of training data after which the run stops; None: the data has no end, or tells none."""
     reader: BatchReader | None = None
     """Training batches; None with --skip-train."""
     valid_sets: list[EvalSet] = field(default_factory=list)
@@ -46,6 +44,12 @@ class Components:
     """Called with the events of every forward step (see ``Work``)."""
     companions: Sequence[Companion] = ()
     """Frozen models next to ``model``."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of training data after which the run stops; None: the data has no end, or no length."""
+        is_single = self.task.cfg.data.dataloader_type == "single"
+        return len(self.datasets[0]) if is_single and isinstance(self.datasets[0], Sized) else None
 
     @cached_property
     def stages(self) -> Sequence[nn.Module]:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -351,8 +351,6 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     _check_custom_data(task, {"train": train, "validation": valid, "test": test})
     if not cfg.validation.skip_train:
         batches = train_iterator(task, train, parts.state, groups)
-        if cfg.data.dataloader_type == "single" and isinstance(train, Sized):
-            parts.num_samples = len(train)
         parts.reader = BatchReader(batches, task.batches.counts, reads_ahead=cfg.data.dataloader_type != "external")
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation.validation_set_names), eval_sets(test)
     parts.datasets = (train, valid, test)
