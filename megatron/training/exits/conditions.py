@@ -13,7 +13,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Literal
 
 import torch
@@ -235,10 +237,11 @@ class ExitConditions:
         """Restore the previous signal handlers. If this rank received a signal, ignore all caught signals except SIGINT
         instead, because the process is exiting. May be called several times."""
         for number, handler in self._previous.items():
-            ignored = self.signalled and number != signal.SIGINT
-            before = signal.SIG_DFL if number in _IGNORED else handler  # an interrupted run left it ignored
+            left = _IGNORED.pop(number, handler)
+            before = left if handler == signal.SIG_IGN else handler
+            if ignored := self.signalled and number != signal.SIGINT:
+                _IGNORED[number] = before
             signal.signal(number, signal.SIG_IGN if ignored else before)
-            (_IGNORED.add if ignored else _IGNORED.discard)(number)
         _CAUGHT.difference_update(self._previous)
         self._previous = {}
 
@@ -257,8 +260,8 @@ def _write(line: str) -> None:
 
 _CAUGHT: set[signal.Signals] = set()
 """Signals that this process's trainer catches now."""
-_IGNORED: set[signal.Signals] = set()
-"""Signals that an interrupted run left ignored; a later run in the same process catches them again."""
+_IGNORED: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+"""Signals that an interrupted run left ignored -> handler before it; a later run in the process catches them again."""
 
 
 def _is_free(number: signal.Signals) -> bool:
@@ -297,7 +300,7 @@ class IgnoreExitSignals:
 @functools.cache
 def _leaving_flag() -> ctypes.c_byte:
     """Return one byte of shared memory; 1 when this process exits. ``atexit`` handlers run in reverse order, so this
-    one runs before that of ``multiprocessing``, which ends workers."""
+    one runs before the one of ``multiprocessing``, which ends workers."""
     flag = multiprocessing.RawValue("b", 0)
     atexit.register(setattr, flag, "value", 1)
     return flag

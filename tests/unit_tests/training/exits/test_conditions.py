@@ -191,6 +191,15 @@ def test_every_later_run_of_the_process_catches_the_signals_that_an_interrupted_
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_handler_of_the_program_returns_after_the_run_that_follows_an_interrupted_one(restored):
+    signal.signal(signal.SIGUSR1, print)
+    for is_sent in (True, True, False):
+        with ExitConditions(flags(save="x", exit_signal_handler=True, exit_signal=signal.SIGUSR1)):
+            if is_sent:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGUSR1) == (signal.SIG_IGN if is_sent else print)
+
+
 def test_an_unsignalled_run_puts_the_handler_back():
     before = signal.getsignal(signal.SIGUSR1)
     with ExitConditions(flags(exit_signal_handler=True, exit_signal=signal.SIGUSR1)):
