@@ -13,7 +13,6 @@ import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.evaluate import Evaluator
-from tests.test_utils import gpt_runs
 from tests.test_utils.gpt_runs import VOCAB_SIZE, losses, read_records, train, train_with_errors, write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,13 +120,15 @@ def test_skipped_iterations_consume_data_and_leave_weights(gloo_pool, dataset, t
     assert [record["consumed_samples"] for record in records] == [8 * i for i in range(1, 9)]
 
 
-@pytest.mark.parametrize("ramp", [False, True])
-def test_a_run_that_uses_up_its_data_saves_what_it_trained(gloo_pool, tmp_path, ramp):
+@pytest.mark.parametrize("ramp, layout", [
+    (False, ""), (True, "--pipeline-model-parallel-size 2"), (True, "--use-distributed-optimizer"),
+])  # fmt: skip
+def test_a_run_that_uses_up_its_data_saves_what_it_trained(gloo_pool, tmp_path, ramp, layout):
     """A blend without weights is one pass over its sources; with weights the same run continues from that save."""
     sources = [str(write_dataset(tmp_path / f"data{seed}", 12, seed)) for seed in (0, 1)]
     num_samples = sum((np.fromfile(f"{source}.bin", np.uint16).size - 1) // 32 for source in sources)
     flags = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--eval-iters", "0"]
-    flags += ["--rampup-batch-size", "4", "4", "12"] if ramp else []
+    flags += [*layout.split(), *(["--rampup-batch-size", "4", "4", "12"] if ramp else [])]
     expected = [4] * 3 + [8] * ((num_samples - 12) // 8) if ramp else [8] * (num_samples // 8)
     argv = [*flags, "--train-iters", str(len(expected) + 2), "--train-data-path"]
     assert gloo_pool.run(train, 2, [*argv, *sources]) == [2, 2]
@@ -146,12 +147,9 @@ def test_a_run_by_samples_that_continues_with_another_batch_size_ends_at_its_sam
     """70 samples are 8 iterations of the first batch size, and 4 or 17 of the others."""
     flags = [*data_flags(dataset, tmp_path / "run"), "--load", str(tmp_path / "run"), "--train-samples", "70"]
     flags += ["--lr-warmup-samples", "16", "--lr-decay-samples", "60", "--eval-iters", "1", "--log-interval", "1"]
-    at = gpt_runs.MODEL_FLAGS.index("--lr-warmup-iters")
-    model = [*gpt_runs.MODEL_FLAGS[:at], *gpt_runs.MODEL_FLAGS[at + 2 :]]
-    at = model.index("--train-iters")
-    model = [*model[:at], *model[at + 2 :]]
-    assert gloo_pool.run(train_model, 1, model, [*flags, "--exit-interval", "3"]) == [0]
-    assert gloo_pool.run(train_model, 1, model, [*flags, "--global-batch-size", str(size)]) == [0]
+    by_samples = False, "gpt", ("--train-iters", "--lr-warmup-iters")
+    assert gloo_pool.run(train, 1, [*flags, "--exit-interval", "3"], *by_samples) == [0]
+    assert gloo_pool.run(train, 1, [*flags, "--global-batch-size", str(size)], *by_samples) == [0]
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     trained = [record for record in records if record["kind"] == "train"]
     assert [record["consumed_samples"] for record in trained] == np.cumsum(sizes).tolist()
@@ -159,11 +157,6 @@ def test_a_run_by_samples_that_continues_with_another_batch_size_ends_at_its_sam
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == str(len(sizes))
     timing = read_records(tmp_path / "run" / "timing.jsonl")
     assert [record["train_iters"] for record in timing if "train_iters" in record] == [8, len(sizes)]
-
-
-def train_model(rank, world_size, model, argv):
-    with mock.patch.object(gpt_runs, "MODEL_FLAGS", model):
-        return train(rank, world_size, argv)
 
 
 def refused(gloo_pool, argv):
@@ -355,7 +348,7 @@ sys.exit(train(0, 1, sys.argv[1:]))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_one_process_whose_mapped_data_is_truncated_names_the_file(warm_python, tmp_path, workers):
+def test_one_process_names_the_file_if_mapped_data_is_truncated(warm_python, tmp_path, workers):
     data = write_dataset(tmp_path / "numbers", num_documents=4000)
     argv = [*data_flags(data, tmp_path / "run"), "--log-interval", "100", "--num-workers", str(workers)]
     program = tmp_path / "program.py"

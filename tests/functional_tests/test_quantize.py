@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.calibration import Magnitudes
 from megatron.export.hf import load_hf, save_hf
 from megatron.export.hf.reader import read_weights
 from tests.functional_tests.test_lora_layouts import LLAMA
-from tests.test_utils import gpt_runs
 from tests.test_utils.chats import MISTRAL, tokenizer_folder
 from tests.test_utils.gpt_runs import train, write_dataset
 from tests.test_utils.hf_folders import tiny_llama, weights_in
@@ -264,16 +263,10 @@ def test_bad_input_is_one_message(folder, texts, tmp_path, capsys, flags, messag
     assert message in line and not (tmp_path / "out").exists()
 
 
-def train_without_vocab_size(rank, world_size, argv):
-    at = gpt_runs.MODEL_FLAGS.index("--vocab-size")
-    with mock.patch.object(gpt_runs, "MODEL_FLAGS", gpt_runs.MODEL_FLAGS[:at] + gpt_runs.MODEL_FLAGS[at + 2 :]):
-        return train(rank, world_size, argv)
-
-
-def test_a_run_whose_tokenizer_sets_the_vocabulary_is_quantized(gloo_pool, folder, texts, tmp_path, capsys):
+def test_a_run_with_the_vocabulary_size_of_its_tokenizer_is_quantized(gloo_pool, folder, texts, tmp_path, capsys):
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     argv = [*LLAMA.split(), *tokenizer, "--mock-data", "--train-iters", "3", "--save", str(tmp_path / "run")]
-    assert gloo_pool.run(train_without_vocab_size, 1, argv) == [0]
+    assert gloo_pool.run(train, 1, argv, False, "gpt", ("--vocab-size",)) == [0]
     assert run(tmp_path / "run", texts, tmp_path / "out") == 0
     before, after = printed(capsys.readouterr().out)
     assert after == pytest.approx(before, rel=0.01)

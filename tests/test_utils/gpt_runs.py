@@ -32,14 +32,19 @@ def write_dataset(prefix: Path, num_documents: int = 60, seed: int = 0) -> Path:
     return prefix
 
 
-def train(rank: int, world_size: int, argv: list[str], fp64: bool = False, model_family: str = "gpt") -> int:
-    """``pretrain_gpt.py`` with ``argv`` (and everything in float64) on one rank of the pool; the exit code."""
+def train(
+    rank: int, world_size: int, argv: list[str], fp64: bool = False, model_family: str = "gpt", left_out: tuple = ()
+) -> int:
+    """``pretrain_gpt.py`` with ``argv`` (and everything in float64) on one rank of the pool; the exit code.
+    ``left_out``: names of ``MODEL_FLAGS`` that are not passed."""
 
     from megatron.training.arguments import parse_args
     from megatron.training.run import run
     from megatron.training.tasks.language_model import task_class
 
-    cfg = parse_args(MODEL_FLAGS + argv, model_family=model_family)
+    pairs = zip(MODEL_FLAGS[::2], MODEL_FLAGS[1::2])
+    flags = [word for pair in pairs if pair[0] not in left_out for word in pair]
+    cfg = parse_args(flags + argv, model_family=model_family)
     return run(cfg.with_settings(fp64=fp64), task_class(model_family))
 
 
