@@ -169,11 +169,11 @@ class TrainStep:
         """Return this rank's micro-batches of a global batch, and their counts. Reads the next ones too."""
         if self.parts.on_forward is not None:
             self.parts.on_forward("reads", True)
-        following, consumed = 0, self.state.consumed_train_samples + size
+        num_ahead, consumed = 0, self.state.consumed_train_samples + size
         if not conditions.is_complete(self.cfg, self.state.iteration + 1, consumed) and self.used_up(consumed) is None:
-            following = self._num_microbatches(self._batch_size(consumed))
+            num_ahead = self._num_microbatches(self._batch_size(consumed))
         assert self.parts.reader is not None, "only --skip-train has none"
-        return self.parts.task.batches.read(self.parts.reader, self._num_microbatches(size), following)
+        return self.parts.task.batches.read(self.parts.reader, self._num_microbatches(size), num_ahead)
 
     def _skip_batch(self, size: int) -> StepMetrics:
         """Read the micro-batches of a global batch without an update (--iterations-to-skip)."""
