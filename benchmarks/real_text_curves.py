@@ -8,13 +8,14 @@ tokens, from equal initial weights.
 
 Curves: this program in bf16 and in fp8 (tensorwise, hybrid), from other initial weights and with micro-batches of half
 the size, which round otherwise (noise), a plain loop of torch around ``transformers``, and Megatron-LM with Transformer
-Engine (``--megatron-lm CHECKOUT``). All read one Hugging Face folder of initial weights (made from a seed, bf16) and
-the same tokens in the order of GPTDataset. The plain loop shares no other code with this program: fp32 master weights
-and gradients, AdamW, the cosine schedule. Differences are means of :data:`WINDOW` steps, against bf16 from the same
-weights; a curve passes if its differences are smaller than the noise (root mean square, and at the end). The mean of
-the fp8 curves from two weights has to end within 0.25 %, if its standard error is smaller than that. No network is
-used. Results are merged with --output, or else with a file of benchmarks/results: real_text.json, for another shape
-real_text_SHAPE.json, for another number of steps also with _STEPS. Exit code 1 if a run or a comparison fails."""
+Engine (``--megatron-lm CHECKOUT``) in bf16 and in fp8. All read one Hugging Face folder of initial weights (made from a
+seed, bf16) and the same tokens in the order of GPTDataset. The plain loop shares no other code with this program: fp32
+master weights and gradients, AdamW, the cosine schedule. Differences are means of :data:`WINDOW` steps, against bf16
+from the same weights (Megatron-LM in fp8: against Megatron-LM); a curve passes if its differences are smaller than the
+noise (root mean square, and at the end). The mean of the fp8 curves from two weights has to end within 0.25 %, if its
+standard error is smaller than that. No network is used. Results are merged with --output, or else with a file of
+benchmarks/results: real_text.json, for another shape real_text_SHAPE.json, for another number of steps also with
+_STEPS. Exit code 1 if a run or a comparison fails."""
 
 from __future__ import annotations
 
@@ -68,10 +69,10 @@ MEGATRON_LM = (
 )
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 OTHER, HALVES = ", other weights", "bf16, half micro-batches"
-NOISE, MEAN = ("bf16" + OTHER, HALVES), ", mean of two weights"
+NOISE, MEAN, IN_FP8 = ("bf16" + OTHER, HALVES), ", mean of two weights", ", fp8"
 CURVES = {
     "bf16": "", "fp8": FP8, "bf16" + OTHER: "", "transformers": None, "megatron-lm": "", "fp8" + OTHER: FP8, HALVES: "",
-    "transformers" + OTHER: None,
+    "transformers" + OTHER: None, "megatron-lm" + IN_FP8: FP8,
 }  # fmt: skip
 """Flags in addition to :func:`flags`; None: not a command line."""
 
@@ -232,7 +233,7 @@ def run_program(
 
 
 def run_megatron_lm(
-    checkout: Path, words: Sequence[str], vocab: int, weights: Path, folder: Path, timeout: float
+    name: str, checkout: Path, words: Sequence[str], vocab: int, weights: Path, folder: Path, timeout: float
 ) -> dict[str, Any]:
     """Train with Megatron-LM's pretrain_gpt.py in ``checkout``, from a converted checkpoint. Its NullTokenizer adds an
     id for the end of a document, so that ``vocab`` - 1 there is ``vocab`` here."""
@@ -242,7 +243,7 @@ def run_megatron_lm(
     subprocess.run([sys.executable, "-m", *convert], cwd=ROOT, check=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
     command += [str(checkout / "pretrain_gpt.py"), *words, "--vocab-size", str(vocab - 1), "--load", str(converted)]
-    command += MEGATRON_LM.split()
+    command += [*MEGATRON_LM.split(), *(CURVES[name] or "").split()]
     job = run_command(command, folder, timeout, PYTHONPATH=os.pathsep.join([str(checkout), *sys.path[1:]]))
     result = {"command": shown(command, folder), "megatron-lm": str(checkout.name)}
     if job is None or job.returncode:
@@ -263,8 +264,9 @@ def draw_curve(name: str, args: argparse.Namespace) -> dict[str, Any]:
         if name.startswith("transformers"):
             losses = plain_loop(shape, args.steps, samples(shape, args.steps, prefix), weights, args.timeout)
             result: dict[str, Any] = {"command": f"transformers {version_of('transformers')}", "losses": losses}
-        elif name == "megatron-lm":
-            result = run_megatron_lm(args.megatron_lm.resolve(), words, shape["vocab"], weights, folder, args.timeout)
+        elif name.startswith("megatron-lm"):
+            checkout = args.megatron_lm.resolve()
+            result = run_megatron_lm(name, checkout, words, shape["vocab"], weights, folder, args.timeout)
         else:
             result = run_program(name, words, shape["vocab"], weights, folder, args.timeout)
     record = {"seconds": round(time.perf_counter() - start), "environment": environment()}
@@ -288,6 +290,8 @@ def compare(curves: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     base = means.get("bf16", [])
     noise = max(([b - a for a, b in zip(base, means.get(name, []))] for name in NOISE), key=rms)
     pairs = {name: (base, values) for name, values in means.items() if name != "bf16"}
+    if "megatron-lm" + IN_FP8 in pairs:
+        pairs["megatron-lm" + IN_FP8] = means["megatron-lm"], means["megatron-lm" + IN_FP8]
     for name in ("fp8", "transformers"):
         if name + OTHER in pairs:
             pairs[name + OTHER] = means["bf16" + OTHER], means[name + OTHER]
@@ -356,7 +360,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=list(SHAPES), default="345M")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--timeout", type=float, default=540, help="seconds per curve")
-    parser.add_argument("--megatron-lm", type=Path, metavar="CHECKOUT", help="for the curve megatron-lm")
+    parser.add_argument("--megatron-lm", type=Path, metavar="CHECKOUT", help="for the curves of Megatron-LM")
     parser.add_argument("--draw", type=Path, metavar="SVG", help="only plot the stored curves")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -367,8 +371,8 @@ def main() -> int:
     if args.draw:
         draw(stored, args.draw)
         return 0
-    if args.data is None or ("megatron-lm" in args.curves and args.megatron_lm is None):
-        parser.error("--data is required, and --megatron-lm for the curve megatron-lm")
+    if args.data is None or (args.megatron_lm is None and any(name.startswith("megatron-lm") for name in args.curves)):
+        parser.error("--data is required, and --megatron-lm for the curves of Megatron-LM")
     same = stored.get("shape") == args.shape and stored.get("steps") == args.steps
     content: dict[str, Any] = {"shape": args.shape, "steps": args.steps, "curves": stored["curves"] if same else {}}
     for name in args.curves:

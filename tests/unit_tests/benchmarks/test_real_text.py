@@ -79,12 +79,16 @@ def test_curves_are_compared_over_windows_with_the_larger_noise(halves, passed):
         "bf16, other weights": {"losses": [loss + 0.02 for loss in base]},
         "bf16, half micro-batches": {"losses": [loss - halves for loss in base]},
         "transformers": {"losses": [loss + (0.01 if step < 20 else 0.03) for step, loss in enumerate(base)]},
+        "megatron-lm": {"losses": [loss + 0.007 for loss in base]},
+        "megatron-lm, fp8": {"losses": [loss + 0.011 for loss in base]},
     }
     rows = {row["curve"]: row for row in real_text_curves.compare(curves)}
     assert rows["fp8"]["last_relative"] == pytest.approx(0.003) and rows["fp8"]["passed"]
     assert rows["transformers"]["rms"] == pytest.approx((0.0005) ** 0.5)
     assert rows["transformers"]["passed"] is passed and "passed" not in rows["bf16, half micro-batches"]
     assert rows["transformers"]["last"] == pytest.approx(0.03)
+    assert rows["megatron-lm"]["last"] == pytest.approx(0.007)
+    assert rows["megatron-lm, fp8"]["last"] == pytest.approx(0.004)  # against Megatron-LM
 
 
 @pytest.mark.parametrize(("other", "passed"), [(-0.012, None), (0.012, False), (0.020, False), (0.0, None)])
