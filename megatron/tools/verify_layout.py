@@ -4,6 +4,7 @@ For flags of another program, add for example ``--program pretrain_bert.py``.
 
 Shrinks the model (layers, width, vocabulary, sequence length; keeps the ratios that affect the layout) and trains it
 for a few steps in float64 on random data, first in one process, then in N local gloo processes with the given layout.
+The base of adapters and the reference model of preference pairs have random weights, too.
 Losses, gradient norms, all gathered gradients and all weights must agree to 1e-10. Flags of data, checkpoints, logging
 and precision are reset to their defaults, because they do not affect the layout.
 
@@ -34,8 +35,10 @@ from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK
 from megatron.core.config.hybrid import DEPTH
 from megatron.core.config.layer_kinds import delta_kinds
+from megatron.core.config.lora import LoraConfig
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.optimizer import MixedPrecisionConfig
+from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.config.problems import Problems, problem
 from megatron.core.config.rope_parameters import parse_rope_parameters
 from megatron.core.config.tokenizer import TokenizerConfig
@@ -56,6 +59,7 @@ from megatron.training.config.variable_lengths import local_multiple
 from megatron.training.report.pipeline import run_stages
 
 if TYPE_CHECKING:
+    from megatron.training.tasks.language_model import LanguageModelTask
     from megatron.training.verify.layout_trace import Verdict
 
 LEFT_OUT = (
@@ -69,8 +73,8 @@ LEFT_OUT = (
     ValidationConfig,
 )
 """Configuration groups that are reset to their defaults, because they do not affect the layout."""
-OF_TRAINED_MODELS = ("lora_rank", "dpo", "export_kd_teacher_load", "logits_load_dir")
-"""Settings that need a trained model; the tool has a random one."""
+OF_TEACHERS = ("export_kd_teacher_load", "logits_load_dir")
+"""Settings of teachers; the tool has only models of the flags."""
 VOCAB_SIZE = 61
 LARGEST_BUCKET = 3000  # elements; small enough that the shrunken model has several buckets
 
@@ -113,10 +117,12 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
 
 
 def not_verified(cfg: PretrainConfig) -> Problems:
-    """Reject what needs a trained model."""
-    for name in OF_TRAINED_MODELS:
-        if getattr(cfg.flat, name, None):
-            yield problem(cfg, name, "needs a trained model, not a small random one", "remove it: the rest is verified")
+    """Reject what needs another model, or data."""
+    for name in OF_TEACHERS:
+        if getattr(cfg.flat, name):
+            yield problem(cfg, name, "needs a teacher, not a small random model", "remove it: the rest is verified")
+    if cfg.flat.dpo_reference == "stored":
+        yield problem(cfg, "dpo_reference", "needs the data of the run", "use model or base: the rest is verified")
 
 
 def _small_network(cfg: PretrainConfig) -> dict[str, object]:
@@ -244,6 +250,7 @@ def _few_layers(cfg: PretrainConfig) -> int:
         cfg.custom_layers.spec
         or model.pipeline_model_parallel_layout
         or any(isinstance(pattern, list) for pattern in patterns)
+        or any("layers." in target for target in cfg.flat.lora_target_modules or ())
     )
     if model.fp8 is not None and model.first_last_layers_bf16:
         return model.num_layers
@@ -331,21 +338,41 @@ def one_rank(cfg: PretrainConfig) -> PretrainConfig:
     return cfg.with_settings(**values, explicit=cfg.explicit - set(layout))
 
 
+def with_other_weights(cfg: PretrainConfig, folder: str) -> PretrainConfig:
+    """Return ``cfg`` with random weights, saved in ``folder``, as base of adapters and others as reference model of
+    preference pairs; ``cfg`` itself if it has neither."""
+    flat = cfg.flat
+    is_model = not cfg.reads_base or flat.dpo_reference == "model" or bool(flat.dpo_reference_load)
+    needed = {"pretrained_checkpoint": cfg.reads_base, "dpo_reference_load": flat.dpo and is_model}
+    defaults, groups, values = FlatConfig(), (LoraConfig, PreferenceConfig), {}
+    reset = {field.name: getattr(defaults, field.name) for group in groups for field in dataclasses.fields(group)}
+    for number, name in enumerate([name for name, is_needed in needed.items() if is_needed], start=1):
+        values[name] = os.path.join(folder, name)
+        plain = one_rank(cfg).with_settings(**reset, save=values[name], seed=cfg.model.seed + number)
+        launch(plain.with_settings(explicit=plain.explicit - set(reset)), 1, folder, target=save_weights)
+    return cfg.with_settings(**values)
+
+
+def save_weights(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, str]) -> None:
+    """Save the initial weights of ``cfg`` in its --save folder."""
+    resolved, make_task = _start(rank, cfg, world_size, place)
+    from megatron.training.initialize import initialize_megatron, shut_down
+    from megatron.training.run import build_components
+
+    parts = build_components(resolved, make_task(resolved), initialize_megatron(resolved))
+    parts.checkpointer.save(parts.state)
+    shut_down()
+
+
 def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, str], steps: int) -> None:
     """Train in one process; save the trace as ``reference.pt`` in ``place["FOLDER"]``, or if it exists this rank's
     comparison with it as ``<rank>.pt``. ``place`` also holds the rendezvous variables; GPUs are hidden."""
-    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
+    resolved, make_task = _start(rank, cfg, world_size, place)
     import torch
 
     from megatron.training.initialize import initialize_megatron, shut_down
-    from megatron.training.tasks.language_model import task_class
     from megatron.training.verify import layout_trace
 
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FutureWarning)
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    resolved = validate_args(cfg, world_size)
-    make_task = layout_trace.with_synthetic_data(task_class(cfg.model_family), VOCAB_SIZE)
     traces = layout_trace.trace(resolved, make_task, initialize_megatron(resolved), steps)
     reference = Path(place["FOLDER"]) / "reference.pt"
     if not reference.exists():
@@ -357,6 +384,23 @@ def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, s
     plain = [[r.losses, r.norm, [(c.kind, c.name, tuple(c.rectangle), *c[3:]) for c in r.cells]] for r in reports]
     torch.save(plain, f"{place['FOLDER']}/{rank}.pt")
     shut_down()
+
+
+def _start(
+    rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, str]
+) -> tuple[PretrainConfig, type[LanguageModelTask]]:
+    """Set up this process as ``rank``; return resolved settings and the task on random data."""
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
+    import torch
+
+    from megatron.training.tasks.language_model import task_class
+    from megatron.training.verify import layout_trace
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    make_task = layout_trace.with_synthetic_data(task_class(cfg.model_family), VOCAB_SIZE)
+    return validate_args(cfg, world_size), make_task
 
 
 def launch(
@@ -436,18 +480,23 @@ def main(argv: Sequence[str]) -> int:
     if problems := list(not_verified(cfg)):
         raise ConfigError(problems)
     world_size = options.world_size or smallest_world_size(cfg)
-    small = shrink(cfg, world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        return _verify(with_other_weights(shrink(cfg, world_size), folder), world_size, options.steps)
+
+
+def _verify(small: PretrainConfig, world_size: int, steps: int) -> int:
+    """Verify the small model, print tables and verdict, and return the exit code."""
     resolved = validate_args(small, world_size)
     validate_args(one_rank(small), 1)
     tp, cp, pp = (
-        getattr(cfg.flat, f"{name}_size")
+        getattr(small.flat, f"{name}_size")
         for name in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
     )
     print(
         f"{counted(world_size, 'rank')} = tensor {tp} x context {cp} x pipeline {pp} x data"
         f" {resolved.data_parallel_size}, float64"
     )
-    lengths = " and ".join(str(getattr(resolved.flat, field)) for field in family.lengths)
+    lengths = " and ".join(str(getattr(resolved.flat, field)) for field in small.family.lengths)
     print(
         f"a model of {len(resolved.describe(VOCAB_SIZE).layers)} layers, width {resolved.model.hidden_size},"
         f" {resolved.model.num_attention_heads} heads, {resolved.model.num_query_groups} key-value groups,"
@@ -459,7 +508,7 @@ def main(argv: Sequence[str]) -> int:
         ranks = f"expert {model.expert_model_parallel_size} x tensor {expert_tensor_ranks(model)} ranks"
         print(f"{model.num_moe_experts} experts, {model.moe_router_topk} per token, over {ranks}")
     began = time.perf_counter()
-    verdict = verify(small, world_size, options.steps)
+    verdict = verify(small, world_size, steps)
     print(table(verdict))
     seconds = f"({time.perf_counter() - began:.0f} s)"
     if verdict.equal:

@@ -23,6 +23,7 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.optimizer.optimizer import Update
 from megatron.core.sharding.rectangles import Rectangle, coverage_problem
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
+from megatron.core.tokenizers.simple import NullTokenizer
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import NumSamples
@@ -53,9 +54,12 @@ class SyntheticSamples(RandomSamples):
 
 def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) -> type[LanguageModelTask]:
     """Return a subclass of ``task_class`` that trains on :class:`SyntheticSamples`, with the fixed ``vocab_size`` and
-    random text lengths, without tokenizer and files. It has no validation and test data."""
+    random text lengths, without text and files. It has no validation and test data."""
 
     class OnSyntheticData(task_class):  # type: ignore[misc, valid-type]
+        def __init__(self, cfg: PretrainConfig) -> None:
+            super().__init__(cfg, NullTokenizer(vocab_size))  # frozen models read its vocabulary
+
         @property
         def vocab_size(self) -> int:
             return vocab_size

@@ -99,14 +99,13 @@ def test_layers_are_cut_where_those_of_the_flags_are(layout, text, layers, chunk
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--lora-rank 4 --load-hf none", "--lora-rank 4: needs a trained model"),
-        ("--sft --dpo", "--dpo: needs a trained model"),
-        ("--export-kd-teacher-load none", "--export-kd-teacher-load none: needs a trained model"),
-        ("--program vlm --mock-data --lora-rank 2", "--lora-rank 2: needs"),
+        ("--export-kd-teacher-load none", "--export-kd-teacher-load none: needs a teacher"),
+        ("--logits-load-dir none", "--logits-load-dir none: needs a teacher"),
+        ("--dpo --dpo-reference stored", "--dpo-reference stored: needs the data"),
         ("--program vlm --mock-data", "--program: layouts of models with images are not verified"),
     ],
 )
-def test_settings_of_trained_models_and_images_are_rejected(flags, message, monkeypatch):
+def test_teachers_stored_references_and_images_are_rejected(flags, message, monkeypatch):
     monkeypatch.setattr(verify_layout, "apply_hf_settings", lambda cfg: cfg)
     with pytest.raises(UserError, match=message):
         verify_layout.main([*LLAMA, *flags.split()])
