@@ -4,7 +4,7 @@ For flags of another program, add for example ``--program pretrain_bert.py``.
 
 Shrinks the model (layers, width, vocabulary, sequence length; keeps the ratios that affect the layout) and trains it
 for a few steps in float64 on random data, first in one process, then in N local gloo processes with the given layout.
-The base of adapters and the reference model of preference pairs have random weights, too.
+The base of adapters, the reference model of preference pairs and a teacher are random models of the same small size.
 Losses, gradient norms, all gathered gradients and all weights must agree to 1e-10. Flags of data, checkpoints, logging
 and precision are reset to their defaults, because they do not affect the layout.
 
@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.commands import tool_parser
+from megatron.core.config.distillation import DistillationConfig
 from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK
 from megatron.core.config.hybrid import DEPTH
@@ -73,8 +74,6 @@ LEFT_OUT = (
     ValidationConfig,
 )
 """Configuration groups that are reset to their defaults, because they do not affect the layout."""
-OF_TEACHERS = ("export_kd_teacher_load", "logits_load_dir")
-"""Settings of teachers; the tool has only models of the flags."""
 VOCAB_SIZE = 61
 LARGEST_BUCKET = 3000  # elements; small enough that the shrunken model has several buckets
 
@@ -117,12 +116,12 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
 
 
 def not_verified(cfg: PretrainConfig) -> Problems:
-    """Reject what needs another model, or data."""
-    for name in OF_TEACHERS:
-        if getattr(cfg.flat, name):
-            yield problem(cfg, name, "needs a teacher, not a small random model", "remove it: the rest is verified")
+    """Reject what needs values of another model for the data of the run."""
+    fix = "use a model: the rest is verified"
+    if cfg.flat.logits_load_dir:
+        yield problem(cfg, "logits_load_dir", "needs the data of the run", fix)
     if cfg.flat.dpo_reference == "stored":
-        yield problem(cfg, "dpo_reference", "needs the data of the run", "use model or base: the rest is verified")
+        yield problem(cfg, "dpo_reference", "needs the data of the run", fix)
 
 
 def _small_network(cfg: PretrainConfig) -> dict[str, object]:
@@ -251,6 +250,7 @@ def _few_layers(cfg: PretrainConfig) -> int:
         or model.pipeline_model_parallel_layout
         or any(isinstance(pattern, list) for pattern in patterns)
         or any("layers." in target for target in cfg.flat.lora_target_modules or ())
+        or cfg.flat.kd_layer_pairs
     )
     if model.fp8 is not None and model.first_last_layers_bf16:
         return model.num_layers
@@ -339,12 +339,16 @@ def one_rank(cfg: PretrainConfig) -> PretrainConfig:
 
 
 def with_other_weights(cfg: PretrainConfig, folder: str) -> PretrainConfig:
-    """Return ``cfg`` with random weights, saved in ``folder``, as base of adapters and others as reference model of
-    preference pairs; ``cfg`` itself if it has neither."""
+    """Return ``cfg`` with a base of adapters, a reference model of preference pairs and a teacher of random weights
+    each, saved in ``folder``; ``cfg`` itself if it has none."""
     flat = cfg.flat
     is_model = not cfg.reads_base or flat.dpo_reference == "model" or bool(flat.dpo_reference_load)
-    needed = {"pretrained_checkpoint": cfg.reads_base, "dpo_reference_load": flat.dpo and is_model}
-    defaults, groups, values = FlatConfig(), (LoraConfig, PreferenceConfig), {}
+    needed = {
+        "pretrained_checkpoint": cfg.reads_base,
+        "dpo_reference_load": flat.dpo and is_model,
+        "export_kd_teacher_load": bool(flat.export_kd_teacher_load),
+    }
+    defaults, groups, values = FlatConfig(), (LoraConfig, PreferenceConfig, DistillationConfig), {}
     reset = {field.name: getattr(defaults, field.name) for group in groups for field in dataclasses.fields(group)}
     for number, name in enumerate([name for name, is_needed in needed.items() if is_needed], start=1):
         values[name] = os.path.join(folder, name)
@@ -393,14 +397,18 @@ def _start(
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
     import torch
 
-    from megatron.training.tasks.language_model import task_class
-    from megatron.training.verify import layout_trace
-
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    make_task = layout_trace.with_synthetic_data(task_class(cfg.model_family), VOCAB_SIZE)
-    return validate_args(cfg, world_size), make_task
+    return validate_args(cfg, world_size), _task_class(cfg)
+
+
+def _task_class(cfg: PretrainConfig) -> type[LanguageModelTask]:
+    """Return the class of the task on random data."""
+    from megatron.training.tasks.language_model import task_class
+    from megatron.training.verify import layout_trace
+
+    return layout_trace.with_synthetic_data(task_class(cfg.model_family), VOCAB_SIZE)
 
 
 def launch(
@@ -488,6 +496,7 @@ def _verify(small: PretrainConfig, world_size: int, steps: int) -> int:
     """Verify the small model, print tables and verdict, and return the exit code."""
     resolved = validate_args(small, world_size)
     validate_args(one_rank(small), 1)
+    _task_class(small)(resolved)  # rejects what depends on the vocabulary
     tp, cp, pp = (
         getattr(small.flat, f"{name}_size")
         for name in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")

@@ -99,13 +99,12 @@ def test_layers_are_cut_where_those_of_the_flags_are(layout, text, layers, chunk
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--export-kd-teacher-load none", "--export-kd-teacher-load none: needs a teacher"),
-        ("--logits-load-dir none", "--logits-load-dir none: needs a teacher"),
+        ("--logits-load-dir none", "--logits-load-dir none: needs the data"),
         ("--dpo --dpo-reference stored", "--dpo-reference stored: needs the data"),
         ("--program vlm --mock-data", "--program: layouts of models with images are not verified"),
     ],
 )
-def test_teachers_stored_references_and_images_are_rejected(flags, message, monkeypatch):
+def test_stored_values_and_images_are_rejected(flags, message, monkeypatch):
     monkeypatch.setattr(verify_layout, "apply_hf_settings", lambda cfg: cfg)
     with pytest.raises(UserError, match=message):
         verify_layout.main([*LLAMA, *flags.split()])

@@ -1,10 +1,11 @@
-"""The layout check trains adapters of a random base, and preference pairs next to a random reference model."""
+"""The layout check trains adapters of a random base, and next to a random reference model or teacher."""
 
 import math
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron.core.config.cli import ConfigError
 from megatron.tools import verify_layout
 
 FLAGS = (
@@ -62,11 +63,20 @@ def test_preference_pairs_equal_one_rank(flags, is_equal_at_start, folder, capsy
     assert (abs(first_loss(output) - math.log(2)) < 1e-7) is is_equal_at_start
 
 
+def test_students_of_a_teacher_equal_one_rank(folder, capsys):
+    flags = "--export-kd-teacher-load FOLDER --pipeline-model-parallel-size 2 --kd-loss reverse-kl --kd-temperature 2"
+    code, output = run(f"{flags} --kd-layer-pairs 3:4 final:final:mse", folder, capsys)
+    assert code == 0 and "a model of 4 layers" in output and first_loss(output) > 1e-4
+    with pytest.raises(ConfigError, match="--kd-layer-pairs 2:4:cosine: is on pipeline stages 0 and 1"):
+        run(f"{flags} --kd-layer-pairs 2:4", folder, capsys)
+
+
 @pytest.mark.parametrize(
     ("flags", "changes", "difference"),
     [
         (ADAPTERS, {"lora_alpha": 17.0}, "adapter.lora_b differs by"),
         ("--dpo", {"dpo_beta": 0.2}, "step 1: dpo loss is"),
+        ("--export-kd-teacher-load FOLDER", {"kd_temperature": 2.0}, "step 1: distillation loss is"),
     ],
 )
 def test_another_scale_on_one_rank_exits_with_1(flags, changes, difference, folder, capsys, monkeypatch):
