@@ -1,6 +1,7 @@
 """The tool keeps what a layout cares about, agrees with one rank, and says where it does not."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -101,10 +102,9 @@ def test_layers_are_cut_where_those_of_the_flags_are(layout, text, layers, chunk
     [
         ("--logits-load-dir none", "--logits-load-dir none: needs the data"),
         ("--dpo --dpo-reference stored", "--dpo-reference stored: needs the data"),
-        ("--program vlm --mock-data", "--program: layouts of models with images are not verified"),
     ],
 )
-def test_stored_values_and_images_are_rejected(flags, message, monkeypatch):
+def test_stored_values_are_rejected(flags, message, monkeypatch):
     monkeypatch.setattr(verify_layout, "apply_hf_settings", lambda cfg: cfg)
     with pytest.raises(UserError, match=message):
         verify_layout.main([*LLAMA, *flags.split()])
@@ -227,6 +227,28 @@ def test_a_sound_layout_of_a_t5_exits_with_0(capsys):
     assert verify_layout.main([*T5, *layout]) == 0
     out = capsys.readouterr().out
     assert "a model of 3 layers" in out and "sequences of 16 and 8" in out and "\nequal: " in out
+
+
+IMAGES = "--program vlm --image-token-id 1 --vision-model-type"
+QWEN = f"{IMAGES} qwen --rotary-percent 0.25 --mrope-section 6 5 5 --vision-deepstack-layers 5 11 17"
+
+
+@pytest.mark.parametrize(
+    ("flags", "trained"),
+    [
+        (f"{QWEN} --tensor-model-parallel-size 2 --sequence-parallel --reset-attention-mask", "vision|decoder"),
+        (f"{QWEN} --pipeline-model-parallel-size 2 --freeze-ViT", "decoder|vision.merger|vision.deep_mergers"),
+        (f"{IMAGES} clip --vision-feature-layer -2 --context-parallel-size 2 --freeze-LM", "vision."),
+        (f"{IMAGES} siglip --img-h 28 --img-w 28 --images-per-row 3 --use-torch-fsdp2", "vision|decoder"),
+        ("--program vlm --image-token-id 1 --use-distributed-optimizer --freeze-LM", "vision."),
+    ],
+)
+def test_sound_layouts_of_models_with_images_exit_with_0(flags, trained, capsys):
+    """Small images keep the kind of tower, deep layers on the first stage, and which parts are trained."""
+    assert verify_layout.main([*LLAMA, *flags.split(), "--world-size", "2", "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    worst = [line.split()[-4] for line in out.splitlines() if " / " in line][1:]  # after the header
+    assert len(worst) == 2 and all(re.match(trained, name) for name in worst), worst
 
 
 def test_a_difference_exits_with_1_and_is_named(capsys, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.config.errors import UserError
 from megatron.core.config.optional import PackedSamplesConfig
 from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.config.sft import FineTuningConfig
@@ -14,6 +13,7 @@ from megatron.core.models.family import DataSet, Options, Program
 from megatron.core.models.gpt import family as gpt
 from megatron.core.models.vlm import description, rules
 from megatron.core.models.vlm.towers import TOWERS, image_tokens, tower_kind
+from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
@@ -60,8 +60,31 @@ def derive(flat: Any) -> Options:
 
 
 def shrink(cfg: Settings, small: Options) -> Options:
-    """UserError: towers cannot be shrunk."""
-    raise UserError("--program: layouts of models with images are not verified; verify the language model's flags")
+    """Return a narrow tower, with at most as many deep layers as a stage of the ``small`` decoder has layers, and small
+    random images."""
+    vision, stages = cfg.group(VisionConfig), cfg.model.pipeline_model_parallel_size * virtual_pipeline_size(cfg.model)
+    kind, patch = tower_kind(vision), 4
+    deep = min(len(vision.vision_deepstack_layers or ()), max(1, small["num_layers"] // stages))
+    values: dict[str, object] = {
+        "vision_model_type": vision.vision_model_type,
+        "vision_num_layers": max(2, deep, -vision.vision_feature_layer),
+        "vision_hidden_size": 16,
+        "vision_num_attention_heads": 2,
+        "vision_ffn_hidden_size": 24,
+        "vision_patch_size": patch,
+        "vision_deepstack_layers": [*range(deep)] or None,
+        "image_token_id": 7,
+        "mock_data": not cfg.group(FineTuningConfig).sft,
+        "images_per_row": vision.images_per_row and min(vision.images_per_row, 2),
+        "dataloader_seq_length": vision.dataloader_seq_length and small["seq_length"],
+    }
+    if kind.is_fixed or vision.images_per_row:
+        values |= dict.fromkeys(("img_h", "img_w"), 2 * patch)
+    if not kind.is_fixed:
+        values["vision_num_positions"] = 25
+    if vision.mrope_section is not None:
+        values |= {"mrope_section": [small["kv_channels"] // 2 - 2, 1, 1], "rotary_percent": 1.0}
+    return values
 
 
 FAMILY = replace(
