@@ -53,9 +53,15 @@ def load_companion_config(
         flag: source of ``folder``, for messages.
 
     Raises:
-        UserError: the folder holds no model, or one of an unknown family, or adapters only."""
+        UserError: the folder holds no model, or one of an unknown family, or adapters only, or is the --save folder
+            without ``step``."""
     if not os.path.isdir(folder):
         raise UserError(f"{flag} {folder:.200}: there is no such folder; {folder_fix(folder)}")
+    save = None if cfg.validation.skip_train else cfg.checkpoint.save
+    if step is None and save is not None and os.path.realpath(save) == os.path.realpath(folder):
+        # a continued run would take its own checkpoint for the frozen model: a divergence of 0, and no error
+        reason = "is the folder of --save, whose checkpoints would replace the frozen model when the run continues"
+        raise UserError(f"{flag} {folder}: {reason}; choose another --save")
     if step is None and os.path.isfile(Path(folder) / "config.json") and find_checkpoint(folder) is None:
         try:
             settings = load_hf_settings(folder, cfg.model_family)

@@ -42,10 +42,16 @@ PROBLEMS = {
     "--export-kd-teacher-load {hf} --kd-temperature 0": "--kd-temperature 0: must be positive",
     "--export-kd-teacher-load {hf}/none": "^--export-kd-teacher-load .*none: there is no such folder; check the path",
     "--export-kd-teacher-load a/b": "^--export-kd-teacher-load a/b: .*run `hf download a/b --local-dir b`, then give b",
+    "--export-kd-teacher-load {hf} --save {hf}/": "^--export-kd-teacher-load .*: is the folder of --save, whose ",
     "--export-kd-teacher-load {hf} --dpo": "--dpo: is another kind of training than --export-kd",
     "--export-kd-teacher-load {hf} --mtp-num-layers 1": "--mtp-num-layers 1: is not supported with --export-kd-teacher",
     "--export-kd-teacher-load {hf} --export-kd-cfg {hf}/none": "--export-kd-cfg .*none: cannot be read: .*No such file",
 }
+
+
+def test_evaluation_may_name_the_folder_of_the_teacher(model):
+    cfg = settings(f"--export-kd-teacher-load {model} --save {model} --skip-train")
+    assert cfg.companions["teacher"].checkpoint.load_hf == model
 
 
 @pytest.mark.parametrize("flags", PROBLEMS)

@@ -56,6 +56,7 @@ PROBLEMS = {
     f"{PAIRS} --lora-rank 2 --dpo-reference base --dpo-reference-load {{hf}}": "contradicts --dpo-reference base",
     "--dpo --dpo-reference-load {hf}/none": "^--dpo-reference-load .*none: there is no such folder; check the path",
     "--dpo --dpo-reference-load a/b": "^--dpo-reference-load a/b: .* run `hf download a/b --local-dir b`, then give b",
+    "--dpo --load-hf {hf} --load {hf} --save {hf}": "^--load-hf .*: is the folder of --save, whose .*; choose another",
     f"{PAIRS} --dpo-reference stored": "stored requires data files, not --mock-data; use model",
     "--no-sft-packing": "--no-sft-packing: requires --sft or --dpo; add one, or remove this flag",
 }
