@@ -10,10 +10,8 @@ from its --save folder. For data in .bin and .idx files use pretrain_gpt.py itse
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from megatron.core.config.errors import UserError
 from megatron.tools import sft
 
 DEFAULTS = {**sft.DEFAULTS, "lr": "1e-4", "min-lr": "1e-5"}
@@ -21,9 +19,4 @@ DEFAULTS = {**sft.DEFAULTS, "lr": "1e-4", "min-lr": "1e-5"}
 
 def main(argv: Sequence[str]) -> int:
     """Train, or print samples; return the exit code. Raises UserError: wrong flags, data or models."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--teacher")
-    options, rest = parser.parse_known_args(argv)
-    if options.teacher is None and not {"-h", "--help"} & {*argv}:
-        raise UserError("--teacher: is required; give the folder of a model with the student's tokenizer")
-    return sft.fine_tune([*rest, "--export-kd-teacher-load", options.teacher], __doc__ or "", "--sft", DEFAULTS)
+    return sft.fine_tune(argv, __doc__ or "", "--sft", DEFAULTS, teacher=True)

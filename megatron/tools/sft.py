@@ -35,14 +35,20 @@ IMAGE_KEY = re.compile(rb'(?<!\\)"(?:images?|image_url)"')
 """A key or a type of the images of a conversation."""
 
 
-def parse_command_line(argv: Sequence[str], about: str) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of this tool and all others, with --nproc. ``about``: text of --help."""
+def parse_command_line(argv: Sequence[str], about: str, teacher: bool = False) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags of this tool and all others, with --nproc. ``about``: text of --help; ``teacher``: whether the
+    tool has --teacher, for which the others contain --export-kd-teacher-load."""
     parser = tool_parser(about)
+    if teacher:
+        text = "model whose distributions are learned: a --save directory or a Hugging Face folder"
+        parser.add_argument("--teacher", required=True, metavar="FOLDER", help=text)
     parser.add_argument("--data", required=True, metavar="FILE", help="JSON lines file to train on")
     parser.add_argument("--valid-data", metavar="FILE", help="JSON lines file for validation, all of it")
     parser.add_argument("--load-hf", required=True, metavar="FOLDER", help="model to start from, with its tokenizer")
     parser.add_argument("--inspect", type=int, metavar="N", help="print N rows with their loss masks, and stop")
     options, rest = parser.parse_known_args(argv)
+    if teacher:
+        rest += ["--export-kd-teacher-load", options.teacher]
     if options.inspect is not None and options.inspect < 1:
         raise UserError(f"--inspect {options.inspect}: must be at least 1")
     if not os.path.isdir(options.load_hf):
@@ -114,9 +120,10 @@ def main(argv: Sequence[str]) -> int:
     return fine_tune(argv, __doc__ or "", "--sft", DEFAULTS)
 
 
-def fine_tune(argv: Sequence[str], about: str, kind: str, defaults: Mapping[str, str]) -> int:
-    """Run :func:`main` for another ``kind`` of training (a flag of pretrain_gpt.py) with its ``defaults``."""
-    options, rest = parse_command_line(argv, about)
+def fine_tune(argv: Sequence[str], about: str, kind: str, defaults: Mapping[str, str], teacher: bool = False) -> int:
+    """Run :func:`main` for another ``kind`` of training (a flag of pretrain_gpt.py) with its ``defaults``, and with
+    --teacher if ``teacher``."""
+    options, rest = parse_command_line(argv, about, teacher)
     from megatron.console import parse_nproc, pretrain
 
     processes, rest = parse_nproc(rest)

@@ -27,6 +27,14 @@ def test_defaults_of_the_run(model, monkeypatch):
     assert {flag: command[command.index(flag) + 1] for flag in values} == values
 
 
+def test_missing_flags_are_named_together(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        distill.main(["--save", "run"])
+    text = capsys.readouterr().err
+    assert "usage: " in text and "--teacher FOLDER --data FILE" in text
+    assert "the following arguments are required: --teacher, --data, --load-hf" in text
+
+
 def settings(flags):
     return validate_args(parse_args([*MODEL_FLAGS, "--mock-data", *flags.split()]), 1, announce=False)
 
