@@ -511,6 +511,22 @@ def test_linear_rope_scaling_is_exported_as_transformers_expects():
     assert isinstance(factor, float) and factor == settings["rotary_seq_len_interpolation_factor"] == 4
 
 
+def test_hidden_sizes_that_transformers_rejects_are_not_exported():
+    transformers = pytest.importorskip("transformers")
+    settings = complete({"num_layers": 1, "hidden_size": 66, "num_attention_heads": 4, "kv_channels": 16})
+    names = []
+    for name, family in known_families().items():
+        try:
+            if name in transformers.CONFIG_MAPPING and family.model_family == "gpt":
+                transformers.CONFIG_MAPPING[name](hidden_size=66, num_attention_heads=4, head_dim=16)
+        except Exception as error:  # the classes of configurations raise several kinds
+            if "is not a multiple of the number of attention" in str(error):
+                names.append(name)
+                with pytest.raises(UserError, match=r"hidden_size is 66, the family has multiples of num_attention_he"):
+                    family.save_settings(settings)
+    assert "llama" in names
+
+
 def test_reference_page_lists_every_family():
     page = (Path(__file__).parents[3] / "docs" / "reference" / "hugging_face_families.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w-]+)` \| (`.+?`) \| \S", page, re.MULTILINE))

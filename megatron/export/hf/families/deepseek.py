@@ -35,7 +35,7 @@ CHOICE = Computed(
 DEEPSEEK_V2 = Family(
     "deepseek_v2", "DeepseekV2ForCausalLM", models="DeepSeek-V2, Coder-V2, V2-Lite, V2.5",
     config=(
-        *llama.SIZES, llama.FFN, *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES,
+        *llama.SIZES, llama.DIVISIBLE, llama.FFN, *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES,
         mixtures.first_dense(0), *mixtures.LATENT_ATTENTION, mixtures.SHARED_EXPERTS, CHOICE,
         *same(num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
               moe_ffn_hidden_size="moe_intermediate_size"), mixtures.RoutedScale(),

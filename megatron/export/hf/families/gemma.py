@@ -46,6 +46,7 @@ def _save_scale(settings: Table) -> dict[str, object]:
 SCALE = Computed(("query_pre_attn_scalar",), ("softmax_scale",), _load_scale, _save_scale)
 SECOND: tuple[Rule, ...] = (
     *COMMON,
+    llama.DIVISIBLE,
     groups(4),
     SCALE,
     Fixed({"norm_placement": "sandwich"}),

@@ -3,7 +3,7 @@
 from megatron.export.hf.attention_settings import Rope, Window, groups
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import Halves, QueryKeyValue, Weights
-from megatron.export.hf.settings import Begin, Choice, Computed, Fixed, FixedKeys, Rule, Same, same
+from megatron.export.hf.settings import Begin, Choice, Computed, Fixed, FixedKeys, Rule, Same, Table, refuse, same
 
 SIZES = same(
     num_layers="num_hidden_layers",
@@ -14,6 +14,17 @@ SIZES = same(
 )
 FFN = Same("ffn_hidden_size", "intermediate_size")
 HEAD_SIZE = Same("kv_channels", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"])
+
+
+def _save_divisible(settings: Table) -> dict[str, object]:
+    size, heads = settings["hidden_size"], settings["num_attention_heads"]
+    if size % heads:
+        raise refuse("hidden_size", size, f"the family has multiples of num_attention_heads ({heads}) only")
+    return {}
+
+
+DIVISIBLE = Computed((), (), lambda config: {}, _save_divisible)
+"""For families whose configuration in ``transformers`` rejects other hidden sizes, even with a ``head_dim``."""
 NO_PADDING = Computed((), (), lambda config: {}, lambda settings: {"pad_token_id": None})
 """For families whose default is an id that a smaller vocabulary lacks: no model could be built."""
 DROPOUT = (Same("attention_dropout", "attention_dropout", default=0.0), Begin({"hidden_dropout": 0.0}))
@@ -82,7 +93,7 @@ LLAMA = Family(
     "llama", "LlamaForCausalLM", models="LLaMA 1 to 3.3 and models of their shape",
     limits=("biases of attention only, or of the feed-forward network only",),
     config=(
-        *common(), FFN, HEAD_SIZE, groups(), Rope(),
+        *common(), FFN, HEAD_SIZE, DIVISIBLE, groups(), Rope(),
         Same("add_bias_linear", "attention_bias", default=False), Same("add_bias_linear", "mlp_bias", default=False),
     ),
     weights=WEIGHTS,

@@ -31,5 +31,9 @@ NEMOTRON = Family(
 """LayerNorm that stores its weights minus one; half of the channels are rotated."""
 
 ARCEE = Family(
-    "arcee", "ArceeForCausalLM", models="AFM-4.5B", config=(*COMMON, *llama.rms_norm(1e-5), Rope()), weights=WEIGHTS
+    "arcee",
+    "ArceeForCausalLM",
+    models="AFM-4.5B",
+    config=(*COMMON, llama.DIVISIBLE, *llama.rms_norm(1e-5), Rope()),
+    weights=WEIGHTS,
 )
