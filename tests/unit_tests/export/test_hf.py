@@ -513,7 +513,8 @@ def test_linear_rope_scaling_is_exported_as_transformers_expects():
 
 def test_hidden_sizes_that_transformers_rejects_are_not_exported():
     transformers = pytest.importorskip("transformers")
-    settings = complete({"num_layers": 1, "hidden_size": 66, "num_attention_heads": 4, "kv_channels": 16})
+    llama = known_families()["llama"].load_settings({**CONFIG, "head_dim": 16})
+    settings = complete({**llama, "hidden_size": 66})
     names = []
     for name, family in known_families().items():
         try:
