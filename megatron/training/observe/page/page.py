@@ -43,9 +43,12 @@ def write_page(run: Path, output: Path, log: Path | None = None) -> None:
 
 
 def save_page(text: str, output: Path) -> None:
-    """Replace the file ``output`` at once. Raises UserError for a folder, and OSError if it cannot be written."""
+    """Replace the file ``output`` at once. Raises UserError for a folder or a file in a missing folder, and OSError if
+    it cannot be written."""
     if output.is_dir() or not output.name:
         raise UserError(f"--output {output}: is a folder; give the path of a file")
+    if not output.parent.is_dir():
+        raise UserError(f"--output {output}: there is no folder {output.parent}; create it, or correct the path")
     new = output.with_name(f"{output.name}.new")
     with create_file(new) as file:
         file.write(text.encode())

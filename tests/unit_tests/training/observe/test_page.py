@@ -339,7 +339,10 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     assert capsys.readouterr().out == f"wrote {folder / 'report.html'}\n"
     assert run_tool("report", [str(folder / "metrics.jsonl"), "--output", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    capsys.readouterr()
     assert run_tool("report", [str(folder), "--output", str(tmp_path / "missing" / "page.html")]) == 2
+    problem = f"there is no folder {tmp_path / 'missing'}; create it, or correct the path"
+    assert capsys.readouterr().err == f"error: --output {tmp_path / 'missing' / 'page.html'}: {problem}\n"
 
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [math.nan, 1.0, math.inf], [0.0, 0.0], [1e-300, 1e300]])
