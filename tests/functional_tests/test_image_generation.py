@@ -266,6 +266,7 @@ def ask(folder, pictures):
             form = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 5, **values}
             return httpx.post(f"{url}/v1/chat/completions", json=form, timeout=60)
 
+        send.url = url
         yield send
     assert images._num_bytes == 0
 
@@ -317,3 +318,16 @@ def test_the_server_rejects_hostile_images(ask, pictures, tmp_path):
         assert answer.json()["error"]["param"] == "messages" and answer.json()["error"]["type"]
     assert "3 image tokens for 1 image" in ask([good], "<|image|> <|image|>").json()["error"]["message"]
     assert ask([good]).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["What is <|image|>?", [5, 1, 6]])
+def test_image_tokens_of_prompts_without_images_are_rejected(ask, prompt):
+    import httpx
+
+    answers = [httpx.post(f"{ask.url}/v1/completions", json={"prompt": prompt, "max_tokens": 2})]
+    if isinstance(prompt, str):
+        answers.append(httpx.put(f"{ask.url}/api", json={"prompts": [prompt], "tokens_to_generate": 2}))
+    for answer in answers:
+        assert answer.status_code == 400 and "has image token 1, and no image; send images to" in answer.text
+    text = httpx.post(f"{ask.url}/v1/completions", json={"prompt": "What is it?", "max_tokens": 2, "ignore_eos": True})
+    assert text.json()["usage"]["completion_tokens"] == 2

@@ -96,6 +96,7 @@ def read_completion(fields: Fields, info: Model) -> Job:
     """Return the job of ``POST /v1/completions``."""
     check_model(fields, info)
     prompts, texts = _prompts(fields.raw("prompt"), info)
+    _check_text(prompts, info, "prompt")
     top = fields.optional("logprobs", int, high=MAX_TOP_LOGPROBS)
     echo = fields.get("echo", bool, False)
     template = _template(fields, info, fields.get("max_tokens", int, 16, 0), 1)
@@ -140,6 +141,7 @@ def read_megatron(fields: Fields, info: Model) -> Job:
     prompts = [starts + (info.tokenizer.tokenize(text) if text else []) for text in texts]
     if not all(prompts):
         raise RequestError("prompts: an empty prompt requires add_BOS", "prompts")
+    _check_text(prompts, info, "prompts")
     logprobs = fields.get("logprobs", bool, False)
     max_new_tokens = fields.get("tokens_to_generate", int, 64, 0)
     if not max_new_tokens and not logprobs:
@@ -232,13 +234,21 @@ def _prompts(value: Any, info: Model) -> tuple[list[list[int]], list[str]]:
     _check_count(len(values), info, "prompt")
     if all(isinstance(prompt, str) for prompt in values):
         return [info.prompt_ids(prompt) for prompt in values], values
-    prompts = [
-        [checked_type("prompt", token, int) for token in checked_type("prompt", prompt, list)] for prompt in values
-    ]
+    if not all(isinstance(prompt, list) for prompt in values):
+        kinds = "must be text, tokens, a list of texts, or a list of lists of tokens"
+        raise RequestError(f"prompt: {kinds}; do not mix them", "prompt")
+    prompts = [[checked_type("prompt", token, int) for token in prompt] for prompt in values]
     for token in {token for prompt in prompts for token in prompt}:
         if not 0 <= token < info.tokenizer.vocab_size:
             raise RequestError(f"prompt: token {token} is outside of the tokenizer's vocabulary", "prompt")
     return prompts, [info.tokenizer.detokenize(prompt) for prompt in prompts]
+
+
+def _check_text(prompts: Sequence[Sequence[int]], info: Model, name: str) -> None:
+    """Reject image tokens in a prompt without images."""
+    if info.images is not None and any(info.images.loader.token in prompt for prompt in prompts):
+        reason = f"has image token {info.images.loader.token}, and no image"
+        raise RequestError(f"{name}: {reason}; send images to /v1/chat/completions", name)
 
 
 def _message(value: object, info: Model) -> dict[str, Any]:

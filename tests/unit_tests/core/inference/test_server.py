@@ -211,6 +211,15 @@ def test_wrong_requests_get_400_with_a_reason(http, server, wrong):
     wait(lambda: server[1].num_unfinished == 0)
 
 
+@pytest.mark.parametrize("prompt", [["a", [5]], [[5], "a"], [5, [6]]])
+def test_prompts_of_several_kinds_are_named(http, prompt):
+    header = {"Content-Type": "application/json"}
+    response = http.post("/v1/completions", content=json.dumps({"prompt": prompt}), headers=header)
+    assert response.status_code == 400
+    reason = "prompt: must be text, tokens, a list of texts, or a list of lists of tokens; do not mix them"
+    assert response.json()["error"]["message"] == reason
+
+
 @pytest.mark.parametrize("messages", [
     None, [], "hi", [3], [{}], [{"role": "user"}], [{"role": 3, "content": "a"}], [{"role": "user", "content": 3}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
