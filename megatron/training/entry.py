@@ -33,7 +33,8 @@ def read_settings(name: str, called: str, argv: Sequence[str] | None = None) -> 
     with exit_on_config_error(called):
         defaults = {"tokenizer_type": family.tokenizer_type}
         cfg = parse_args(argv, args_defaults=defaults, model_family=family.name)
-        if unset := [field for field in program.required if getattr(cfg.flat, field) is None]:
+        is_stored = cfg.checkpoint.use_checkpoint_args or cfg.checkpoint.load_hf  # read later, with torch
+        if not is_stored and (unset := [field for field in program.required if getattr(cfg.flat, field) is None]):
             raise ConfigError(missing(cfg, field) for field in unset)
         return None if preflight(cfg) else cfg
 

@@ -22,6 +22,7 @@ from megatron.training.arguments import (
     parse_args,
     validate_args,
 )
+from megatron.training.entry import read_settings
 from megatron.training.stored_settings import config_to_dict
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -276,3 +277,12 @@ def test_no_rejected_flag_is_suggested():
     assert "--yaml-cfg" in absent.explain(Problem("--config", "unknown flag"), registered).fix
     assert "--load " in absent.explain(Problem("--resume", "unknown flag"), registered).fix
     assert "--load-hf" in absent.explain(Problem("--model-name", "unknown flag"), registered).fix
+
+
+@pytest.mark.parametrize("program, flag", [("hybrid", "--hybrid-layer-pattern"), ("moe", "--num-experts")])
+def test_programs_require_their_layers_unless_stored_settings_have_them(program, flag, tmp_path, capsys):
+    for stored in ("--use-checkpoint-args --pretrained-checkpoint", "--load-hf"):
+        assert read_settings(program, "pretrain", [*stored.split(), str(tmp_path), "--mock-data"]) is not None
+    with pytest.raises(SystemExit, match="2"):
+        read_settings(program, "pretrain", ["--pretrained-checkpoint", str(tmp_path), "--mock-data"])
+    assert f"  {flag}: is required" in capsys.readouterr().err
