@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.config.cli import flags_of, from_object
+from megatron.core.config.lora import SETTINGS as LORA_SETTINGS
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
@@ -145,6 +146,8 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     names = [name for name in SIZES if name in fields and getattr(cfg.flat, name) is None]
     names += [name for name in (*ARCHITECTURE, *cfg.family.weight_settings, *ALSO_TAKEN) if name not in SIZES]
     names += [name for name in COMPUTED_WITH if name not in cfg.explicit]
+    if stored.get("lora_rank") is None:  # adapters of the command line are added to the model of the checkpoint
+        names = [name for name in names if name not in LORA_SETTINGS]
     names += LAYOUT if checkpoint.use_mp_args_from_checkpoint_args else ()
     if checkpoint.use_tokenizer_model_from_checkpoint_args:
         named = bool({"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit)

@@ -330,6 +330,14 @@ def test_experts_of_an_upcycled_model_are_not_taken_from_the_dense_one(two):
     assert apply_checkpoint_args(experts.with_settings(moe_use_upcycling=True)).model.num_moe_experts == 4
 
 
+def test_adapters_of_the_command_line_stay_next_to_a_checkpoint_without(two, tmp_path):
+    adapters = {"lora_rank": 4, "lora_alpha": 8.0, "lora_target_modules": ["linear_qkv"], "lora_use_rslora": True}
+    folders = {"load": str(tmp_path / "none"), "pretrained_checkpoint": two, "hidden_size": None}
+    chosen = apply_checkpoint_args(settings(use_checkpoint_args=True, **folders, **adapters))
+    assert chosen.model.hidden_size == 8
+    assert {name: getattr(chosen.flat, name) for name in adapters} == adapters
+
+
 def test_only_multiples_of_the_retain_interval_and_the_latest_stay(tmp_path):
     run = Run(settings(tmp_path, save_retain_interval=2))
     for _ in range(5):
