@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.commands import tool_parser
 from megatron.core.config.distillation import DistillationConfig
-from megatron.core.config.errors import counted
+from megatron.core.config.errors import UserError, counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK
 from megatron.core.config.hybrid import DEPTH
 from megatron.core.config.layer_kinds import delta_kinds
@@ -483,6 +483,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--steps", type=int, default=5, help="training steps to compare")
     options, flags = parser.parse_known_args(argv)
+    if options.steps < 1:  # nothing would be compared, and the verdict would be "equal"
+        raise UserError(f"--steps {options.steps}: must be at least 1")
     family, _ = find_program(options.program)
     cfg = apply_hf_settings(parse_args(flags, needs_data=False, model_family=family.name))
     if problems := list(not_verified(cfg)):

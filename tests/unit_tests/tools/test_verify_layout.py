@@ -259,6 +259,12 @@ def test_a_difference_exits_with_1_and_is_named(capsys, monkeypatch):
     assert "DIFFERENT" in out and "step 1: weight of embedding.word_embeddings.weight differs by" in out
 
 
+@pytest.mark.parametrize("steps", ["0", "-1"])
+def test_a_comparison_of_no_step_exits_with_2(steps, capsys):
+    assert run_tool("verify-layout", [*LLAMA, "--steps", steps]) == 2
+    assert capsys.readouterr().err == f"error: --steps {steps}: must be at least 1\n"
+
+
 def test_contradictions_exit_with_2_and_all_reasons(capsys):
     flags = ["--tensor-model-parallel-size", "3", "--sequence-parallel", "--num-distributed-optimizer-instances", "2"]
     assert run_tool("verify-layout", [*LLAMA, *flags]) == 2
