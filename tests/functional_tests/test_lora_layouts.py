@@ -280,6 +280,8 @@ def test_checkpoints_that_do_not_fit_are_rejected(gloo_pool, bases, tmp_path):
     assert "contains adapters only: add --lora-rank" in rejected(gloo_pool, "--load", adapters, "--save", save)
     teacher = rejected(gloo_pool, "--export-kd-teacher-load", adapters)
     assert f"--export-kd-teacher-load {adapters}: contains adapters only; merge them" in teacher
+    as_base = rejected(gloo_pool, "--pretrained-checkpoint", adapters, *TO_RUN, "--save", save)
+    assert f"{adapters}/iter_0000004: contains adapters only; merge them with megatron lora merge" in as_base
     rank = ("--pretrained-checkpoint", base, "--lora-rank", "2", "--load", adapters, "--save", save)
     assert "lora_rank is 2, the checkpoint has 4" in rejected(gloo_pool, *rank)
     assert not list(save.glob("iter_*"))

@@ -34,12 +34,15 @@ def load_native_weights(
 ) -> Source:
     """Fill the tensors that ``includes`` selects by global name from the checkpoint ``step`` of ``folder`` (None: the
     latest), and nothing else; return it. Collective. Raises CheckpointError on all ranks if there is none, it is
-    damaged, or names or shapes differ."""
+    damaged, has adapters only, or names or shapes differ."""
 
     def find() -> str:
         checkpoint = find_checkpoint(folder, step)
         if checkpoint is None:
             raise CheckpointError(f"{folder}: holds no checkpoint; give the --save folder of a run")
+        if isinstance(read_manifest(checkpoint.directory)["objects"].get("base"), dict):
+            fix = "merge them with megatron lora merge --saver native, or give the base"
+            raise CheckpointError(f"{checkpoint.directory}: contains adapters only; {fix}")
         return checkpoint.directory
 
     reader = together_reader(from_first_rank(find, groups.world), groups.world)
