@@ -37,12 +37,17 @@ def test_loss_of_equal_models(kind, smoothing, loss):
     assert pair_losses(policy, reference, kind, 0.1, smoothing).losses.item() == pytest.approx(loss, rel=1e-6)
 
 
-def trl_loss(kind, policy, reference, mask, beta, smoothing):
-    """TRL 1.16's DPOTrainer; the first p rows are chosen, the others rejected: log-probabilities and mask [2p, s].
-    Label smoothing as in conservative DPO."""
+def trl_scores(policy, reference, mask):
+    """Log-ratios of TRL 1.16's DPOTrainer, sums over tokens for every loss; the first p rows are chosen, the others
+    rejected: log-probabilities and mask [2p, s]."""
     logps = (policy.double() * mask).sum(1)
     ref_logps = (reference.double() * mask).sum(1)
-    chosen_scores, rejected_scores = (logps - ref_logps).chunk(2)
+    return (logps - ref_logps).chunk(2)
+
+
+def trl_loss(kind, policy, reference, mask, beta, smoothing):
+    """TRL 1.16's DPOTrainer, arguments as of :func:`trl_scores`. Label smoothing as in conservative DPO."""
+    chosen_scores, rejected_scores = trl_scores(policy, reference, mask)
     delta = chosen_scores - rejected_scores
     if kind == "sigmoid":
         win, lose = torch.log(torch.sigmoid(beta * delta)), torch.log(1 - torch.sigmoid(beta * delta))
@@ -66,7 +71,7 @@ def packed(values, mask, rows):
 
 @pytest.mark.parametrize("kind, smoothing", [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_packed_rows_have_trl_losses_and_gradients(kind, smoothing, rows):
+def test_packed_rows_have_trl_losses_gradients_and_rewards(kind, smoothing, rows):
     generator = torch.Generator().manual_seed(3)
     policy = torch.rand(12, 40, generator=generator) * -4
     reference = policy + torch.randn(12, 40, generator=generator)
@@ -84,6 +89,8 @@ def test_packed_rows_have_trl_losses_and_gradients(kind, smoothing, rows):
 
     torch.testing.assert_close(result.losses.flatten().double(), expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(actual_input.grad, expected_input.grad, rtol=1e-4, atol=1e-8)
+    for rewards, scores in zip(result[1:3], trl_scores(policy, reference, mask)):
+        torch.testing.assert_close(rewards.flatten().double(), 0.1 * scores, rtol=1e-5, atol=1e-6)
     assert result.present.sum() == 6
 
 
