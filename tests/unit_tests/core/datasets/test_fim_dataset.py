@@ -103,6 +103,12 @@ def test_sample_does_not_depend_on_earlier_reads(corpus):
         assert all(np.array_equal(value, backwards[index][name]) for name, value in first[index].items())
 
 
+def test_another_seed_rearranges_the_same_samples_differently(corpus):
+    first, second = datasets(corpus)[0], datasets(corpus)[0]
+    second.config.random_seed += 1  # after the samples were chosen
+    assert sum(full_text(first, index) != full_text(second, index) for index in range(60)) > 50
+
+
 def test_fragments_are_rearranged_separately(corpus):
     rearranged, plain = datasets(corpus, fim_split_sample="<0x02>", fim_fragment_rate=1.0)
     compared = 0

@@ -215,6 +215,8 @@ def test_a_corpus_shorter_than_a_sample_is_repeated(tmp_path):
 def test_indices_are_cached_by_every_setting_that_they_depend_on(tmp_path, monkeypatch):
     path = write(tmp_path / "data", corpus())
     first = dataset(path, 5)
+    partly = dataset(path, 45)  # a small part of the second epoch, which is shuffled separately
+    assert partly.num_epochs == 2 and partly.plan.samples_before_final_epoch == len(first)
     folder = f"{path}/cache/GPTDataset_indices"
     names = {name.split("-", 1)[1] for name in os.listdir(folder)}
     ends = ["description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy"]
@@ -226,18 +228,24 @@ def test_indices_are_cached_by_every_setting_that_they_depend_on(tmp_path, monke
         repeated = dataset(path, num_samples)
         for name in ("document_index", "sample_index", "shuffle_index"):
             assert getattr(first, name).tobytes() == getattr(repeated, name).tobytes()
-    for options in ({"num_samples": 500}, {"sequence_length": 8}, {"split": Split.test}):
+    for options in ({"num_samples": 500}, {"num_samples": 75}, {"sequence_length": 8}, {"split": Split.test}):
         with pytest.raises(pytest.fail.Exception):
             dataset(path, **({"num_samples": 5} | options))
 
 
-def test_indices_with_a_partial_sample_are_taken_from_the_cache(tmp_path, monkeypatch):
-    path, options = write(tmp_path / "data", corpus()), {"drop_last_partial_validation_sequence": False}
-    first = dataset(path, None, Split.valid, 15, **options)
+def test_indices_with_and_without_a_partial_sample_are_taken_from_the_cache(tmp_path, monkeypatch):
+    path = write(tmp_path / "data", corpus())
+
+    def lengths():
+        options = ({"drop_last_partial_validation_sequence": drop} for drop in (True, False))
+        return [len(dataset(path, None, Split.valid, 15, **option)) for option in options]
+
+    full, padded = lengths()
+    assert padded == full + 1
     monkeypatch.setattr(
         "megatron.core.datasets.gpt_dataset.build_gpt_indices", lambda *_: pytest.fail("built although cached")
     )
-    assert len(dataset(path, None, Split.valid, 15, **options)) == len(first)
+    assert lengths() == [full, padded]
 
 
 @pytest.mark.parametrize("change", ["documents of other lengths", "tokens only", "an older file"])
