@@ -1,4 +1,6 @@
-"""Adapters of one linear layer against their definition: products, gradients, memory, dropout."""
+"""Adapters of one linear layer against their definition: products, gradients, scale, memory, dropout."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,10 +8,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import parallel_state
+from megatron.core.config.lora import LoraConfig
 from megatron.core.config.model_parallel_config import ModelParallelConfig
+from megatron.core.config.preferences import PreferenceConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.adapters.dropout import CurrentTokens
 from megatron.core.models.adapters.lora import LoraSettings, add_adapters
+from megatron.core.models.adapters.transform import LoraTransform
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import Normal, initialize_parameters
@@ -65,6 +70,13 @@ def test_output_and_gradients_equal_the_definition(dora, frozen_input):
         results.append((output.detach(), *torch.autograd.grad(output.square().sum(), tensors)))
     for native, expected in zip(*results):
         torch.testing.assert_close(native, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("alpha, rslora, scale", [(None, False, 1), (6.0, False, 1.5), (None, True, 2), (6.0, True, 3)])
+def test_scale_is_alpha_by_default_the_rank_over_the_rank_or_its_root(alpha, rslora, scale):
+    lora = LoraConfig(lora_rank=4, lora_alpha=alpha, lora_use_rslora=rslora)
+    groups = {LoraConfig: lora, PreferenceConfig: PreferenceConfig()}
+    assert LoraTransform(SimpleNamespace(model=CONFIG, group=groups.__getitem__)).scale == scale
 
 
 def merged_part(rank, world_size):
