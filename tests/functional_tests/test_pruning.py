@@ -342,3 +342,37 @@ def test_patterns_of_layers_follow_the_layers_that_stay():
         "window_attn_skip_freq": [1, 1, 0, 0], "no_rope_freq": [0, 0, 1, 1], "moe_layer_freq": [1, 0, 1, 0],
     }  # fmt: skip
     assert _layer_patterns(config, [0, 1, 2, 3, 4, 5]) == {}
+
+
+def test_heads_keep_their_gates_and_experts_are_chosen_within_router_groups():
+    from megatron.core.config.transformer_config import TransformerConfig
+    from megatron.core.sharding.lazy_tensor import LazyTensor
+    from megatron.export.interchange import Interchange
+    from megatron.post_training.pruning import prune as prune_weights
+    from megatron.post_training.pruning import target_sizes
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=6, num_attention_heads=4, num_query_groups=2, kv_channels=3, num_moe_experts=8,
+        attention_output_gate=True, moe_router_topk=2, moe_router_num_groups=2, moe_router_group_topk=1,
+        moe_ffn_hidden_size=5,
+    )  # fmt: skip
+    # a group: query and gate of each of its two heads, then key and value, of 3 rows each
+    qkv, proj = torch.arange(216.0).view(2, 18, 6), torch.arange(72.0).view(6, 12)
+    router, fc2 = torch.arange(48.0).view(8, 6), torch.arange(240.0).view(8, 6, 5)
+    layer = "model.decoder.layers.0"
+    weights = {
+        f"{layer}.self_attention.linear_qkv.weight": qkv, f"{layer}.self_attention.linear_proj.weight": proj,
+        f"{layer}.mlp.router.weight": router, f"{layer}.mlp.experts.linear_fc2.weight": fc2,
+    }  # fmt: skip
+    importance = {
+        "hidden": torch.ones(6), "layers": torch.ones(1), "0.heads": torch.tensor([1.0, 4, 3, 2]),
+        "0.experts": torch.tensor([1.0, 5, 2, 3, 8, 7, 9, 6]), "0.expert_ffn": torch.ones(8, 5),
+    }  # fmt: skip
+    source = Interchange({}, {name: LazyTensor.of(weight) for name, weight in weights.items()})
+    sizes = target_sizes('{"num_attention_heads": 2, "num_moe_experts": 4}', config)
+    smaller = prune_weights(source, config, importance, sizes).tensors
+    second_head, first_head = qkv[0, [*range(6, 12), *range(12, 18)]], qkv[1, [*range(6), *range(12, 18)]]
+    experts = [1, 3, 4, 6]  # the best two of experts 0 to 3, and of 4 to 7
+    expected = torch.stack((second_head, first_head)), proj[:, 3:9], router[experts], fc2[experts]
+    for name, weight in zip(weights, expected):
+        assert torch.equal(smaller[name].read(), weight), name
