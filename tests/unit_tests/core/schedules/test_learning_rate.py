@@ -121,6 +121,15 @@ def test_weight_decay_ramps_from_start_to_end(style, samples, expected):
     assert weight_decay(ramp, samples) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("style, samples, expected", [
+    ("linear", 250, 0.425), ("cosine", 500, 0.45), ("linear", 2000, 0.5), ("constant", 250, 0.5),
+])  # fmt: skip
+def test_weight_decay_of_a_group_replaces_start_and_end(style, samples, expected):
+    ends = {} if style == "constant" else {"start_weight_decay": 0.1, "end_weight_decay": 0.3}
+    plan = schedule_plan(config(**ends, weight_decay_incr_style=style))
+    assert decay_weight(plan, samples, start_wd=0.4, end_wd=0.5) == pytest.approx(expected, rel=1e-12)
+
+
 def test_constant_weight_decay_is_constant():
     assert {weight_decay(config(), samples) for samples in (0, 500, 5000)} == {0.01}
 
