@@ -361,6 +361,35 @@ def test_matrices_of_a_fused_weight_have_their_scales():
         torch.testing.assert_close(actual[:, rows].reshape(-1, 5), expected, rtol=0, atol=0.03)
 
 
+def test_heads_of_latent_keys_and_values_have_their_scales():
+    """Values may be wider than keys: the first part of a head does not have the largest factor."""
+    spec, full = weight((20, 5), parts=((10,), (4, 6))), random(20, 5, dtype=torch.float64)
+    config = settings(muon_scale_mode="unit_rms_norm", muon_coefficient_type="deepseekv4", muon_num_ns_steps=10)
+    rule = Muon(replace(config, muon_split_qkv_per_head=True), [])
+    actual = rule.scale(spec) * rule.scaled_down(rule.orthogonalized([full], [spec])[0], spec)
+    for rows in (slice(4), slice(4, 10), slice(10, 14), slice(14, 20)):
+        expected = polar_factor(full[rows]) * math.sqrt(len(full[rows]) / 5)
+        torch.testing.assert_close(actual[rows], expected, rtol=0, atol=0.03)
+
+
+def test_a_matrix_without_gradient_is_left_out_of_a_step():
+    model, config = nn.Module(), settings()
+    shapes = {"first": (6, 4), "middle": (4, 9), "last": (7, 5)}
+    for name, shape in shapes.items():
+        model.register_parameter(name, nn.Parameter(random(*shape)))
+    expected = {name: (random(*shape).double(), torch.zeros(shape).double()) for name, shape in shapes.items()}
+    optimizer = get_megatron_optimizer(config, [model], groups=SINGLE_PROCESS)
+    for step, names in enumerate((("first", "middle", "last"), ("first", "last"), ("first", "middle", "last"))):
+        optimizer.zero_grad()
+        for name in names:
+            gradient = model.get_parameter(name).grad = random(*shapes[name], seed=step + 1)
+            weight, momentum = expected[name]
+            expected[name] = muon_step(weight, gradient.double(), c=config, momentum=momentum)
+        optimizer.step()
+    for name, (weight, _) in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).detach().double(), weight, rtol=0, atol=1e-5)
+
+
 def test_an_unknown_precision_is_rejected():
     with pytest.raises(UserError, match="muon_fp32_matmul_prec low: torch has no precision below bf16; use medium"):
         Muon(replace(settings(), muon_fp32_matmul_prec="low"), [])
