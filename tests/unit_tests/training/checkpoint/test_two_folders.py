@@ -186,6 +186,16 @@ def test_the_last_k_stay_over_several_jobs(tmp_path, retain, left):
     assert saved_iterations(tmp_path) == left and read_tracker(tmp_path) == 7
 
 
+def test_older_checkpoints_of_a_job_that_kept_all_stay(tmp_path):
+    for jobs, retention in ((range(1, 5), {}), (range(5, 7), {"keep_last_checkpoints": 2})):
+        run = Run(settings(tmp_path, **retention))
+        run.load()
+        for _ in jobs:
+            run.train(1).save()
+        run.checkpointer.close()
+    assert saved_iterations(tmp_path) == [6, 5, 2, 1]
+
+
 def test_one_checkpoint_can_be_named(two, tmp_path, snapshots):
     run = Run(settings(two, load=f"{two}/iter_0000001", save=None))
     assert run.load().iteration == 1 and run.bits() == snapshots[1]
