@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, YarnScaling, yarn_scaling
+from megatron.core.attention.rotary import LengthScaling, Llama3Scaling, RotaryEmbedding, YarnScaling, yarn_scaling
+from megatron.core.config.rope_parameters import RopeParameters
 from megatron.core.config.transformer_config import TransformerConfig
 
 
@@ -23,6 +24,16 @@ def test_plain_frequencies_and_tables():
 def test_interpolation_divides_positions():
     plain, stretched = RotaryEmbedding(8, dtype=torch.float64), RotaryEmbedding(8, interpolation=4, dtype=torch.float64)
     torch.testing.assert_close(stretched(9).sin[8], plain(3).sin[2])
+
+
+def test_dynamic_frequencies_follow_the_length_of_every_call():
+    """transformers' ``_compute_dynamic_ntk_parameters``: the tables of a longer row are of no use for a shorter one."""
+    parameters = RopeParameters("dynamic", original_max_position_embeddings=10, factor=3.0)
+    rotary = RotaryEmbedding(8, rotary_base=100, scaling=LengthScaling(parameters), dtype=torch.float64)
+    for length in (40, 30, 7, 10, 30):
+        base = 100 * (3.0 * max(length, 10) / 10 - 2.0) ** (8 / 6)
+        angles = torch.outer(torch.arange(length).double(), base ** (-torch.arange(0, 8, 2).double() / 8))
+        torch.testing.assert_close(rotary(length).sin[:, 0, 0], angles.sin(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
