@@ -289,14 +289,17 @@ def test_stored_reference_equals_a_model(gloo_pool, model, one_rank, tmp_path, n
             np.testing.assert_allclose(second[figure], first[figure], rtol=5e-5, atol=5e-6, err_msg=figure)
 
 
-def test_stored_values_of_another_model_are_not_used(gloo_pool, model, tmp_path):
+def test_stored_values_of_another_model_precision_or_split_are_not_used(gloo_pool, model, tmp_path):
     path, other = write_lines(tmp_path / "pairs.jsonl", preferences(PAIRS)), tmp_path / "other"
     shutil.copytree(model, other)
     (other / "model.safetensors").touch()
-    flags = [*flags_of(model, path), *EXACT, "--train-iters", "1", "--dpo-reference", "stored"]
-    records(gloo_pool, tmp_path / "first", 1, flags)
-    records(gloo_pool, tmp_path / "second", 1, [*flags, "--dpo-reference-load", str(other)])
-    assert len(list((tmp_path / "pairs.jsonl.cache").glob("*reference-train-losses.npy"))) == 2
+    flags = [*flags_of(model, path), *EXACT, "--train-iters", "6", "--dpo-reference", "stored"]  # whole epochs
+    split = ["--data-path" if flag == "--train-data-path" else flag for flag in flags]
+    changed = ["--dpo-reference-load", str(other)], ["--bf16"], ["--split", "60,40,0"]
+    runs = flags, [*flags, *changed[0]], [*flags, *changed[1]], [*split, *changed[2]]
+    for number, argv in enumerate(runs, 1):
+        records(gloo_pool, tmp_path / str(number), 1, argv)
+        assert len(list((tmp_path / "pairs.jsonl.cache").glob("*reference-train-losses.npy"))) == number
 
 
 def test_validation_does_not_count_rows_that_pad_a_batch(gloo_pool, model, tmp_path):
