@@ -113,6 +113,7 @@ IN_THE_SUITE = {
     "muon-clip-cp2-a2a", "muon-clip-latent-tp2-zero2", "varlen-dp4-zero", "dynamic-4", "dynamic-cp2",
     "dynamic-cp4-allgather", "dynamic-a2a", "dynamic-tp2-sp", "dynamic-pp2-4", "dynamic-pp2-vpp", "dynamic-zero",
     "dynamic-fsdp2", "dynamic-recompute", "dynamic-mla", "dynamic-mtp-pp2", "dynamic-sink", "dynamic-ep2",
+    "dynamic-aux-ep2-tp2-sp",
     "dynamic-dropout-allgather-tp2", "dynamic-at-least-2", "dynamic-clip-pp2", "dynamic-fp32",
     "offload-zero2-pp2-tp2-sp", "offload-muon-tp2-sp-zero2", "offload-lion-zero2", "activations-tp2-sp-halves",
     "activations-cp2", "activations-pp2-vpp", "activations-pp2-zero-bubble", "activations-recompute-zero2",
