@@ -372,7 +372,7 @@ def test_heads_keep_their_gates_and_experts_are_chosen_within_router_groups():
     sizes = target_sizes('{"num_attention_heads": 2, "num_moe_experts": 4}', config)
     smaller = prune_weights(source, config, importance, sizes).tensors
     second_head, first_head = qkv[0, [*range(6, 12), *range(12, 18)]], qkv[1, [*range(6), *range(12, 18)]]
-    experts = [1, 3, 4, 6]  # the best two of experts 0 to 3, and of 4 to 7
+    experts = [1, 3, 4, 6]  # the best two experts of each router group
     expected = torch.stack((second_head, first_head)), proj[:, 3:9], router[experts], fc2[experts]
     for name, weight in zip(weights, expected):
         assert torch.equal(smaller[name].read(), weight), name

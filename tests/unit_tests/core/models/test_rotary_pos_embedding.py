@@ -27,7 +27,7 @@ def test_interpolation_divides_positions():
 
 
 def test_dynamic_frequencies_follow_the_length_of_every_call():
-    """transformers' ``_compute_dynamic_ntk_parameters``: the tables of a longer row are of no use for a shorter one."""
+    """transformers' ``_compute_dynamic_ntk_parameters``: tables of a longer row do not fit a shorter one."""
     parameters = RopeParameters("dynamic", original_max_position_embeddings=10, factor=3.0)
     rotary = RotaryEmbedding(8, rotary_base=100, scaling=LengthScaling(parameters), dtype=torch.float64)
     for length in (40, 30, 7, 10, 30):
