@@ -20,7 +20,7 @@ class LoraConfig(OptionalGroup):
     --pretrained-checkpoint. Checkpoints contain the adapters only."""
 
     lora_alpha: PositiveFloat | None = None
-    """Scale of the adapters' outputs times --lora-rank; default: --lora-rank, a scale of 1."""
+    """Scale of the adapters' outputs times --lora-rank (or its root, --lora-use-rslora). Default: --lora-rank."""
 
     lora_target_modules: list[str] | None = None
     """Linear layers with adapters: names (linear_qkv) or patterns of full names (*.layers.0.*.linear_fc1); default: all
