@@ -60,13 +60,12 @@ class ImageFile(ConversationFile):
         return lengths
 
     def paths(self, number: int) -> list[str]:
-        """Return the paths of the images in the line of a sequence."""
+        """Return the paths of the images in the conversation of a sequence."""
         line = int(self.lines[number])
         with open_regular(self.path) as file:
             file.seek(int(self.offsets[line - 1]))
             content = json_object(file.readline())
-        items = list(self.images.read(content, Report(), line))
-        return [path for item in items for path in item_paths(item)]
+        return item_paths(list(self.images.read(content, Report(), line))[int(self.items[number])])
 
 
 class ImageDataset(SFTDataset):
@@ -125,7 +124,7 @@ class ImageDataset(SFTDataset):
             line = self.dataset.lines[number]
             raise UserError(
                 f"{self.dataset_path}, line {line}: an image has another size than when the file was tokenized; "
-                f"remove the folder {self.dataset_path}.cache"
+                f"remove the folder {self.config.path_to_cache or f'{self.dataset_path}.cache'}"
             )
         return chosen
 

@@ -43,7 +43,7 @@ class ConversationFile:
 
     def __init__(self, path: str, config: SFTDatasetConfig, reader: Reader = CONVERSATIONS) -> None:
         arrays, self.report, self.key = prepared(path, config.tokenizer, config.path_to_cache, reader)
-        self.tokens, self.lengths, self.firsts, self.lines = (arrays[name] for name in DTYPES)
+        self.tokens, self.lengths, self.firsts, self.lines, self.items = (arrays[name] for name in DTYPES)
         self.starts = np.cumsum(self.lengths) - self.lengths
 
     def sequence(self, number: int, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 Entry = TypeVar("Entry")
 Content = TypeVar("Content")
 NumberedLine: TypeAlias = tuple[int, bytes]
-VERSION = 1
+VERSION = 2
 MAX_LINE_BYTES = 8 << 20
 LINES_PER_TASK = 256
 PARALLEL_BYTES = 4 << 20
@@ -95,7 +95,7 @@ class Report:
             yield f"{number} {sentence} (first: line {self.first[name]})"
 
 
-DTYPES = {"tokens": "int32", "lengths": "int64", "firsts": "int64", "lines": "int64"}
+DTYPES = {"tokens": "int32", "lengths": "int64", "firsts": "int64", "lines": "int64", "items": "int64"}
 
 
 class Part(NamedTuple):
@@ -104,11 +104,13 @@ class Part(NamedTuple):
     tokens: np.ndarray
     """int32 [tokens]: the id, or -1 - id without a loss."""
     lengths: np.ndarray
-    """int64 [sequences], as the next two."""
+    """int64 [sequences], as the next three."""
     firsts: np.ndarray
     """Index of the first label with a loss, at least 1."""
     lines: np.ndarray
     """Line of each sequence, from 1."""
+    items: np.ndarray
+    """Place of its conversation in the line, from 0."""
     report: Report
 
 
@@ -238,23 +240,25 @@ def tokenize_lines(
     report = Report()
     sequences: list[Tokens] = []
     places: list[int] = []
+    items: list[int] = []
     for number, line in lines:
         report.lines += 1
         if not line.strip():
             report.count("blank", number)
             continue
         try:
-            for content in reader.read(json_object(line), report, number):
+            for item, content in enumerate(reader.read(json_object(line), report, number)):
                 report.conversations += 1
                 tokens = reader.sequences(tokenizer, content, report, number)
                 sequences += tokens
                 places += [number] * len(tokens)
+                items += [item] * len(tokens)
         except UserError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
     ids = [np.where(trained, ids, -1 - ids).astype(np.int32) for ids, trained in sequences]
     firsts = [1 + int(trained[1:].argmax()) for _, trained in sequences]
     integers = partial(np.array, dtype=np.int64)
-    columns = integers(list(map(len, ids))), integers(firsts), integers(places)
+    columns = integers(list(map(len, ids))), integers(firsts), integers(places), integers(items)
     return Part(np.concatenate([np.empty(0, np.int32), *ids]), *columns, report)
 
 

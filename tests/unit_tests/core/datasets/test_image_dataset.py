@@ -265,6 +265,27 @@ def as_sharegpt(messages, paths):
     return {"conversations": turns, **({"image": paths} if paths else {})}
 
 
+@pytest.mark.parametrize("sizes", [((24, 40), (24, 40)), ((24, 40), (40, 24)), ((24, 40), (48, 40))])
+def test_each_conversation_of_a_line_has_its_own_images(tmp_path, tokenizer, sizes):
+    """A system message begins another conversation. Two images differ in nothing, in their form, or in their number of
+    tokens from those of the first conversation."""
+    paths = [str(tmp_path / name) for name in ("a.png", "b.png")]
+    for seed, (path, size) in enumerate(zip(paths, sizes)):
+        picture(*size, seed=seed).save(path)
+    first, second = ([user([part(path), text("What?")]), assistant("It.")] for path in paths)
+    line = {"messages": [*first, {"role": "system", "content": "Be brief"}, *second]}
+    row = dataset(write_lines(tmp_path / "chats.jsonl", [line]), tokenizer[0], 128)[0]
+    expected = [processor()(path, return_tensors="np") for path in paths]
+    pixels = [item["pixel_values"] for item in expected]
+    grids = [item["image_grid_thw"][0, 1:] for item in expected]
+    orders = {(0, 1): False, (1, 0): False}
+    for order in orders:
+        same_sizes = np.array_equal(row["sizes"].values, [grids[index] for index in order])
+        values = np.concatenate([pixels[index] for index in order])
+        orders[order] = same_sizes and np.allclose(row["patches"].values, values, atol=1e-6)
+    assert any(orders.values())  # sequences of a row are shuffled
+
+
 @pytest.mark.parametrize("form", ["messages", "ShareGPT"])
 def test_rows_have_the_ids_images_and_positions_of_transformers(tmp_path, tokenizer, form):
     ours, peer = tokenizer
