@@ -270,7 +270,10 @@ class Checkpointer:
         if keep is not None or retain is not None:
             for old in reversed(older[(keep or 1) - 1 :]):
                 if retain is None or old % retain:
-                    delete_checkpoint(folder, old, fault)
+                    try:
+                        delete_checkpoint(folder, old, fault)
+                    except OSError as error:  # the new checkpoint is complete
+                        logger.warning("%s: checkpoint of iteration %d is not deleted: %s", folder, old, error)
 
     def load(self) -> TrainState | None:
         """Restore the checkpoint to load; None to start from scratch. CheckpointError on all ranks for damage, another

@@ -111,7 +111,7 @@ def non_persistent_folder(cfg: PretrainConfig) -> Problems:
     checkpoint = cfg.checkpoint
     for field in ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
         folder = getattr(cfg.flat, field)
-        if folder is not None and checkpoint.save and os.path.abspath(folder) == os.path.abspath(checkpoint.save):
+        if folder is not None and checkpoint.save and os.path.realpath(folder) == os.path.realpath(checkpoint.save):
             yield problem(cfg, field, "is the folder of --save", "choose a separate folder")
 
 

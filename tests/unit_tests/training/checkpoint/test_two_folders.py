@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from megatron.core.dist_checkpointing import CheckpointError, writer
+from megatron.training.checkpoint import checkpointer
 from megatron.training.checkpoint.files import find_checkpoint, read_tracker, saved_iterations
 from megatron.training.checkpoint.history import check_save_folder, fast_folder, find_resumable
 from megatron.training.checkpoint.lock import SaveLock
@@ -171,8 +172,10 @@ def test_local_folders_are_for_one_host(tmp_path, monkeypatch):
         Run(both(tmp_path, **local))
     [problem] = unmet_requirements(both(tmp_path, non_persistent_ckpt_type="local"))
     assert "needs --non-persistent-local-ckpt-dir" in str(problem)
-    [problem] = non_persistent_folder(both(tmp_path, non_persistent_global_ckpt_dir=f"{tmp_path}/slow/"))
-    assert "is the folder of --save" in str(problem)
+    (tmp_path / "link").symlink_to(tmp_path / "slow")
+    for name in ("slow/", "link"):
+        [problem] = non_persistent_folder(both(tmp_path, non_persistent_global_ckpt_dir=f"{tmp_path}/{name}"))
+        assert "is the folder of --save" in str(problem)
 
 
 @pytest.mark.parametrize("retain, left", [(None, [7, 6, 5]), (2, [7, 6, 5, 4, 2])])
@@ -184,6 +187,20 @@ def test_the_last_k_stay_over_several_jobs(tmp_path, retain, left):
             run.train(1).save()
         run.checkpointer.close()
     assert saved_iterations(tmp_path) == left and read_tracker(tmp_path) == 7
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch, caplog):
+    """The new one is complete, and --max-failed-saves does not count it."""
+    run = Run(settings(tmp_path, keep_last_checkpoints=1))
+    run.train(1).save()
+
+    def moved_away(folder, iteration, fault):
+        raise FileNotFoundError(f"{folder}: no iteration {iteration}")
+
+    monkeypatch.setattr(checkpointer, "delete_checkpoint", moved_away)
+    run.train(1)
+    assert run.save() is True and run.checkpointer.failed_saves == 0 and read_tracker(tmp_path) == 2
+    assert "checkpoint of iteration 1 is not deleted" in caplog.text
 
 
 def test_older_checkpoints_of_a_job_that_kept_all_stay(tmp_path):
