@@ -174,15 +174,21 @@ class Engine:
 
     def completions(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yield the completions of ``requests`` in their order, each as soon as it and all before it are complete. Call
-        it on rank 0. Raises UserError if the logits of a request are not finite."""
-        numbers = [self.add(request) for request in requests]
+        it on rank 0. Raises UserError if the logits of a request are not finite. Cancels the rest after an error, or if
+        the caller stops."""
+        numbers: list[int] = []
         completed: dict[int, Completion] = {}
-        for number in numbers:
-            while number not in completed:
-                completed |= {x.request: x.completion for x in self.step() if x.completion.finish_reason}
-            completion = completed.pop(number)
-            completion.check()
-            yield completion
+        try:
+            numbers += map(self.add, requests)
+            for number in numbers:
+                while number not in completed:
+                    completed |= {x.request: x.completion for x in self.step() if x.completion.finish_reason}
+                completion = completed.pop(number)
+                completion.check()
+                yield completion
+        finally:
+            for number in numbers:
+                self.cancel(number)
 
     # ---- steps
 

@@ -1,5 +1,6 @@
 """The engine equals a full forward pass for every batch, split into chunks, order of arrival and number of pages."""
 
+import gc
 import random
 
 import pytest
@@ -299,6 +300,20 @@ def test_a_cancelled_request_frees_its_pages():
     item.step()
     for number in (*numbers, 99):
         item.cancel(number)
+    assert not item.has_work and item.pool.num_free == item.pool.num_usable
+
+
+@pytest.mark.parametrize("end", ["failed", "rejected", "left"])
+def test_an_early_end_leaves_no_requests_in_the_engine(end):
+    """Otherwise the next call computes them, too. Logits are not finite, a request is rejected, or the caller stops."""
+    model = build("learned", torch.float32)
+    model.embedding.word_embeddings.weight.data[9] = torch.nan
+    prompts = {"failed": [[9], [1, 2]], "rejected": [[1, 2], [1] * 99], "left": [[1], [1, 2]]}[end]
+    item = engine(model)
+    with pytest.raises(RuntimeError if end == "left" else UserError):
+        for _ in item.completions([Request(prompt=prompt, max_new_tokens=9 - len(prompt)) for prompt in prompts]):
+            raise RuntimeError
+    gc.collect()
     assert not item.has_work and item.pool.num_free == item.pool.num_usable
 
 
