@@ -423,6 +423,8 @@ def test_generation_with_adapters_equals_the_merged_model(gloo_pool, tmp_path):
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA can be imported"),
         ({"bias": "all"}, "bias 'all' not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' not supported"),
+        ({"alora_invocation_tokens": [3, 4]}, r"alora_invocation_tokens \[3, 4\] not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern {'q_proj': 2}, alpha_pattern {}: modules with another scale"),
         ({"rank_pattern": {"q_proj": "2"}}, "modules with another scale are not supported"),
         ({"alpha_pattern": ["q_proj"]}, r"alpha_pattern \['q_proj'\]: modules with another scale"),

@@ -111,6 +111,11 @@ ORIGINAL = "original_max_position_embeddings"
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
+def rope_table(config: Table) -> Table:
+    """Return rope_scaling, else rope_parameters: the order of ``transformers`` if a file has both."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
 class Rope(Rule):
     """Rule for rotary positions: base, rotated fraction of the head dim, and scaling type.
 
@@ -141,7 +146,7 @@ class Rope(Rule):
         self.limits = (f"rotary scaling: {', '.join(f'`{kind}`' for kind in kinds)}",)
 
     def load(self, config: Table) -> dict[str, object]:
-        table = get(config, ("rope_parameters", "rope_scaling"), {})
+        table = rope_table(config)
         if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
             raise refuse("rope_parameters", table, "which cannot be represented: layers must rotate equally")
         scaling = {name: value for name, value in table.items() if value is not None}

@@ -41,9 +41,11 @@ PREFIX = "base_model.model."
 LEAVES = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 UNSUPPORTED = (
     "modules_to_save", "trainable_token_indices", "lora_bias", "use_qalora", "use_bdlora", "layer_replication",
-    "megatron_config",
+    "megatron_config", "alora_invocation_tokens",
 )  # fmt: skip
 """Keys that change the meaning of the tensors."""
+OF_CHANGED_BASES = ("olora", "pissa", "corda", "loftq", "lora_ga")
+"""Beginnings of init_lora_weights with which PEFT changes the weights of the base."""
 
 
 class Adapter(NamedTuple):
@@ -263,6 +265,7 @@ def _read_config(path: Path) -> LoraSettings:
     if not isinstance(parameters, list):
         raise UserError(f"{path}: target_parameters is {parameters!r:.80}, expected a list of names")
     used += ["bias"] * (config.get("bias", "none") != "none")
+    used += ["init_lora_weights"] * str(config.get("init_lora_weights")).lower().startswith(OF_CHANGED_BASES)
     if used:
         values = listed(f"{name} {config[name]!r:.80}" for name in used)
         raise UserError(f"{path}: {values} not supported; train the adapter without")

@@ -68,7 +68,7 @@ def _build(settings: Table, assets: Mapping[str, Path]) -> Tokenizer | None:
 
 
 def _ids(tokenizer: Tokenizer, model_family: str, rows: int) -> dict[str, int | list[int]]:
-    """Return {config.json key: token ID or IDs} below ``rows``. For GPT the end is every token that ends a text."""
+    """Return {config.json key: token ID or IDs} below ``rows``. A decoder ends at every token that ends a text."""
     roles = {"bos_token_id": ["bos"], "eos_token_id": ["eos"], "pad_token_id": ["pad"]}
     if model_family == "bert":
         roles |= {"cls_token_id": ["cls"], "sep_token_id": ["sep"]}
@@ -78,7 +78,7 @@ def _ids(tokenizer: Tokenizer, model_family: str, rows: int) -> dict[str, int | 
         key: [tokenizer.special_ids[role] for role in names if role in tokenizer.special_ids]
         for key, names in roles.items()
     }
-    if model_family == "gpt":
+    if model_family in ("gpt", "vlm"):
         special["eos_token_id"] = tokenizer.end_ids
     valid = {key: list(dict.fromkeys(token for token in ids if 0 <= token < rows)) for key, ids in special.items()}
     return {key: ids[0] if len(ids) == 1 else ids for key, ids in valid.items() if ids}

@@ -1,5 +1,6 @@
 """Folders of Hugging Face's that are broken, or that say what no setting can: one message each, with the tensor."""
 
+import copy
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from megatron.core.config.errors import UserError
 from megatron.core.sharding.lazy_tensor import LazyTensor
@@ -45,6 +47,26 @@ def write(folder, tensors, config=CONFIG):
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 7.0}, "rope_parameters": {"rope_theta": 5.0}},
+        {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5.0}},
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+    ],
+)
+@pytest.mark.parametrize("base", [{}, {"rope_theta": 3000.0}])
+def test_rotary_settings_of_two_keys_are_those_of_transformers(tables, base):
+    """rope_scaling replaces rope_parameters."""
+    config = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
+    family = known_families()["llama"]
+    expected = LlamaConfig(**config, **base, **copy.deepcopy(tables)).rope_parameters
+    loaded = family.load_settings({**config, **base, **tables})
+    assert loaded == family.load_settings({**config, "rope_parameters": expected})
+    assert loaded["rotary_seq_len_interpolation_factor"] == expected["factor"]
 
 
 def tensors_of(model):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from megatron.core.config.linear_attention import has_linear_attention
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.export.hf.attention_settings import FULL, Rope, groups
+from megatron.export.hf.attention_settings import FULL, Rope, groups, rope_table
 from megatron.export.hf.families import llama
 from megatron.export.hf.families.mixtures import EXPERT_LAYERS, shared_expert
 from megatron.export.hf.family import Container, Family
@@ -44,7 +44,7 @@ class TextRope(Rope):
     """Positions of text in a model of images: their three axes, and so their sections, are equal."""
 
     def load(self, config: Table) -> dict[str, object]:
-        table = get(config, ("rope_parameters", "rope_scaling"), {})
+        table = rope_table(config)
         if not isinstance(table, dict):
             return super().load(config)
         plain = {name: value for name, value in table.items() if name not in ("mrope_section", "mrope_interleaved")}

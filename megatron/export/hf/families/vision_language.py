@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.vlm.towers import CHANNELS
-from megatron.export.hf.attention_settings import Rope, Window, groups
+from megatron.export.hf.attention_settings import Rope, Window, groups, rope_table
 from megatron.export.hf.families import gated_delta, llama, mixtures
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import BlockParts, TensorLayout, Weights
@@ -28,7 +28,7 @@ class AxesRope(gated_delta.TextRope):
         self.sections = sections
 
     def load(self, config: Table) -> dict[str, object]:
-        table = get(config, ("rope_parameters", "rope_scaling"), {})
+        table = rope_table(config)
         if not table.get("mrope_interleaved", True):
             raise refuse("mrope_interleaved", False, "which cannot be converted: only true can")
         return {**super().load(config), "mrope_section": list(table.get("mrope_section", self.sections))}
