@@ -45,7 +45,7 @@ def total(library: Path = LIBRARY) -> Size:
     return Size(*map(sum, zip(*sizes(library).values())))
 
 
-CEILING = Size(lines=97_481, any_uses=966, skips=305)
+CEILING = Size(lines=97_495, any_uses=966, skips=305)
 
 
 def main() -> None:
