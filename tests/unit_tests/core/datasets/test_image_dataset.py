@@ -272,18 +272,16 @@ def test_each_conversation_of_a_line_has_its_own_images(tmp_path, tokenizer, siz
     paths = [str(tmp_path / name) for name in ("a.png", "b.png")]
     for seed, (path, size) in enumerate(zip(paths, sizes)):
         picture(*size, seed=seed).save(path)
-    first, second = ([user([part(path), text("What?")]), assistant("It.")] for path in paths)
+    answers = ("One.", "Two.")
+    first, second = ([user([part(path), text("?")]), assistant(words)] for path, words in zip(paths, answers))
     line = {"messages": [*first, {"role": "system", "content": "Be brief"}, *second]}
-    row = dataset(write_lines(tmp_path / "chats.jsonl", [line]), tokenizer[0], 128)[0]
-    expected = [processor()(path, return_tensors="np") for path in paths]
-    pixels = [item["pixel_values"] for item in expected]
-    grids = [item["image_grid_thw"][0, 1:] for item in expected]
-    orders = {(0, 1): False, (1, 0): False}
-    for order in orders:
-        same_sizes = np.array_equal(row["sizes"].values, [grids[index] for index in order])
-        values = np.concatenate([pixels[index] for index in order])
-        orders[order] = same_sizes and np.allclose(row["patches"].values, values, atol=1e-6)
-    assert any(orders.values())  # sequences of a row are shuffled
+    rows = dataset(write_lines(tmp_path / "chats.jsonl", [line]), tokenizer[0], 128)
+    shown, row = "".join(rows.describe(0)), rows[0]
+    order = sorted((0, 1), key=lambda number: shown.index(answers[number]))  # sequences of a row are shuffled
+    expected = [processor()(paths[number], return_tensors="np") for number in order]
+    assert np.array_equal(row["sizes"].values, [item["image_grid_thw"][0, 1:] for item in expected])
+    pixels = np.concatenate([item["pixel_values"] for item in expected])
+    assert np.allclose(row["patches"].values, pixels, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["messages", "ShareGPT"])
