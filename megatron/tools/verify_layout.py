@@ -117,11 +117,11 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
 
 def not_verified(cfg: PretrainConfig) -> Problems:
     """Reject what needs values of another model for the data of the run."""
-    fix = "use a model: the rest is verified"
+    reason = "needs the data of the run"
     if cfg.flat.logits_load_dir:
-        yield problem(cfg, "logits_load_dir", "needs the data of the run", fix)
+        yield problem(cfg, "logits_load_dir", reason, "use --export-kd-teacher-load, which is verified")
     if cfg.flat.dpo_reference == "stored":
-        yield problem(cfg, "dpo_reference", "needs the data of the run", fix)
+        yield problem(cfg, "dpo_reference", reason, "use model or base, which are verified")
 
 
 def _small_network(cfg: PretrainConfig) -> dict[str, object]:

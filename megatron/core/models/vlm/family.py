@@ -60,8 +60,8 @@ def derive(flat: Any) -> Options:
 
 
 def shrink(cfg: Settings, small: Options) -> Options:
-    """Return a narrow tower, with at most as many deep layers as a stage of the ``small`` decoder has layers, and small
-    random images."""
+    """Return a narrow tower, whose deep layers fit into the first stage of the ``small`` decoder, and small random
+    images."""
     vision, stages = cfg.group(VisionConfig), cfg.model.pipeline_model_parallel_size * virtual_pipeline_size(cfg.model)
     kind, patch = tower_kind(vision), 4
     deep = min(len(vision.vision_deepstack_layers or ()), max(1, small["num_layers"] // stages))
