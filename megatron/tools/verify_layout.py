@@ -222,7 +222,7 @@ def _small_experts(cfg: PretrainConfig) -> dict[str, object]:
 
 
 def _small_heads(heads: int, groups: int, ranks: int) -> tuple[int, int]:
-    """The same ratio and the same split over ``ranks``."""
+    """Return fewer heads and groups of equal ratio, which divide over ``ranks`` like those of the user."""
     ratio = heads // groups
     small = next(
         n
