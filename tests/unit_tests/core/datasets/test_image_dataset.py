@@ -266,9 +266,9 @@ def as_sharegpt(messages, paths):
 
 
 @pytest.mark.parametrize("sizes", [((24, 40), (24, 40)), ((24, 40), (40, 24)), ((24, 40), (48, 40))])
-def test_each_conversation_of_a_line_has_its_own_images(tmp_path, tokenizer, sizes):
-    """A system message begins another conversation. Two images differ in nothing, in their form, or in their number of
-    tokens from those of the first conversation."""
+def test_images_stay_with_their_conversation_of_a_line(tmp_path, tokenizer, sizes):
+    """A system message begins another conversation. The two images have equal sizes, swapped height and width, or
+    different numbers of tokens."""
     paths = [str(tmp_path / name) for name in ("a.png", "b.png")]
     for seed, (path, size) in enumerate(zip(paths, sizes)):
         picture(*size, seed=seed).save(path)
@@ -276,8 +276,8 @@ def test_each_conversation_of_a_line_has_its_own_images(tmp_path, tokenizer, siz
     first, second = ([user([part(path), text("?")]), assistant(words)] for path, words in zip(paths, answers))
     line = {"messages": [*first, {"role": "system", "content": "Be brief"}, *second]}
     rows = dataset(write_lines(tmp_path / "chats.jsonl", [line]), tokenizer[0], 128)
-    shown, row = "".join(rows.describe(0)), rows[0]
-    order = sorted((0, 1), key=lambda number: shown.index(answers[number]))  # sequences of a row are shuffled
+    description, row = "".join(rows.describe(0)), rows[0]
+    order = sorted((0, 1), key=lambda number: description.index(answers[number]))  # sequences of a row are shuffled
     expected = [processor()(paths[number], return_tensors="np") for number in order]
     assert np.array_equal(row["sizes"].values, [item["image_grid_thw"][0, 1:] for item in expected])
     pixels = np.concatenate([item["pixel_values"] for item in expected])
